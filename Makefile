@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+#   make                    libcore.so and libcore.a in build/release/
+#   make test               build and run tests/c
+#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/
+#   make f64                libcore_f64.so and .a: the same sources with double (tests only)
+#   make examples           examples/c against the static library
+#   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
+#   make clean
+#
+#   BLAS=builtin            our own products (the default): no library needed
+#   BLAS=openblas           or any other package known to pkg-config
+#   BLAS=/path/libopenblas.so
+#   WERROR=1                warnings are errors
+#   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
+
+include csrc/core.mk
+
+CC ?= cc
+AR ?= ar
+PKG_CONFIG ?= pkg-config
+VARIANT ?= release
+BLAS ?= builtin
+PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+INCLUDEDIR ?= $(PREFIX)/include
+
+BUILD := build/$(VARIANT)
+MACHINE := $(firstword $(subst -, ,$(shell $(CC) -dumpmachine)))
+VERSION := $(shell sed -n 's/^\#define RP_VERSION "\(.*\)"/\1/p' csrc/include/relpos/relpos.h)
+ABI := $(firstword $(subst ., ,$(VERSION)))
+
+# ---- what a variant changes ----------------------------------------------
+
+NAME := core
+SANITIZE_COMMON := -O1 -g -fno-omit-frame-pointer -UNDEBUG
+VARIANT_FLAGS_release :=
+VARIANT_FLAGS_asan := $(SANITIZE_COMMON) -fsanitize=address
+VARIANT_FLAGS_ubsan := $(SANITIZE_COMMON) -fsanitize=undefined -fno-sanitize-recover=all
+VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread
+VARIANT_FLAGS_f64 := -UNDEBUG -DRP_REAL_IS_DOUBLE
+ifeq ($(VARIANT),f64)
+NAME := core_f64
+endif
+VARIANT_FLAGS := $(VARIANT_FLAGS_$(VARIANT))
+
+# ---- which BLAS ------------------------------------------------------------
+# base/blas.c alone is compiled with BLAS_FLAGS. BLAS_SYMBOL_PREFIX is the name
+# that scipy-openblas's own pkg-config file uses.
+
+ifeq ($(BLAS),builtin)
+BLAS_FLAGS := -DRPI_BLAS_BUILTIN
+BLAS_LIBS :=
+else ifneq ($(findstring /,$(BLAS)),)
+BLAS_FLAGS := -DRPI_BLAS_OPENBLAS \
+  $(shell nm -D $(BLAS) 2>/dev/null | grep -q ' scipy_cblas_sgemm$$' \
+    && echo -DBLAS_SYMBOL_PREFIX=scipy_)
+BLAS_LIBS := $(BLAS) -Wl,-rpath,$(dir $(abspath $(BLAS)))
+else
+BLAS_FLAGS := -DRPI_BLAS_OPENBLAS $(shell $(PKG_CONFIG) --cflags $(BLAS))
+BLAS_LIBS := $(shell $(PKG_CONFIG) --libs $(BLAS))
+ifeq ($(strip $(BLAS_LIBS)),)
+$(error BLAS=$(BLAS): expected builtin, a path with a slash, or a package that pkg-config knows)
+endif
+endif
+
+# ---- flags -----------------------------------------------------------------
+
+ifeq ($(WERROR),1)
+CORE_WARNINGS += -Werror
+endif
+INCLUDES := $(addprefix -Icsrc/,$(CORE_INCLUDES))
+COMPILE_FLAGS = $(CPPFLAGS) $(CFLAGS) $(INCLUDES) $(CORE_CFLAGS) $(CORE_WARNINGS) $(VARIANT_FLAGS)
+LINK_FLAGS = $(CFLAGS) $(LDFLAGS) $(VARIANT_FLAGS)
+LINK_LIBS = $(BLAS_LIBS) $(CORE_LIBS)
+FILE_FLAGS = $(FLAGS_$(MACHINE)_$(basename $(notdir $<)))
+
+OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/csrc/%.o)
+STATIC := $(BUILD)/lib$(NAME).a
+SONAME := lib$(NAME).so.$(ABI)
+SHARED := $(BUILD)/lib$(NAME).so
+TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
+EXAMPLES := $(patsubst examples/c/%.c,$(BUILD)/examples/%,$(sort $(wildcard examples/c/*.c)))
+
+.PHONY: all test asan ubsan tsan f64 examples install clean force
+.DELETE_ON_ERROR:
+
+all: $(STATIC) $(SHARED)
+
+# ---- the library -----------------------------------------------------------
+
+# Rewritten only when the command line changes, so that other flags rebuild.
+$(BUILD)/flags: force
+	@mkdir -p $(@D)
+	@echo '$(CC) $(COMPILE_FLAGS) $(LINK_FLAGS) $(BLAS_FLAGS) $(BLAS_LIBS)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+
+$(BUILD)/csrc/base/blas.o: ONE_FLAGS = $(BLAS_FLAGS)
+SHOWN_FLAGS = $(strip $(CFLAGS) $(CORE_CFLAGS) $(VARIANT_FLAGS))
+$(BUILD)/csrc/api.o: ONE_FLAGS = -DRPI_BUILD_FLAGS='"$(SHOWN_FLAGS)"'
+
+$(BUILD)/csrc/%.o: csrc/%.c csrc/core.mk $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(COMPILE_FLAGS) $(FILE_FLAGS) $(ONE_FLAGS) -MMD -MP -c $< -o $@
+
+$(STATIC): $(OBJECTS)
+	rm -f $@
+	$(AR) rcs $@ $^
+
+$(BUILD)/$(SONAME): $(OBJECTS)
+	$(CC) $(LINK_FLAGS) $(CORE_LDFLAGS) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(LINK_LIBS)
+
+$(SHARED): $(BUILD)/$(SONAME)
+	ln -sf $(SONAME) $@
+
+f64:
+	$(MAKE) VARIANT=f64 all
+
+# ---- tests and examples ----------------------------------------------------
+
+# Tests link the static library: there the rpi_ names can be reached.
+$(BUILD)/tests/%: tests/c/%.c $(STATIC) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(LINK_LIBS)
+
+$(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(CPPFLAGS) $(CFLAGS) -Icsrc/include -std=c11 -O2 $(CORE_WARNINGS) $(VARIANT_FLAGS) \
+	  -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(LINK_LIBS)
+
+test: $(TESTS)
+	@failed=; for t in $(TESTS); do \
+	  printf '%-28s ' $$(basename $$t); $$t || failed="$$failed $$(basename $$t)"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+
+asan ubsan tsan:
+	$(MAKE) VARIANT=$@ test
+
+examples: $(EXAMPLES)
+
+# ---- install ---------------------------------------------------------------
+
+install: all
+	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR)/relpos
+	install -m 644 $(addprefix csrc/,$(CORE_PUBLIC_HEADERS)) $(DESTDIR)$(INCLUDEDIR)/relpos
+	install -m 644 $(STATIC) $(DESTDIR)$(LIBDIR)
+	install -m 755 $(BUILD)/$(SONAME) $(DESTDIR)$(LIBDIR)
+	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))
+	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' \
+	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
+	  -e 's|@PRIVATE@|$(strip $(LINK_LIBS))|' csrc/relpos.pc.in \
+	  > $(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc
+
+clean:
+	rm -rf build
+
+-include $(OBJECTS:.o=.d) $(TESTS:=.d) $(EXAMPLES:=.d)

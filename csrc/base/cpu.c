@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * cpu.c: which instruction sets can run here, asked of the processor itself.
+ *
+ * On x86 a set counts only if the processor has every instruction that core.mk
+ * lets the compiler use in that set's file, and the operating system saves the
+ * registers (XCR0). CPUID by hand, because the compilers' own query knows
+ * different feature names in different versions. On aarch64 NEON is part of the
+ * architecture.
+ */
+#include "base/cpu.h"
+
+#if defined(__x86_64__)
+
+#include <cpuid.h>
+
+static unsigned bit(int number) { return 1u << number; }
+
+static unsigned enabled_registers(void) {
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+int rpi_cpu_features(void) {
+  const unsigned leaf1_ecx = bit(12) | bit(27) | bit(28) | bit(29); /* FMA OSXSAVE AVX F16C */
+  const unsigned avx2_ebx = bit(3) | bit(5) | bit(8);               /* BMI AVX2 BMI2 */
+  const unsigned avx512_ebx =
+      bit(16) | bit(17) | bit(28) | bit(30) | bit(31); /* F DQ CD BW VL */
+  const unsigned avx_registers = bit(1) | bit(2);      /* XMM YMM */
+  const unsigned avx512_registers = avx_registers | bit(5) | bit(6) | bit(7); /* masks ZMM */
+
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & leaf1_ecx) != leaf1_ecx) {
+    return RPI_CPU_PORTABLE;
+  }
+  const unsigned registers = enabled_registers(); /* allowed: OSXSAVE was set */
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (ebx & avx2_ebx) != avx2_ebx ||
+      (registers & avx_registers) != avx_registers) {
+    return RPI_CPU_PORTABLE;
+  }
+  if ((ebx & avx512_ebx) != avx512_ebx || (registers & avx512_registers) != avx512_registers) {
+    return RPI_CPU_PORTABLE | RPI_CPU_AVX2;
+  }
+  return RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
+}
+
+#elif defined(__aarch64__)
+
+int rpi_cpu_features(void) { return RPI_CPU_PORTABLE | RPI_CPU_NEON; }
+
+#else
+
+int rpi_cpu_features(void) { return RPI_CPU_PORTABLE; }
+
+#endif

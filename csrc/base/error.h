@@ -1,0 +1,30 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * error.h: the sentence behind a failed status, kept per thread.
+ *
+ * Nothing in the core prints, exits or aborts. A function that fails returns a
+ * status, and has written one sentence: the argument, what came, what is allowed.
+ */
+#ifndef RPI_ERROR_H
+#define RPI_ERROR_H
+
+#include "relpos/relpos.h"
+
+/* Keeps the sentence for this thread and returns the status. */
+rp_status rpi_fail(rp_status status, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
+/* Fails the calling function unless the condition holds. */
+#define RPI_CHECK(condition, status, ...)                                                          \
+  do {                                                                                             \
+    if (!(condition)) return rpi_fail((status), __VA_ARGS__);                                      \
+  } while (0)
+
+/* Hands a failure of the called function up. */
+#define RPI_TRY(expression)                                                                        \
+  do {                                                                                             \
+    const rp_status rpi_try_status = (expression);                                                 \
+    if (rpi_try_status != RP_OK) return rpi_try_status;                                            \
+  } while (0)
+
+#endif

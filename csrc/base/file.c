@@ -1,0 +1,252 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * file.c: reading whole files, and replacing a file so that a crash at any moment
+ * leaves either the old content or the new.
+ *
+ *   open temporary (must not exist) - write - sync - close - rename - sync folder
+ *   `----------- a failure here removes the temporary -----------'
+ *
+ * Every call goes through the seam. A call that a signal interrupts is repeated;
+ * a read or write that comes up short is continued. Two writers of one path, in
+ * one process or several, have different temporary files: the later rename wins.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include "base/file.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+
+/* Above 2 GiB some systems refuse, others come up short. */
+#define LARGEST_TRANSFER ((int64_t)1 << 30)
+#define FIRST_READ ((int64_t)1 << 16)
+
+enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48 };
+
+/* ---- the system's calls ---------------------------------------------------- */
+
+static int system_open(void *context, const char *path, int flags, int mode) {
+  (void)context;
+  return open(path, flags, mode);
+}
+
+static int64_t system_read(void *context, int descriptor, void *buffer, int64_t bytes) {
+  (void)context;
+  return read(descriptor, buffer, (size_t)bytes);
+}
+
+static int64_t system_write(void *context, int descriptor, const void *buffer, int64_t bytes) {
+  (void)context;
+  return write(descriptor, buffer, (size_t)bytes);
+}
+
+static int system_sync(void *context, int descriptor) {
+  (void)context;
+  return fsync(descriptor);
+}
+
+static int system_close(void *context, int descriptor) {
+  (void)context;
+  return close(descriptor);
+}
+
+static int system_rename(void *context, const char *from, const char *to) {
+  (void)context;
+  return rename(from, to);
+}
+
+static int system_remove(void *context, const char *path) {
+  (void)context;
+  return unlink(path);
+}
+
+static const rpi_io system_io = {system_open,  system_read,   system_write,  system_sync,
+                                 system_close, system_rename, system_remove, NULL};
+static const rpi_io *io = &system_io;
+
+void rpi_set_io(const rpi_io *replacement) {
+  io = replacement != NULL ? replacement : &system_io;
+}
+
+/* ---- calls that a signal may interrupt ------------------------------------- */
+
+static int io_open(const char *path, int flags) {
+  int descriptor;
+  do {
+    descriptor = io->open(io->context, path, flags | O_CLOEXEC, 0666);
+  } while (descriptor < 0 && errno == EINTR);
+  return descriptor;
+}
+
+static int io_sync(int descriptor) {
+  int result;
+  do {
+    result = io->sync(io->context, descriptor);
+  } while (result != 0 && errno == EINTR);
+  return result;
+}
+
+/* Not repeated: after EINTR the descriptor is gone, and its number may already
+ * be another thread's. */
+static int io_close(int descriptor) {
+  const int result = io->close(io->context, descriptor);
+  return result != 0 && errno == EINTR ? 0 : result;
+}
+
+/* Reads until the buffer is full or the file ends. Bytes read; -1 and errno. */
+static int64_t read_fully(int descriptor, char *buffer, int64_t bytes) {
+  int64_t done = 0;
+  while (done < bytes) {
+    const int64_t rest = bytes - done;
+    const int64_t part = io->read(io->context, descriptor, buffer + done,
+                                  rest < LARGEST_TRANSFER ? rest : LARGEST_TRANSFER);
+    if (part < 0 && errno == EINTR) continue;
+    if (part < 0) return -1;
+    if (part == 0) break;
+    done += part;
+  }
+  return done;
+}
+
+static int write_fully(int descriptor, const char *content, int64_t bytes) {
+  int64_t done = 0;
+  while (done < bytes) {
+    const int64_t rest = bytes - done;
+    const int64_t part = io->write(io->context, descriptor, content + done,
+                                   rest < LARGEST_TRANSFER ? rest : LARGEST_TRANSFER);
+    if (part < 0 && errno == EINTR) continue;
+    if (part < 0) return -1;
+    if (part == 0) { /* would go on for ever */
+      errno = EIO;
+      return -1;
+    }
+    done += part;
+  }
+  return 0;
+}
+
+static rp_status fail_file(const char *verb, const char *path, int error) {
+  char reason[128];
+  if (strerror_r(error, reason, sizeof reason) != 0) {
+    snprintf(reason, sizeof reason, "error %d", error);
+  }
+  return rpi_fail(RP_ERROR_FILE, "cannot %s '%s': %s", verb, path, reason);
+}
+
+/* ---- reading --------------------------------------------------------------- */
+
+/* Another buffer of `capacity` bytes with the content of *buffer; frees that. */
+static bool grow(char **buffer, int64_t used, int64_t capacity) {
+  char *larger = rpi_allocate((size_t)capacity);
+  if (larger == NULL) return false;
+  if (used > 0) memcpy(larger, *buffer, (size_t)used);
+  rpi_release(*buffer);
+  *buffer = larger;
+  return true;
+}
+
+/* Into a buffer that doubles. One byte more than the content is always there: for
+ * the zero behind it, and to notice a file longer than the limit. */
+static rp_status read_descriptor(int descriptor, const char *path, int64_t limit, char **buffer,
+                                 int64_t *used) {
+  int64_t capacity = 0;
+  for (;;) {
+    if (*used == capacity) {
+      RPI_CHECK(*used <= limit, RP_ERROR_FILE,
+                "cannot read '%s': it is longer than the %lld bytes allowed", path,
+                (long long)limit);
+      capacity = capacity == 0 ? FIRST_READ : capacity > limit / 2 ? limit + 1 : capacity * 2;
+      if (capacity > limit) capacity = limit + 1;
+      RPI_CHECK(grow(buffer, *used, capacity), RP_ERROR_MEMORY,
+                "no memory for %lld bytes of '%s'", (long long)capacity, path);
+    }
+    const int64_t part = read_fully(descriptor, *buffer + *used, capacity - *used);
+    if (part < 0) return fail_file("read", path, errno);
+    *used += part;
+    if (*used < capacity) break;
+  }
+  (*buffer)[*used] = '\0';
+  return RP_OK;
+}
+
+rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t *bytes) {
+  assert(path != NULL && content != NULL && bytes != NULL);
+  assert(limit >= 0 && limit < INT64_MAX);
+  const int descriptor = io_open(path, O_RDONLY);
+  if (descriptor < 0) return fail_file("open", path, errno);
+  char *buffer = NULL;
+  int64_t used = 0;
+  const rp_status status = read_descriptor(descriptor, path, limit, &buffer, &used);
+  io_close(descriptor); /* of a file only read: nothing can be lost */
+  if (status != RP_OK) {
+    rpi_release(buffer);
+    return status;
+  }
+  *content = buffer;
+  *bytes = used;
+  return RP_OK;
+}
+
+/* ---- writing --------------------------------------------------------------- */
+
+/* Creates a file that did not exist, beside path. Its name goes to `name`. */
+static int open_temporary(const char *path, char *name, size_t name_bytes) {
+  int descriptor = -1;
+  for (int i = 0; i < TEMPORARY_NAMES; i++) {
+    snprintf(name, name_bytes, "%s.%ld.%d.tmp", path, (long)getpid(), i);
+    descriptor = io_open(name, O_WRONLY | O_CREAT | O_EXCL);
+    if (descriptor >= 0 || errno != EEXIST) break;
+  }
+  return descriptor;
+}
+
+static rp_status write_temporary(int descriptor, const char *path, const void *content,
+                                 int64_t bytes) {
+  int error = 0;
+  if (write_fully(descriptor, content, bytes) != 0 || io_sync(descriptor) != 0) error = errno;
+  if (io_close(descriptor) != 0 && error == 0) error = errno;
+  return error == 0 ? RP_OK : fail_file("write", path, error);
+}
+
+/* Makes the rename itself survive a loss of power. `folder` has room for path. */
+static rp_status sync_folder(const char *path, char *folder) {
+  strcpy(folder, path);
+  char *slash = strrchr(folder, '/');
+  if (slash == NULL) strcpy(folder, ".");
+  else slash[slash == folder ? 1 : 0] = '\0';
+  const int descriptor = io_open(folder, O_RDONLY | O_DIRECTORY);
+  if (descriptor < 0) return fail_file("sync the folder", folder, errno);
+  int error = 0;
+  /* EINVAL: this file system has no such thing as syncing a folder. */
+  if (io_sync(descriptor) != 0 && errno != EINVAL) error = errno;
+  io_close(descriptor);
+  return error == 0 ? RP_OK : fail_file("sync the folder", folder, error);
+}
+
+rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes) {
+  assert(path != NULL && bytes >= 0 && (content != NULL || bytes == 0));
+  const size_t name_bytes = strlen(path) + SUFFIX_BYTES;
+  char *name = rpi_allocate(name_bytes);
+  RPI_CHECK(name != NULL, RP_ERROR_MEMORY, "no memory to write '%s'", path);
+  rp_status status;
+  const int descriptor = open_temporary(path, name, name_bytes);
+  if (descriptor < 0) {
+    status = fail_file("create a file beside", path, errno);
+  } else {
+    status = write_temporary(descriptor, path, content, bytes);
+    if (status == RP_OK && io->rename(io->context, name, path) != 0) {
+      status = fail_file("replace", path, errno);
+    }
+    if (status != RP_OK) io->remove(io->context, name);
+    else status = sync_folder(path, name);
+  }
+  rpi_release(name);
+  return status;
+}

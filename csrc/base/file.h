@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * file.h: the one place where the core touches files.
+ *
+ * A seam like the allocator's: a test swaps the functions to let the n-th read,
+ * write or sync fail, or come up short. Writing is crash-safe by construction:
+ * a temporary name beside the target, written, synced, closed, renamed over the
+ * target, and the folder synced. Until the rename the old file is untouched.
+ *
+ * The functions of the seam behave as the system's: a negative result, or not 0
+ * from those that give no number, is a failure with its reason in errno.
+ */
+#ifndef RPI_FILE_H
+#define RPI_FILE_H
+
+#include "base/error.h"
+
+typedef struct rpi_io {
+  int (*open)(void *context, const char *path, int flags, int mode);
+  int64_t (*read)(void *context, int descriptor, void *buffer, int64_t bytes);
+  int64_t (*write)(void *context, int descriptor, const void *buffer, int64_t bytes);
+  int (*sync)(void *context, int descriptor);
+  int (*close)(void *context, int descriptor);
+  int (*rename)(void *context, const char *from, const char *to);
+  int (*remove)(void *context, const char *path);
+  void *context;
+} rpi_io;
+
+/* As rpi_set_allocator: NULL restores the system's calls, and the struct must live
+ * until then. */
+void rpi_set_io(const rpi_io *io);
+
+/* Reads a whole file into memory from rpi_allocate; the caller releases it. A zero
+ * byte, not counted in bytes, follows the content. RP_ERROR_FILE names the path
+ * and the system's reason. Files above limit bytes are refused. On failure
+ * content and bytes are untouched. */
+rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t *bytes);
+
+/* Replaces the file at path by content, or leaves it as it was and removes the
+ * temporary file. One exception: when nothing but the last step, syncing the
+ * folder, fails, the new content is in place but may not survive a loss of power,
+ * and RP_ERROR_FILE says so. The new file has the mode 0666 less the umask. */
+rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes);
+
+#endif

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# core.mk: the one list of what libcore is made of. The Makefile includes it and
+# setup.py reads it, so it holds nothing but NAME = value lines (a backslash goes
+# on to the next line): no functions, no conditions, no references.
+#
+# A file FLAGS_<machine>_<name> is compiled with: isa/avx2.c on x86_64 gets
+# FLAGS_x86_64_avx2. Where the variable is missing the file gets nothing more; an
+# isa file of a foreign machine compiles to nothing.
+
+# Paths from csrc/.
+CORE_SOURCES = \
+  base/error.c \
+  base/memory.c \
+  base/file.c \
+  base/rng.c \
+  base/threads.c \
+  base/cpu.c \
+  base/blas.c \
+  isa/portable.c \
+  isa/avx2.c \
+  isa/avx512.c \
+  isa/neon.c \
+  isa/dispatch.c \
+  api.c \
+  api_attention.c
+
+CORE_PUBLIC_HEADERS = include/relpos/relpos.h
+
+CORE_INCLUDES = . include
+
+# Part of the design, each of them measured: without -ffp-contract=fast, -std=c11
+# turns fused multiply-adds off; without the two -fno- flags a maximum is no vector
+# instruction. Never -ffast-math: it breaks infinities and NaN. These come after
+# the user's flags, because an inherited -O2 costs a factor of four.
+CORE_CFLAGS = -std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast \
+  -fopenmp-simd -fvisibility=hidden -fPIC -pthread -DNDEBUG
+
+CORE_WARNINGS = -Wall -Wextra -Wshadow -Wconversion
+
+CORE_LIBS = -lm -pthread
+
+# nodelete: the threads of the pool sleep inside the library.
+CORE_LDFLAGS = -Wl,-z,nodelete
+
+# The promises of base/cpu.h: nothing here that is not checked there.
+FLAGS_x86_64_avx2 = -mavx2 -mfma -mbmi -mbmi2 -mf16c
+FLAGS_x86_64_avx512 = -mavx2 -mfma -mbmi -mbmi2 -mf16c -mavx512f -mavx512vl -mavx512bw \
+  -mavx512dq -mavx512cd -mprefer-vector-width=512

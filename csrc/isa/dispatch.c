@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dispatch.c: one table of operations for the life of the process.
+ *
+ * The candidates are listed from the plainest to the best; the last one that can
+ * run wins unless RELPOS_ISA names another. Which candidates exist is a matter of
+ * the architecture this was compiled for, which of them can run a matter of the
+ * processor. The environment is read once: the name is kept, because the sentence
+ * of a wrong one is needed at every call and getenv's memory may change.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include "isa/dispatch.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/cpu.h"
+
+static const struct candidate {
+  const rp_ops *ops;
+  int feature;
+} candidates[] = {
+    {&rpi_ops_portable, RPI_CPU_PORTABLE},
+#if defined(__x86_64__)
+    {&rpi_ops_avx2, RPI_CPU_AVX2},
+    {&rpi_ops_avx512, RPI_CPU_AVX512},
+#elif defined(__aarch64__)
+    {&rpi_ops_neon, RPI_CPU_NEON},
+#endif
+};
+
+enum { CANDIDATES = sizeof candidates / sizeof candidates[0] };
+
+/* Written by choose() under pthread_once, only read after it. */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static const rp_ops *chosen; /* NULL: requested cannot be had */
+static char requested[32];   /* RELPOS_ISA, cut to fit; "": not set */
+static char available[64];
+
+static void choose(void) {
+  const char *name = getenv("RELPOS_ISA");
+  if (name != NULL) snprintf(requested, sizeof requested, "%s", name);
+  const int features = rpi_cpu_features();
+  for (int i = 0; i < CANDIDATES; i++) {
+    if ((features & candidates[i].feature) == 0) continue;
+    const rp_ops *ops = candidates[i].ops;
+    const size_t length = strlen(available);
+    snprintf(available + length, sizeof available - length, "%s%s", length != 0 ? " " : "",
+             ops->name);
+    if (requested[0] == '\0' || strcmp(requested, ops->name) == 0) chosen = ops;
+  }
+}
+
+static bool is_known(const char *name) {
+  static const char *const names[] = {"portable", "avx2", "avx512", "neon"};
+  for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
+    if (strcmp(name, names[i]) == 0) return true;
+  }
+  return false;
+}
+
+rp_status rpi_ops_get(const rp_ops **ops) {
+  pthread_once(&once, choose);
+  RPI_CHECK(chosen != NULL, RP_ERROR_ARGUMENT,
+            "RELPOS_ISA: '%s' %s; available here: %s", requested,
+            is_known(requested) ? "cannot run on this machine" : "is unknown", available);
+  *ops = chosen;
+  return RP_OK;
+}
+
+const char *rpi_ops_available(void) {
+  pthread_once(&once, choose);
+  return available;
+}

@@ -1,0 +1,19 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * dispatch.h: the choice of an operation table, made once per process.
+ */
+#ifndef RPI_DISPATCH_H
+#define RPI_DISPATCH_H
+
+#include "ops/ops.h"
+
+extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_neon;
+
+/* The best table this machine can run, or the one RELPOS_ISA names. An unknown
+ * or unavailable name is RP_ERROR_ARGUMENT, again at every call. */
+rp_status rpi_ops_get(const rp_ops **ops);
+
+/* Names of the tables that can run here, best last, separated by spaces. */
+const char *rpi_ops_available(void);
+
+#endif
