@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * table.h: every operation compiled for one instruction set, and the table of them.
+ *
+ * Included once by each file here, after it has named its vectors (RPI_VECTOR_BYTES,
+ * RPI_VECTORS) and its table. All operations are static, so the linker cannot put one
+ * instruction set's helper into another's code.
+ */
+#include "base/blas.h"
+#include "isa/dispatch.h"
+
+#define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
+
+#include "ops/attention.c"
+#include "ops/gemm.c"
+
+const rp_ops RPI_OPS = {
+    .name = RPI_OPS_NAME,
+    .gemm = gemm,
+    .attention_workspace = attention_workspace,
+    .attention_forward = attention_forward,
+    .attention_backward = attention_backward,
+};

@@ -1,0 +1,242 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * tile.h: the register-blocked product that everything fast here is made of.
+ *
+ *             columns = panels of up to RPI_VECTORS vectors
+ *           +-----------------+
+ *   inner   |        B        |   rows of `b_stride`
+ *           +-----------------+
+ *   +-----+ +-----------------+
+ *   |  A  | |        C        |   strips of up to RPI_STRIP rows: C lives in registers
+ *   +-----+ +-----------------+
+ *
+ * A is read one scalar at a time: element (row, inner) at a[row * a_row + inner *
+ * a_inner], so it may be transposed. B and C are row-major, their columns a
+ * multiple of RPI_LANES (callers pad).
+ *
+ * An instruction set defines RPI_LANES (reals in a vector) and RPI_VECTORS before it
+ * includes this file: RPI_STRIP x RPI_VECTORS accumulators, the vectors of one row of
+ * B and one scalar of A must fit its registers. The vector type is GCC's and clang's
+ * own: here alone, because the same kernel in plain loops reached 105 Gflop/s
+ * against 117 (one core, AVX-512), and fell to 40 when the row of B was named in
+ * a local array. Everything else is plain C.
+ */
+#ifndef RPI_TILE_H
+#define RPI_TILE_H
+
+#include "ops/real.h"
+
+#define RPI_STRIP 6
+
+#define RPI_INLINE static inline __attribute__((always_inline))
+#define RPI_NOINLINE static __attribute__((noinline))
+
+/* Aligned to one element: loads and stores are the unaligned kind, which costs
+ * nothing on aligned data. */
+typedef real rpi_vector
+    __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES), aligned(RPI_REAL_BYTES), may_alias));
+typedef real rpi_register __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES)));
+
+#define RPI_PANEL (RPI_LANES * RPI_VECTORS)
+
+RPI_INLINE rpi_register rpi_load(const real *from) { return *(const rpi_vector *)from; }
+RPI_INLINE void rpi_store(real *to, rpi_register value) { *(rpi_vector *)to = value; }
+
+RPI_INLINE int64_t rpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
+RPI_INLINE int64_t rpi_max(int64_t a, int64_t b) { return a > b ? a : b; }
+RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* Interleave the lower and the upper halves of two vectors: a0 b0 a1 b1 ... */
+#if RPI_LANES == 16
+#define RPI_LOW(a, b)                                                                              \
+  __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, \
+                          4, 20, 5, 21, 6, 22, 7, 23)
+#define RPI_HIGH(a, b)                                                                             \
+  __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, \
+                          12, 28, 13, 29, 14, 30, 15, 31)
+#elif RPI_LANES == 8
+#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#elif RPI_LANES == 4
+#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#elif RPI_LANES == 2
+#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
+#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
+#endif
+
+/* Transposes a square of RPI_LANES vectors: log2(lanes) rounds of interleaving
+ * row i with row i + lanes / 2. */
+RPI_INLINE void rpi_transpose(rpi_register row[RPI_LANES]) {
+  _Pragma("GCC unroll 4") for (int round = 1; round < RPI_LANES; round *= 2) {
+    rpi_register next[RPI_LANES];
+    _Pragma("GCC unroll 8") for (int i = 0; i < RPI_LANES / 2; i++) {
+      next[2 * i] = RPI_LOW(row[i], row[i + RPI_LANES / 2]);
+      next[2 * i + 1] = RPI_HIGH(row[i], row[i + RPI_LANES / 2]);
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < RPI_LANES; i++) row[i] = next[i];
+  }
+}
+
+/* to[column][row] = factor * from[row][column] for rows x columns numbers, rows
+ * filled up with zeros to padded_rows, a multiple of RPI_LANES. */
+RPI_NOINLINE void rpi_pack_transposed(const real *from, int64_t from_stride, int64_t rows,
+                                      int64_t columns, real factor, real *to, int64_t to_stride,
+                                      int64_t padded_rows) {
+  for (int64_t row = 0; row < padded_rows; row += RPI_LANES) {
+    const int64_t present = rpi_min(rows - row, RPI_LANES);
+    int64_t column = 0;
+    for (; present == RPI_LANES && column + RPI_LANES <= columns; column += RPI_LANES) {
+      rpi_register square[RPI_LANES];
+      _Pragma("GCC unroll 16") for (int i = 0; i < RPI_LANES; i++) {
+        square[i] = factor * rpi_load(from + (row + i) * from_stride + column);
+      }
+      rpi_transpose(square);
+      _Pragma("GCC unroll 16") for (int i = 0; i < RPI_LANES; i++) {
+        rpi_store(to + (column + i) * to_stride + row, square[i]);
+      }
+    }
+    for (; column < columns; column++) {
+      real *const line = to + column * to_stride + row;
+      for (int64_t i = 0; i < RPI_LANES; i++) {
+        line[i] = i < present ? factor * from[(row + i) * from_stride + column] : (real)0;
+      }
+    }
+  }
+}
+
+/* One product C = start + A . B over any number of rows and vectors. */
+typedef struct rpi_product {
+  const real *a;
+  int64_t a_row, a_inner;
+  const real *b;
+  int64_t b_stride;
+  real *c;
+  int64_t c_stride;
+  int64_t inner;
+} rpi_product;
+
+/* Where the accumulators of row r start:
+ *   LOAD   from C itself
+ *   ROW    row[r] in every column
+ *   BAND   row[r] + band[r * band_stride + clamp(band_offset - r + column, 0, band_last)],
+ *          the clamp taken per vector: see attention.c for the picture */
+typedef struct rpi_start {
+  const real *row;
+  const real *band;
+  int64_t band_stride, band_offset, band_last;
+} rpi_start;
+
+enum { RPI_START_LOAD, RPI_START_ROW, RPI_START_BAND };
+
+/* The kernel: rows and vectors are constants once inlined. column is where this
+ * panel begins. */
+RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, const rpi_product *p,
+                          const rpi_start *start, int64_t column) {
+  rpi_register c[RPI_STRIP][RPI_VECTORS];
+  real *const out = p->c + column;
+  const int64_t c_stride = p->c_stride;
+  _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+    _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) {
+      if (mode == RPI_START_LOAD) {
+        c[r][v] = rpi_load(out + r * c_stride + v * RPI_LANES);
+      } else if (mode == RPI_START_ROW) {
+        c[r][v] = (rpi_register){0} + start->row[r];
+      } else {
+        const int64_t at = start->band_offset - r + column + v * RPI_LANES;
+        c[r][v] = start->row[r] + rpi_load(start->band + r * start->band_stride +
+                                           rpi_min(rpi_max(at, 0), start->band_last));
+      }
+    }
+  }
+  const real *a = p->a, *b = p->b + column;
+  const int64_t a_row = p->a_row, a_inner = p->a_inner, b_stride = p->b_stride;
+  for (int64_t k = 0; k < p->inner; k++, a += a_inner, b += b_stride) {
+    rpi_register row[RPI_VECTORS];
+    _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+      _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) c[r][v] += a[r * a_row] * row[v];
+    }
+  }
+  _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+    _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) {
+      rpi_store(out + r * c_stride + v * RPI_LANES, c[r][v]);
+    }
+  }
+}
+
+/* Every (rows, vectors) pair its own function: inlined into one they spill, which
+ * cost the prototype of this code 13 %. */
+typedef void (*rpi_strip_fn)(const rpi_product *p, const rpi_start *start, int64_t column);
+
+#define RPI_STRIP_FN(rows, vectors, mode)                                                          \
+  RPI_NOINLINE void rpi_strip_##rows##_##vectors##_##mode(const rpi_product *p,                    \
+                                                          const rpi_start *start, int64_t column) { \
+    rpi_strip(rows, vectors, RPI_START_##mode, p, start, column);                                  \
+  }
+#define RPI_STRIP_ROWS(vectors, mode)                                                              \
+  RPI_STRIP_FN(1, vectors, mode)                                                                   \
+  RPI_STRIP_FN(2, vectors, mode)                                                                   \
+  RPI_STRIP_FN(3, vectors, mode)                                                                   \
+  RPI_STRIP_FN(4, vectors, mode)                                                                   \
+  RPI_STRIP_FN(5, vectors, mode)                                                                   \
+  RPI_STRIP_FN(6, vectors, mode)
+#define RPI_STRIP_ENTRY(vectors, mode)                                                             \
+  {                                                                                                \
+    rpi_strip_1_##vectors##_##mode, rpi_strip_2_##vectors##_##mode,                                \
+        rpi_strip_3_##vectors##_##mode, rpi_strip_4_##vectors##_##mode,                            \
+        rpi_strip_5_##vectors##_##mode, rpi_strip_6_##vectors##_##mode                             \
+  }
+
+#if RPI_VECTORS == 4
+#define RPI_STRIP_MODE(mode)                                                                       \
+  RPI_STRIP_ROWS(1, mode)                                                                          \
+  RPI_STRIP_ROWS(2, mode) RPI_STRIP_ROWS(3, mode) RPI_STRIP_ROWS(4, mode)
+#define RPI_STRIP_TABLE(mode)                                                                      \
+  {                                                                                                \
+    RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode), RPI_STRIP_ENTRY(3, mode),                  \
+        RPI_STRIP_ENTRY(4, mode)                                                                   \
+  }
+#elif RPI_VECTORS == 2
+#define RPI_STRIP_MODE(mode) RPI_STRIP_ROWS(1, mode) RPI_STRIP_ROWS(2, mode)
+#define RPI_STRIP_TABLE(mode)                                                                      \
+  { RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode) }
+#else
+#error "RPI_VECTORS must be 2 or 4"
+#endif
+
+RPI_STRIP_MODE(LOAD)
+RPI_STRIP_MODE(ROW)
+RPI_STRIP_MODE(BAND)
+
+static const rpi_strip_fn rpi_strips[3][RPI_VECTORS][RPI_STRIP] = {
+    RPI_STRIP_TABLE(LOAD), RPI_STRIP_TABLE(ROW), RPI_STRIP_TABLE(BAND)};
+
+/* One strip of at most RPI_STRIP rows over `vectors` vectors of columns, cut into
+ * panels of nearly equal width (5 vectors are 3 + 2: a panel of one vector would
+ * wait for its own additions). */
+RPI_INLINE void rpi_strip_product(int mode, int64_t rows, int64_t vectors, const rpi_product *p,
+                                  const rpi_start *start) {
+  int64_t panels = (vectors + RPI_VECTORS - 1) / RPI_VECTORS;
+  for (int64_t done = 0; done < vectors; panels--) {
+    const int64_t width = (vectors - done + panels - 1) / panels;
+    rpi_strips[mode][width - 1][rows - 1](p, start, done * RPI_LANES);
+    done += width;
+  }
+}
+
+/* All rows of a product, strip by strip. start->row advances with the rows; bands
+ * belong to single strips and are not for here. */
+RPI_INLINE void rpi_block_product(int mode, int64_t rows, int64_t vectors, rpi_product p,
+                                  const real *row) {
+  for (int64_t done = 0; done < rows;) {
+    const int64_t strip = rpi_min(RPI_STRIP, rows - done);
+    const rpi_start start = {.row = mode == RPI_START_ROW ? row + done : row};
+    rpi_strip_product(mode, strip, vectors, &p, &start);
+    p.a += strip * p.a_row;
+    p.c += strip * p.c_stride;
+    done += strip;
+  }
+}
+
+#endif
