@@ -8,9 +8,10 @@
 #   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
 #   make clean
 #
-#   BLAS=builtin            our own products (the default): no library needed
-#   BLAS=openblas           or any other package known to pkg-config
-#   BLAS=/path/libopenblas.so
+#   BLAS=auto               the default: at run time the wheel's OpenBLAS where it is found
+#   BLAS=builtin            never anything but our own products
+#   BLAS=openblas           or another package known to pkg-config, or a library's path:
+#                           that library
 #   WERROR=1                warnings are errors
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
 
@@ -20,7 +21,7 @@ CC ?= cc
 AR ?= ar
 PKG_CONFIG ?= pkg-config
 VARIANT ?= release
-BLAS ?= builtin
+BLAS ?= auto
 PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
@@ -45,23 +46,25 @@ endif
 VARIANT_FLAGS := $(VARIANT_FLAGS_$(VARIANT))
 
 # ---- which BLAS ------------------------------------------------------------
-# base/blas.c alone is compiled with BLAS_FLAGS. BLAS_SYMBOL_PREFIX is the name
-# that scipy-openblas's own pkg-config file uses.
+# Nothing is linked: base/blas.c, the one file compiled with BLAS_FLAGS, opens the
+# library when it is first needed (see base/blas.h).
 
-ifeq ($(BLAS),builtin)
+ifeq ($(BLAS),auto)
+BLAS_FLAGS :=
+else ifeq ($(BLAS),builtin)
 BLAS_FLAGS := -DRPI_BLAS_BUILTIN
-BLAS_LIBS :=
-else ifneq ($(findstring /,$(BLAS)),)
-BLAS_FLAGS := -DRPI_BLAS_OPENBLAS \
-  $(shell nm -D $(BLAS) 2>/dev/null | grep -q ' scipy_cblas_sgemm$$' \
-    && echo -DBLAS_SYMBOL_PREFIX=scipy_)
-BLAS_LIBS := $(BLAS) -Wl,-rpath,$(dir $(abspath $(BLAS)))
 else
-BLAS_FLAGS := -DRPI_BLAS_OPENBLAS $(shell $(PKG_CONFIG) --cflags $(BLAS))
-BLAS_LIBS := $(shell $(PKG_CONFIG) --libs $(BLAS))
-ifeq ($(strip $(BLAS_LIBS)),)
-$(error BLAS=$(BLAS): expected builtin, a path with a slash, or a package that pkg-config knows)
+ifneq ($(findstring /,$(BLAS)),)
+BLAS_LIBRARY := $(wildcard $(BLAS))
+else
+BLAS_LIBRARY := $(wildcard $(shell $(PKG_CONFIG) --variable=libdir $(BLAS))/$(patsubst \
+  -l%,lib%.so,$(firstword $(shell $(PKG_CONFIG) --libs-only-l $(BLAS)))))
 endif
+ifeq ($(BLAS_LIBRARY),)
+$(error BLAS=$(BLAS): expected auto, builtin, a library's path, or a package of pkg-config)
+endif
+BLAS_PREFIX := $(shell nm -D $(BLAS_LIBRARY) | sed -n 's/^.* T \(.*\)cblas_sgemm$$/\1/p')
+BLAS_FLAGS := -DRPI_BLAS_LIBRARY='"$(BLAS_LIBRARY)"' -DRPI_BLAS_PREFIX='"$(BLAS_PREFIX)"'
 endif
 
 # ---- flags -----------------------------------------------------------------
@@ -72,7 +75,6 @@ endif
 INCLUDES := $(addprefix -Icsrc/,$(CORE_INCLUDES))
 COMPILE_FLAGS = $(CPPFLAGS) $(CFLAGS) $(INCLUDES) $(CORE_CFLAGS) $(CORE_WARNINGS) $(VARIANT_FLAGS)
 LINK_FLAGS = $(CFLAGS) $(LDFLAGS) $(VARIANT_FLAGS)
-LINK_LIBS = $(BLAS_LIBS) $(CORE_LIBS)
 FILE_FLAGS = $(FLAGS_$(MACHINE)_$(basename $(notdir $<)))
 
 OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/csrc/%.o)
@@ -92,7 +94,7 @@ all: $(STATIC) $(SHARED)
 # Rewritten only when the command line changes, so that other flags rebuild.
 $(BUILD)/flags: force
 	@mkdir -p $(@D)
-	@echo '$(CC) $(COMPILE_FLAGS) $(LINK_FLAGS) $(BLAS_FLAGS) $(BLAS_LIBS)' > $@.new
+	@echo $(CC) $(COMPILE_FLAGS) $(LINK_FLAGS) $(BLAS_FLAGS) > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(BUILD)/csrc/base/blas.o: ONE_FLAGS = $(BLAS_FLAGS)
@@ -108,7 +110,7 @@ $(STATIC): $(OBJECTS)
 	$(AR) rcs $@ $^
 
 $(BUILD)/$(SONAME): $(OBJECTS)
-	$(CC) $(LINK_FLAGS) $(CORE_LDFLAGS) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(LINK_LIBS)
+	$(CC) $(LINK_FLAGS) $(CORE_LDFLAGS) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(CORE_LIBS)
 
 $(SHARED): $(BUILD)/$(SONAME)
 	ln -sf $(SONAME) $@
@@ -121,12 +123,12 @@ f64:
 # Tests link the static library: there the rpi_ names can be reached.
 $(BUILD)/tests/%: tests/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(LINK_LIBS)
+	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
 $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(CPPFLAGS) $(CFLAGS) -Icsrc/include -std=c11 -O2 $(CORE_WARNINGS) $(VARIANT_FLAGS) \
-	  -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(LINK_LIBS)
+	  -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
 test: $(TESTS)
 	@failed=; for t in $(TESTS); do \
@@ -149,7 +151,7 @@ install: all
 	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))
 	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' \
 	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
-	  -e 's|@PRIVATE@|$(strip $(LINK_LIBS))|' csrc/relpos.pc.in \
+	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in \
 	  > $(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc
 
 clean:

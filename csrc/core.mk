@@ -38,7 +38,7 @@ CORE_CFLAGS = -std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast
 
 CORE_WARNINGS = -Wall -Wextra -Wshadow -Wconversion
 
-CORE_LIBS = -lm -pthread
+CORE_LIBS = -lm -ldl -pthread
 
 # nodelete: the threads of the pool sleep inside the library.
 CORE_LDFLAGS = -Wl,-z,nodelete

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_cpu.c: base/cpu.c. What it claims agrees with a second opinion (the
+ * compiler's run-time query) and with itself.
+ */
+#include "base/cpu.h"
+
+#include "check.h"
+
+int main(void) {
+  const int features = rpi_cpu_features();
+  CHECK((features & RPI_CPU_PORTABLE) != 0);
+  CHECK_INT(features & ~(RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512 | RPI_CPU_NEON), 0);
+  CHECK_INT(rpi_cpu_features(), features);
+#if defined(__x86_64__)
+  CHECK_INT(features & RPI_CPU_NEON, 0);
+  if ((features & RPI_CPU_AVX512) != 0) CHECK((features & RPI_CPU_AVX2) != 0);
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512cd");
+  CHECK_INT((features & RPI_CPU_AVX2) != 0, avx2);
+  CHECK_INT((features & RPI_CPU_AVX512) != 0, avx2 && avx512);
+#elif defined(__aarch64__)
+  CHECK_INT(features, RPI_CPU_PORTABLE | RPI_CPU_NEON);
+#else
+  CHECK_INT(features, RPI_CPU_PORTABLE);
+#endif
+  return check_report();
+}

@@ -1,0 +1,427 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_file.c: base/file.c, with every call of a read and of a replacement failing in
+ * turn, coming up short, or being interrupted. After each: no memory held, no
+ * descriptor open, no temporary file left, the old content whole or the new one in
+ * its place.
+ *
+ * The faulty calls below go through to the system and count: calls, open
+ * descriptors. Fault number n hits the n-th call of any kind.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include "base/file.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/memory.h"
+#include "check.h"
+
+/* ---- counting and failing -------------------------------------------------- */
+
+static struct {
+  int calls, fail_at, error; /* the call of this number fails with this; 0: none */
+  int opened;                /* descriptors now open */
+  int64_t largest;           /* bytes that one read or write moves; 0: all */
+  bool interrupt;            /* every other call fails with EINTR first */
+  bool no_progress;          /* writes give 0 */
+  bool odd;
+  const char *last;          /* name of the call that failed */
+} faults;
+
+static bool fails(const char *name) {
+  if (faults.interrupt && (faults.odd = !faults.odd)) {
+    errno = EINTR;
+    return true;
+  }
+  if (++faults.calls != faults.fail_at) return false;
+  faults.last = name;
+  errno = faults.error;
+  return true;
+}
+
+static int64_t shortened(int64_t bytes) {
+  return faults.largest != 0 && bytes > faults.largest ? faults.largest : bytes;
+}
+
+static int faulty_open(void *context, const char *path, int flags, int mode) {
+  (void)context;
+  if (fails("open")) return -1;
+  const int descriptor = open(path, flags, mode);
+  if (descriptor >= 0) faults.opened++;
+  return descriptor;
+}
+
+static int64_t faulty_read(void *context, int descriptor, void *buffer, int64_t bytes) {
+  (void)context;
+  if (fails("read")) return -1;
+  return read(descriptor, buffer, (size_t)shortened(bytes));
+}
+
+static int64_t faulty_write(void *context, int descriptor, const void *buffer, int64_t bytes) {
+  (void)context;
+  if (fails("write")) return -1;
+  if (faults.no_progress) return 0;
+  return write(descriptor, buffer, (size_t)shortened(bytes));
+}
+
+static int faulty_sync(void *context, int descriptor) {
+  (void)context;
+  return fails("sync") ? -1 : fsync(descriptor);
+}
+
+/* As the system's: whatever close says, the descriptor is gone. */
+static int faulty_close(void *context, int descriptor) {
+  (void)context;
+  const bool failed = fails("close");
+  const int error = errno;
+  faults.opened--;
+  close(descriptor);
+  errno = error;
+  return failed ? -1 : 0;
+}
+
+static int faulty_rename(void *context, const char *from, const char *to) {
+  (void)context;
+  if (faults.interrupt) return rename(from, to); /* never interrupted */
+  return fails("rename") ? -1 : rename(from, to);
+}
+
+static int faulty_remove(void *context, const char *path) {
+  (void)context;
+  if (faults.interrupt) return unlink(path);
+  return fails("remove") ? -1 : unlink(path);
+}
+
+static const rpi_io faulty_io = {faulty_open,  faulty_read,   faulty_write,  faulty_sync,
+                                 faulty_close, faulty_rename, faulty_remove, NULL};
+
+static struct {
+  int calls, fail_at, held;
+} memory;
+
+static void *faulty_allocate(void *context, size_t bytes) {
+  (void)context;
+  if (++memory.calls == memory.fail_at) return NULL;
+  void *block = aligned_alloc(RPI_ALIGN, (bytes / RPI_ALIGN + 1) * RPI_ALIGN);
+  memory.held += block != NULL;
+  return block;
+}
+
+static void faulty_release(void *context, void *block) {
+  (void)context;
+  memory.held -= block != NULL;
+  free(block);
+}
+
+static const rpi_allocator faulty_allocator = {faulty_allocate, faulty_release, NULL};
+
+/* Faults set by the caller hold until reset() is called without them. */
+static void reset(void) {
+  memset(&faults, 0, sizeof faults);
+  memset(&memory, 0, sizeof memory);
+}
+
+/* ---- a folder of our own --------------------------------------------------- */
+
+static char folder[64] = "/tmp/relpos-test-XXXXXX";
+static char path[128];
+
+static int count_entries(void) {
+  DIR *directory = opendir(folder);
+  int count = 0;
+  if (directory == NULL) return -1;
+  while (readdir(directory) != NULL) count++;
+  closedir(directory);
+  return count - 2;
+}
+
+static void put(const char *content, size_t bytes) {
+  FILE *file = fopen(path, "wb");
+  if (!CHECK(file != NULL)) return;
+  CHECK(fwrite(content, 1, bytes, file) == bytes);
+  fclose(file);
+}
+
+static bool file_is(const char *content, size_t bytes) {
+  FILE *file = fopen(path, "rb");
+  if (file == NULL) return false;
+  char *buffer = malloc(bytes + 1);
+  const bool same = buffer != NULL && fread(buffer, 1, bytes + 1, file) == bytes &&
+                    memcmp(buffer, content, bytes) == 0;
+  free(buffer);
+  fclose(file);
+  return same;
+}
+
+static char *pattern(size_t bytes) {
+  char *content = malloc(bytes + 1);
+  for (size_t i = 0; i < bytes; i++) content[i] = (char)(i * 31 % 251);
+  return content;
+}
+
+/* ---- tests ----------------------------------------------------------------- */
+
+static void check_read(const char *content, size_t bytes, int64_t limit) {
+  void *got = NULL;
+  int64_t got_bytes = -1;
+  if (!CHECK_INT(rpi_file_read(path, limit, &got, &got_bytes), RP_OK)) return;
+  CHECK_INT(got_bytes, (int64_t)bytes);
+  CHECK(memcmp(got, content, bytes) == 0);
+  CHECK_INT(((const char *)got)[bytes], 0);
+  CHECK_INT(faults.opened, 0);
+  rpi_release(got);
+  CHECK_INT(memory.held, 0);
+}
+
+static void test_round_trip(void) {
+  static const size_t sizes[] = {0, 1, 65535, 65536, 65537, 131072, 500000};
+  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    char *content = pattern(sizes[i]);
+    reset();
+    CHECK_INT(rpi_file_replace(path, content, (int64_t)sizes[i]), RP_OK);
+    CHECK(file_is(content, sizes[i]));
+    CHECK_INT(count_entries(), 1);
+    CHECK_INT(faults.opened, 0);
+    check_read(content, sizes[i], 1 << 30);
+    check_read(content, sizes[i], (int64_t)sizes[i]); /* the limit itself is allowed */
+    free(content);
+  }
+}
+
+static void test_limit(void) {
+  static const size_t sizes[] = {1, 2, 65536, 65537, 200000};
+  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    char *content = pattern(sizes[i]);
+    put(content, sizes[i]);
+    reset();
+    void *got = &got;
+    int64_t bytes = -7;
+    CHECK_INT(rpi_file_read(path, (int64_t)sizes[i] - 1, &got, &bytes), RP_ERROR_FILE);
+    CHECK_TEXT(rp_last_error(), "longer than the");
+    CHECK_TEXT(rp_last_error(), path);
+    CHECK(got == &got && bytes == -7);
+    CHECK_INT(faults.opened, 0);
+    CHECK_INT(memory.held, 0);
+    free(content);
+  }
+}
+
+static void test_short_and_interrupted(void) {
+  char *content = pattern(100000);
+  for (int interrupt = 0; interrupt < 2; interrupt++) {
+    reset();
+    faults.largest = 7777;
+    faults.interrupt = interrupt != 0;
+    CHECK_INT(rpi_file_replace(path, content, 100000), RP_OK);
+    CHECK(file_is(content, 100000));
+    CHECK_INT(count_entries(), 1);
+    CHECK_INT(faults.opened, 0);
+    check_read(content, 100000, 1 << 20);
+  }
+  free(content);
+}
+
+static void test_every_call_of_read_fails(void) {
+  char *content = pattern(100000);
+  put(content, 100000);
+  int failures = 0;
+  for (int n = 1; n < 100; n++) {
+    reset();
+    faults.fail_at = n;
+    faults.error = EIO;
+    faults.largest = 30000;
+    void *got = NULL;
+    int64_t bytes;
+    const rp_status status = rpi_file_read(path, 1 << 20, &got, &bytes);
+    CHECK_INT(faults.opened, 0);
+    if (faults.last == NULL) { /* n is beyond the last call */
+      CHECK_INT(status, RP_OK);
+      rpi_release(got);
+      break;
+    }
+    if (strcmp(faults.last, "close") == 0) { /* nothing can be lost by it */
+      CHECK_INT(status, RP_OK);
+      rpi_release(got);
+    } else {
+      CHECK_INT(status, RP_ERROR_FILE);
+      CHECK_TEXT(rp_last_error(), strerror(EIO));
+      CHECK_TEXT(rp_last_error(), path);
+      CHECK(got == NULL);
+    }
+    CHECK_INT(memory.held, 0);
+    failures++;
+  }
+  CHECK(failures >= 7);
+  free(content);
+}
+
+/* open, three writes, sync, close, rename, then open, sync and close of the folder */
+enum { FOLDER_CLOSE = 10 };
+
+/* One replacement with the n-th call failing. False: there is no n-th call. */
+static bool replace_with_fault(int n, int error, const char *old, const char *content) {
+  reset();
+  faults.fail_at = n;
+  faults.error = error;
+  faults.largest = 40;
+  if (old != NULL) put(old, strlen(old));
+  else unlink(path);
+  const rp_status status = rpi_file_replace(path, content, (int64_t)strlen(content));
+  CHECK_INT(faults.opened, 0);
+  CHECK_INT(memory.held, 0);
+  const bool beyond = faults.last == NULL;
+  if (beyond || n == FOLDER_CLOSE) { /* closing the folder again can lose nothing */
+    CHECK_INT(status, RP_OK);
+    CHECK(file_is(content, strlen(content)));
+    return !beyond;
+  }
+  CHECK_INT(status, RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), strerror(error));
+  const bool replaced = strstr(rp_last_error(), "sync the folder") != NULL;
+  if (replaced) CHECK(file_is(content, strlen(content)));
+  else if (old != NULL) CHECK(file_is(old, strlen(old)));
+  else CHECK(access(path, F_OK) != 0);
+  CHECK_INT(count_entries(), replaced || old != NULL ? 1 : 0);
+  return true;
+}
+
+static void test_every_call_of_replace_fails(void) {
+  static const char content[] = "new content, written in three parts, because it is "
+                                "longer than twice what a write is allowed to move";
+  static const int errors[] = {EIO, ENOSPC};
+  for (size_t e = 0; e < 2; e++) {
+    for (int existing = 0; existing < 2; existing++) {
+      int n = 1;
+      while (n < 100 && replace_with_fault(n, errors[e], existing ? "old" : NULL, content)) n++;
+      CHECK_INT(n, FOLDER_CLOSE + 1);
+    }
+  }
+}
+
+static void test_write_without_progress(void) {
+  reset();
+  put("old", 3);
+  faults.no_progress = true;
+  CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_FILE);
+  CHECK(file_is("old", 3));
+  CHECK_INT(count_entries(), 1);
+}
+
+/* Some file systems cannot sync a folder and say EINVAL. */
+static void test_folder_that_cannot_be_synced(void) {
+  reset();
+  faults.error = EINVAL;
+  faults.fail_at = 7; /* after open, write, sync, close, rename, open of the folder */
+  CHECK_INT(rpi_file_replace(path, "new", 3), RP_OK);
+  CHECK_TEXT(faults.last, "sync");
+  CHECK(file_is("new", 3));
+}
+
+static void test_every_allocation_fails(void) {
+  char *content = pattern(300000);
+  reset();
+  CHECK_INT(rpi_file_replace(path, content, 300000), RP_OK);
+  for (int n = 1; n <= 10; n++) {
+    reset();
+    memory.fail_at = n;
+    void *got = NULL;
+    int64_t bytes;
+    const rp_status status = rpi_file_read(path, 1 << 20, &got, &bytes);
+    CHECK_INT(status, memory.calls < n ? RP_OK : RP_ERROR_MEMORY);
+    if (status == RP_OK) rpi_release(got);
+    CHECK_INT(memory.held, 0);
+    CHECK_INT(faults.opened, 0);
+  }
+  reset();
+  memory.fail_at = 1;
+  CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_MEMORY);
+  CHECK_INT(faults.calls, 0);
+  CHECK(file_is(content, 300000));
+  free(content);
+}
+
+static void test_paths(void) {
+  reset();
+  void *got = NULL;
+  int64_t bytes;
+  CHECK_INT(rpi_file_read("/no/such/file", 100, &got, &bytes), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "cannot open '/no/such/file': No such file");
+  CHECK_INT(rpi_file_read(folder, 100, &got, &bytes), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "directory");
+  CHECK_INT(rpi_file_replace("/no/such/file", "x", 1), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "/no/such/file");
+  CHECK_INT(rpi_file_replace(folder, "x", 1), RP_ERROR_FILE); /* rename onto a folder */
+  CHECK_INT(rpi_file_replace("", "x", 1), RP_ERROR_FILE);
+  CHECK_INT(count_entries(), 1);
+
+  char before[512];
+  if (!CHECK(getcwd(before, sizeof before) != NULL) || !CHECK_INT(chdir(folder), 0)) return;
+  CHECK_INT(rpi_file_replace("file", "relative", 8), RP_OK); /* the folder is "." */
+  CHECK(file_is("relative", 8));
+  CHECK_INT(chdir(before), 0);
+}
+
+/* What a crash left behind under our own process number is stepped over. */
+static void test_stale_temporary(void) {
+  reset();
+  char stale[256];
+  snprintf(stale, sizeof stale, "%s.%ld.0.tmp", path, (long)getpid());
+  const int descriptor = open(stale, O_WRONLY | O_CREAT, 0600);
+  CHECK(descriptor >= 0);
+  close(descriptor);
+  CHECK_INT(rpi_file_replace(path, "new", 3), RP_OK);
+  CHECK(file_is("new", 3));
+  CHECK_INT(count_entries(), 2);
+  unlink(stale);
+}
+
+static void *replace_often(void *content) {
+  intptr_t failures = 0;
+  for (int i = 0; i < 50; i++) failures += rpi_file_replace(path, content, 5000) != RP_OK;
+  return (void *)failures;
+}
+
+/* With the system's calls: the faulty ones count in one thread. */
+static void test_two_writers(void) {
+  rpi_set_io(NULL);
+  rpi_set_allocator(NULL);
+  char a[5000], b[5000];
+  memset(a, 'a', sizeof a);
+  memset(b, 'b', sizeof b);
+  pthread_t thread;
+  if (!CHECK_INT(pthread_create(&thread, NULL, replace_often, a), 0)) return;
+  void *theirs = NULL;
+  const void *ours = replace_often(b);
+  pthread_join(thread, &theirs);
+  CHECK(ours == NULL && theirs == NULL);
+  CHECK(file_is(a, sizeof a) || file_is(b, sizeof b));
+  CHECK_INT(count_entries(), 1);
+}
+
+int main(void) {
+  if (!CHECK(mkdtemp(folder) != NULL)) return check_report();
+  snprintf(path, sizeof path, "%s/file", folder);
+  rpi_set_io(&faulty_io);
+  rpi_set_allocator(&faulty_allocator);
+  test_round_trip();
+  test_limit();
+  test_short_and_interrupted();
+  test_every_call_of_read_fails();
+  test_every_call_of_replace_fails();
+  test_write_without_progress();
+  test_folder_that_cannot_be_synced();
+  test_every_allocation_fails();
+  test_paths();
+  test_stale_temporary();
+  test_two_writers();
+  unlink(path);
+  CHECK_INT(rmdir(folder), 0);
+  return check_report();
+}
