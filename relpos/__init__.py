@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention with relative position representations, forward and backward, on the CPU.
+
+    out = relpos.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
+
+    out, ctx = relpos.attention_forward(q, k, v, position=relpos.Shaw(key_table, value_table))
+    gradients = relpos.attention_backward(ctx, dout)
+
+Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied.
+`relpos.reference` is the same in a few lines of float64 NumPy.
+"""
+
+from relpos._core import VERSION as __version__
+from relpos._core import DeviceError
+from relpos.attention import (
+    AttentionContext,
+    Gradients,
+    attention,
+    attention_backward,
+    attention_forward,
+)
+from relpos.library import (
+    build_info,
+    cflags,
+    get_threads,
+    include_dir,
+    library_dir,
+    libs,
+    set_threads,
+)
+from relpos.position import Shaw
+
+__all__ = [
+    "AttentionContext",
+    "DeviceError",
+    "Gradients",
+    "Shaw",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "attention_forward",
+    "build_info",
+    "cflags",
+    "get_threads",
+    "include_dir",
+    "library_dir",
+    "libs",
+    "set_threads",
+]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libcore itself: what was built, its threads, and how a C program links with it."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from relpos import _core
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+class BuildInfo(TypedDict):
+    """What `build_info` returns."""
+
+    version: str
+    compiler: str
+    flags: str
+    isa: str
+    isa_available: str
+    blas: str
+    threads: int
+    numpy: str
+    python: str
+
+
+def build_info() -> BuildInfo:
+    """What this build is and what it chose on this machine: belongs in every bug report."""
+    return {
+        **_core.build_info(),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def set_threads(threads: int) -> None:
+    """Sets the number of threads of every later call, the caller's included.
+
+    threads: int. 0 returns to the default: RELPOS_NUM_THREADS, else OMP_NUM_THREADS, else the
+        cores this process may run on. Results do not depend on it.
+    """
+    _core.set_threads(threads)
+
+
+def get_threads() -> int:
+    """The number of threads that a call uses."""
+    return _core.get_threads()
+
+
+def include_dir() -> Path:
+    """The folder for -I, with relpos/relpos.h in it."""
+    return _installed(_PACKAGE / "include", "relpos/relpos.h")
+
+
+def library_dir() -> Path:
+    """The folder of libcore.so and libcore.a."""
+    return _installed(_PACKAGE / "lib", "libcore.so")
+
+
+def cflags() -> str:
+    """What the compiler of a C program needs."""
+    return f"-I{include_dir()}"
+
+
+def libs() -> str:
+    """What its linker needs; the program then finds libcore.so where it lies."""
+    folder = library_dir()
+    return f"-L{folder} -lcore -Wl,-rpath,{folder}"
+
+
+def _installed(folder: Path, content: str) -> Path:
+    if not (folder / content).exists():
+        raise FileNotFoundError(
+            f"{folder / content}: not here; this relpos was built on an installed libcore: "
+            "ask `pkg-config --cflags --libs relpos`"
+        )
+    return folder

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Position schemes: what `attention(..., position=...)` takes.
+
+A relation term is a table with one row per relation and a map that picks the row for a
+query and a key. The band map clips the distance d = j - (i + start):
+
+    row   0                 left      left + right
+    d     -left or less     0         right or more
+
+so left = right = 2 over five keys, start = 0, gives the rows
+
+            j = 0  1  2  3  4
+    i = 0       2  3  4  4  4
+    i = 1       1  2  3  4  4
+    i = 2       0  1  2  3  4
+    i = 3       0  0  1  2  3
+    i = 4       0  0  0  1  2
+
+and with beyond="none" only the pairs within the band have a relation:
+
+    i = 0       2  3  4  .  .
+    i = 1       1  2  3  4  .
+    i = 2       0  1  2  3  4
+    i = 3       .  0  1  2  3
+    i = 4       .  .  0  1  2
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Band = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Shaw:
+    """Relative position representations (Shaw, Uszkoreit and Vaswani 2018).
+
+        s_ij  = scale * ( q_i . k_j + q_i . key_table[r(i,j)] )
+        out_i = sum_j softmax_j(s_ij) ( v_j + value_table[r'(i,j)] )
+
+    with r(i,j) = clip(j - (i + start), -left, right) + left; the module draws it.
+
+    key_table: float32 (T, D), shared by all heads, or (H, T, D). None: no such term.
+    value_table: float32 (T, Dv) or (H, T, Dv). None: no such term. The same object as
+        key_table ties the two: their gradient is one sum, reported as key_table's.
+    k: int. Clip distance on both sides, T = 2k + 1. Left out: taken from the number of rows,
+        which must then be odd.
+    left, right: int. A clip distance for each side, T = left + 1 + right; one of them is enough.
+    value_k, value_left, value_right: int. The same for the value term where its band is another.
+        Left out: what k, left and right say; where they say nothing, its own number of rows.
+    beyond: "clip", a distance outside the band takes the row at the nearer end (the paper), or
+        "none", such a pair has no relation and the term is absent for it. It is not a mask.
+
+    The tables are used where they lie, neither copied nor converted.
+    """
+
+    key_table: Array | None = None
+    value_table: Array | None = None
+    k: int | None = field(default=None, kw_only=True)
+    left: int | None = field(default=None, kw_only=True)
+    right: int | None = field(default=None, kw_only=True)
+    value_k: int | None = field(default=None, kw_only=True)
+    value_left: int | None = field(default=None, kw_only=True)
+    value_right: int | None = field(default=None, kw_only=True)
+    beyond: Literal["clip", "none"] = field(default="clip", kw_only=True)
+    key_band: Band | None = field(init=False)
+    value_band: Band | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.key_table is None and self.value_table is None:
+            raise ValueError(
+                "Shaw: give key_table, value_table or both; attention without either is position=None"
+            )
+        if self.beyond not in ("clip", "none"):
+            raise ValueError(f"beyond: expected 'clip' or 'none', got {self.beyond!r}")
+        both = _check_distances("", self.k, self.left, self.right)
+        own = _check_distances("value_", self.value_k, self.value_left, self.value_right)
+        if self.value_table is None and any(distance is not None for distance in own):
+            raise ValueError("value_k, value_left, value_right: there is no value_table")
+        if any(distance is not None for distance in own):
+            value_band = _band("value_table", self.value_table, "value_", *own)
+        else:
+            value_band = _band("value_table", self.value_table, "", *both)
+        object.__setattr__(self, "key_band", _band("key_table", self.key_table, "", *both))
+        object.__setattr__(self, "value_band", value_band)
+
+    @property
+    def tied(self) -> bool:
+        """Whether one table serves both terms."""
+        return self.key_table is not None and self.key_table is self.value_table
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{name}={table.dtype}{table.shape}, {name[:-6]}_band={band}"
+            for name, table, band in (
+                ("key_table", self.key_table, self.key_band),
+                ("value_table", self.value_table, self.value_band),
+            )
+            if table is not None
+        ]
+        return f"Shaw({', '.join(parts)}, beyond={self.beyond!r})"
+
+
+Position = Shaw | tuple[Shaw, ...] | None
+
+
+def one_scheme(position: Position) -> Shaw | None:
+    """The scheme of a call: `position` itself, or the one in the tuple."""
+    schemes = position if isinstance(position, tuple) else (position,)
+    for scheme in schemes:
+        if scheme is not None and not isinstance(scheme, Shaw):
+            raise TypeError(f"position: expected relpos.Shaw or None, got {type(scheme).__name__}")
+    if len(schemes) > 1:
+        raise ValueError(f"position: expected one scheme, got {len(schemes)}")
+    return schemes[0] if schemes else None
+
+
+def _check_distances(
+    prefix: str, k: int | None, left: int | None, right: int | None
+) -> tuple[int | None, int | None]:
+    """(left, right) as far as they are given."""
+    distances = []
+    for name, value in (("k", k), ("left", left), ("right", right)):
+        try:
+            distance = None if value is None else operator.index(value)
+        except TypeError:
+            raise TypeError(
+                f"{prefix}{name}: expected an integer, got {type(value).__name__}"
+            ) from None
+        if distance is not None and distance < 0:
+            raise ValueError(f"{prefix}{name}: expected 0 or more, got {distance}")
+        distances.append(distance)
+    k, left, right = distances
+    if k is None:
+        return left, right
+    if left is not None or right is not None:
+        raise ValueError(f"{prefix}k: give either {prefix}k or {prefix}left and {prefix}right")
+    return k, k
+
+
+def _band(
+    name: str, table: Array | None, prefix: str, left: int | None, right: int | None
+) -> Band | None:
+    """The band of a table: what was given of it, and the number of rows for the rest."""
+    if table is None:
+        return None
+    if not isinstance(table, np.ndarray):
+        raise TypeError(
+            f"{name}: expected a float32 array (T, d) or (H, T, d), got {type(table).__name__}"
+        )
+    if table.dtype != np.float32:
+        raise TypeError(
+            f"{name}: expected float32 (T, d) or (H, T, d), got {table.dtype} {table.shape}; "
+            f"use np.ascontiguousarray({name}, np.float32)"
+        )
+    if table.ndim not in (2, 3):
+        raise ValueError(f"{name}: expected float32 (T, d) or (H, T, d), got float32 {table.shape}")
+    rows: int = table.shape[-2]
+    if left is None and right is None:
+        if rows % 2 == 0:
+            raise ValueError(
+                f"{name}: {rows} rows are not 2k + 1; give {prefix}left or {prefix}right"
+            )
+        left = right = rows // 2
+    elif left is None:
+        assert right is not None
+        left = rows - 1 - right
+    elif right is None:
+        right = rows - 1 - left
+    if left < 0 or right < 0 or left + 1 + right != rows:
+        needed = max(left, 0) + 1 + max(right, 0)
+        raise ValueError(
+            f"{name}: a band from -{max(left, 0)} to {max(right, 0)} needs {needed} rows, "
+            f"left + 1 + right, got {rows}"
+        )
+    return left, right
