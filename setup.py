@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds libcore, from the list in csrc/core.mk, and the binding on top of it.
+
+    relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib
+    relpos/lib/                  libcore.so, libcore.a, and OpenBLAS with its licence
+    relpos/include/relpos/       relpos.h
+
+Read from the environment, and nothing else:
+    RELPOS_BLAS=builtin          no OpenBLAS, relpos's own matrix products
+    RELPOS_SYSTEM_CORE=PREFIX    use the libcore that `make install PREFIX=...` put there
+    RELPOS_DEBUG=1               no optimisation, asserts
+    RELPOS_SANITIZE=LIST         as the compiler's -fsanitize, e.g. address,undefined
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+OPENBLAS = "scipy-openblas32==0.3.34.481.3"
+OPENBLAS_MACHINES = ("x86_64", "aarch64", "s390x", "riscv64")  # those it has wheels for
+
+HEADER = Path("csrc/include/relpos/relpos.h")
+MK_TEXT = Path("csrc/core.mk").read_text().replace("\\\n", " ")
+MK = {name: shlex.split(text) for name, text in re.findall(r"(?m)^(\w+) *= *(.*)$", MK_TEXT)}
+
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API
+BLAS = os.environ.get("RELPOS_BLAS", "openblas")
+if BLAS not in ("openblas", "builtin"):
+    raise SystemExit(f"RELPOS_BLAS: expected openblas or builtin, got {BLAS}")
+SYSTEM_CORE = os.environ.get("RELPOS_SYSTEM_CORE")
+SANITIZE = os.environ.get("RELPOS_SANITIZE")
+VARIANT = ["-O0", "-g", "-UNDEBUG"] if os.environ.get("RELPOS_DEBUG", "0") != "0" else []
+VARIANT += ["-g", "-UNDEBUG", f"-fsanitize={SANITIZE}"] if SANITIZE else []
+
+
+def copy_openblas(folder):
+    """OpenBLAS beside libcore, which looks for it there, and the licences it asks to go along."""
+    try:
+        wheel = importlib.metadata.distribution(OPENBLAS.split("==")[0])
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            f"relpos: {OPENBLAS} is not installed (it may have no wheel for {platform.machine()}); "
+            "set RELPOS_BLAS=builtin to build with relpos's own matrix products instead"
+        ) from None
+    for file in wheel.files:
+        if file.name == "libscipy_openblas.so":
+            shutil.copy(file.locate(), folder / file.name)
+        elif file.name.startswith("LICENSE"):
+            shutil.copy(file.locate(), folder / "LICENSE-openblas.txt")
+
+
+class Build(build_ext):
+    def build_extensions(self):
+        import numpy  # metadata can be had without it
+
+        package = Path(self.build_lib) / "relpos"
+        if not SYSTEM_CORE:
+            self.build_core(package / "lib", package / "include/relpos")
+        binding.library_dirs = [f"{SYSTEM_CORE or package}/lib"]
+        binding.include_dirs = [f"{SYSTEM_CORE or package}/include", numpy.get_include()]
+        super().build_extensions()
+
+    def copy_extensions_to_source(self):  # editable installs
+        super().copy_extensions_to_source()
+        for name in () if SYSTEM_CORE else ("lib", "include"):
+            shutil.copytree(f"{self.build_lib}/relpos/{name}", f"relpos/{name}", dirs_exist_ok=True)
+
+    def build_core(self, library, include):
+        for folder in (library, include):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        shutil.copy(HEADER, include)
+        if BLAS != "builtin":
+            copy_openblas(library)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(self.compile_core, MK["CORE_SOURCES"]))
+        self.compiler.create_static_lib(objects, "core", str(library))
+        flags = ["-Wl,-soname,libcore.so", *MK["CORE_LDFLAGS"], *VARIANT, *MK["CORE_LIBS"]]
+        self.compiler.link_shared_object(objects, str(library / "libcore.so"), extra_postargs=flags)
+
+    def compile_core(self, source):
+        own = MK.get(f"FLAGS_{platform.machine()}_{Path(source).stem}", [])
+        if source == "api.c":
+            own = ['-DRPI_BUILD_FLAGS="' + " ".join(MK["CORE_CFLAGS"] + VARIANT) + '"']
+        if source == "base/blas.c" and BLAS == "builtin":
+            own = ["-DRPI_BLAS_BUILTIN"]
+        flags = MK["CORE_CFLAGS"] + MK["CORE_WARNINGS"] + VARIANT + own
+        flags += [f"-Icsrc/{folder}" for folder in MK["CORE_INCLUDES"]]
+        return self.compiler.compile([f"csrc/{source}"], self.build_temp, extra_postargs=flags)[0]
+
+
+binding = Extension(
+    "relpos._core",
+    sources=["relpos/_core.c"],
+    depends=[str(HEADER)],
+    define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030A0000")],
+    py_limited_api=not FREE_THREADED,
+    libraries=["core"],
+    runtime_library_dirs=[f"{SYSTEM_CORE}/lib" if SYSTEM_CORE else "$ORIGIN/lib"],
+    extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", *VARIANT],
+    extra_link_args=VARIANT,
+)
+
+needs_openblas = not SYSTEM_CORE and BLAS != "builtin" and platform.machine() in OPENBLAS_MACHINES
+setup(
+    version=re.search(r'^#define RP_VERSION "(.*)"', HEADER.read_text(), re.MULTILINE)[1],
+    ext_modules=[binding],
+    cmdclass={"build_ext": Build},
+    setup_requires=[OPENBLAS] if needs_openblas else [],
+    options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
+)
