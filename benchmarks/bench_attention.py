@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with relative positions against torch's plain attention, and against our own.
+
+    python benchmarks/bench_attention.py --json               the table of the README
+    python benchmarks/bench_attention.py --peers --json       and relation-aware PyTorch beside it
+    python benchmarks/bench_attention.py --memory --json      peak memory at n = 16384
+
+f32, both of Shaw's terms, two threads. A pass is `fwd` or `fwdbwd` (gradients of q, k, v and of both
+tables). Sides take turns in processes of their own (turns.py). README.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import turns
+from turns import Job, Json, Rounds, Worker
+
+HERE = Path(__file__).parent
+SHAPES = {64: (8, 8), 256: (4, 8), 1024: (1, 8), 2048: (1, 8), 4096: (1, 4)}  # n: (B, H)
+PASSES = ("fwd", "fwdbwd")
+PACKED = [23, 57, 91, 128, 200, 311, 470, 768]  # lengths of one packed batch, 2048 tokens
+WIDTHS = (32, 64, 80, 128)
+MEMORY_N = 16384
+SMALL = 0.03  # ratios nearer to 1 than this are reported with their interval
+
+OURS, OURS_PLAIN, TORCH = "ours relative", "ours plain", "torch plain"
+AGAIN = TORCH + " again"  # torch against itself
+
+
+# -------------------------------------------------------------------------------------------- cases
+
+
+def make_case(options: argparse.Namespace, n: int, which: str) -> Json:
+    batch, heads = SHAPES.get(n, (1, 8))
+    return {
+        "B": batch,
+        "H": heads,
+        "n": n,
+        "d": options.d,
+        "k": options.k,
+        "causal": options.causal,
+        "per_head": options.per_head,
+        "lengths": [],
+        "pass": which,
+        "threads": options.threads,
+    }
+
+
+def packed_case(options: argparse.Namespace, which: str) -> Json:
+    lengths = PACKED[:5] if options.quick else PACKED
+    return make_case(options, sum(lengths), which) | {"B": len(lengths), "lengths": lengths}
+
+
+def arrays(case: Json) -> dict[str, Any]:
+    """q, k, v, dout and both tables: the same numbers on every side, standard normal."""
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    shape = (case["B"], case["H"], case["n"], case["d"])
+    if case["lengths"]:
+        shape = (case["n"], case["H"], case["d"])  # packed: tokens, heads, width
+    table = (2 * case["k"] + 1, case["d"])
+    if case["per_head"]:
+        table = (case["H"], *table)
+    shapes = {"q": shape, "k": shape, "v": shape, "dout": shape, "key_table": table}
+    shapes["value_table"] = table
+    return {name: draw.standard_normal(s, np.float32) for name, s in shapes.items()}
+
+
+# ------------------------------------------------------------------------------------ sides: relpos
+
+
+def build_ours(side: str, case: Json) -> Job:
+    import numpy as np
+    import relpos
+
+    x = arrays(case)
+    options: dict[str, Any] = {"causal": case["causal"]}
+    if side.startswith(OURS):
+        options["position"] = relpos.Shaw(x["key_table"], x["value_table"])
+    if case["lengths"]:
+        options["offsets"] = np.cumsum([0, *case["lengths"]])
+    out = np.empty_like(x["q"])
+
+    def forward() -> Any:
+        return relpos.attention(x["q"], x["k"], x["v"], out=out, **options)
+
+    def both() -> Any:
+        _, context = relpos.attention_forward(x["q"], x["k"], x["v"], out=out, **options)
+        return relpos.attention_backward(context, x["dout"])
+
+    return Job(forward if case["pass"] == "fwd" else both)
+
+
+# ------------------------------------------------------------------------------------- sides: torch
+
+
+def build_torch(side: str, case: Json) -> Job:
+    import torch
+
+    torch.set_num_threads(case["threads"])
+    x = {name: torch.from_numpy(a) for name, a in arrays(case).items()}
+    if case["lengths"]:
+        return packed_torch(x, case)
+    if side == TORCH:
+        inputs = [x["q"], x["k"], x["v"]]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return Job(passes(lambda q, k, v: attend(q, k, v, is_causal=case["causal"]), inputs, x, case))
+    from peers import torch_attention
+
+    peer = torch_attention.PEERS[side]
+    inputs = [x[name] for name in ("q", "k", "v", "key_table", "value_table")]
+    return Job(passes(lambda *a: peer(*a, causal=case["causal"]), inputs, x, case))
+
+
+def passes(attend: Any, inputs: list[Any], x: dict[str, Any], case: Json) -> Any:
+    """The call of a pass: under no_grad, or with gradients of all inputs for a given dout."""
+    import torch
+
+    if case["pass"] == "fwd":
+        return torch.no_grad()(lambda: attend(*inputs))
+    leaves = [a.clone().requires_grad_() for a in inputs]
+    return lambda: torch.autograd.grad(attend(*leaves), leaves, x["dout"])
+
+
+def packed_torch(x: dict[str, Any], case: Json) -> Job:
+    """Torch's fastest way with mixed lengths, chosen by timing; its own layout is given to each."""
+    ways = {"loop": _torch_loop, "padded": _torch_padded, "nested": _torch_nested}
+    best: tuple[float, str, Any] | None = None
+    refused = []
+    for name, way in ways.items():
+        try:
+            call = way(x, case)
+            seconds = min(turns.burst(call, 3) for _ in range(3))
+        except (RuntimeError, NotImplementedError) as error:
+            refused.append(f"{name} refused: {str(error).strip().splitlines()[0][:80]}")
+            continue
+        refused.append(f"{name} {seconds * 1e3:.2f} ms")
+        if best is None or seconds < best[0]:
+            best = (seconds, name, call)
+    assert best is not None
+    return Job(best[2], f"{best[1]} ({', '.join(refused)})")
+
+
+def _torch_loop(x: dict[str, Any], case: Json) -> Any:
+    """One call per sequence, each sequence a contiguous [1, H, n, D] of its own beforehand."""
+    import torch
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    split = {
+        name: [a.transpose(0, 1).contiguous()[None] for a in x[name].split(case["lengths"])]
+        for name in ("q", "k", "v", "dout")
+    }
+    triples = list(zip(split["q"], split["k"], split["v"], strict=True))
+    if case["pass"] == "fwd":
+        return torch.no_grad()(lambda: [attend(*t, is_causal=case["causal"]) for t in triples])
+    for triple in triples:
+        for a in triple:
+            a.requires_grad_()
+
+    def both() -> Any:
+        for triple, dout in zip(triples, split["dout"], strict=True):
+            torch.autograd.grad(attend(*triple, is_causal=case["causal"]), triple, dout)
+
+    return both
+
+
+def _torch_padded(x: dict[str, Any], case: Json) -> Any:
+    """One call over [B, H, longest, D] with a mask."""
+    import torch
+
+    def pad(a: Any) -> Any:
+        rows = torch.nn.utils.rnn.pad_sequence(list(a.split(case["lengths"])), batch_first=True)
+        return rows.transpose(1, 2).contiguous()
+
+    padded = {name: pad(x[name]) for name in ("q", "k", "v", "dout")}
+    longest = max(case["lengths"])
+    position = torch.arange(longest)
+    mask = (position < torch.tensor(case["lengths"])[:, None])[:, None, None, :]
+    if case["causal"]:
+        mask = mask & (position <= position[:, None])
+    attend = torch.nn.functional.scaled_dot_product_attention
+    inputs = [padded["q"], padded["k"], padded["v"]]
+    return passes(lambda q, k, v: attend(q, k, v, attn_mask=mask), inputs, padded, case)
+
+
+def _torch_nested(x: dict[str, Any], case: Json) -> Any:
+    """One call over nested (jagged) tensors."""
+    import torch
+
+    offsets = torch.tensor([0, *case["lengths"]]).cumsum(0)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def nest(*packed: Any) -> Any:
+        return (torch.nested.nested_tensor_from_jagged(a, offsets).transpose(1, 2) for a in packed)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return attend(*nest(q, k, v), is_causal=case["causal"]).transpose(1, 2).values()
+
+    return passes(run, [x["q"], x["k"], x["v"]], x, case)
+
+
+# ----------------------------------------------------------------------------------------- compare
+
+
+class Report:
+    """Lines for the reader, flat figures for the machine."""
+
+    def __init__(self) -> None:
+        self.figures: Json = {}
+        self.failures: dict[str, str] = {}
+
+    def __setitem__(self, name: str, value: float | str) -> None:
+        self.figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+
+    def ratio(self, name: str, rounds: Rounds, side: str, to: str) -> None:
+        """A ratio with its interval; the latter is a figure too where the ratio is near 1."""
+        if side not in rounds.times or to not in rounds.times:
+            return
+        value, (low, high) = rounds.ratio(side, to), rounds.interval(side, to)
+        print(f"    {side + ' / ' + to:38s} {value:6.3f}   [{low:.3f}, {high:.3f}]", flush=True)
+        self[name] = value
+        if abs(value - 1) < SMALL:
+            self[f"{name}_low"], self[f"{name}_high"] = low, high
+
+    def times(self, title: str, rounds: Rounds) -> None:
+        print(f"\n{title}")
+        for side, failure in rounds.failures.items():
+            self.failures.setdefault(side, failure)
+            print(f"  {failure}", file=sys.stderr)
+        for side, times in rounds.times.items():
+            note = f"   {rounds.notes[side]}" if rounds.notes[side] else ""
+            print(
+                f"  {side:20s} {rounds.median(side) * 1e3:10.3f} ms   "
+                f"spread {rounds.spread(side):5.1%} of {len(times)}{note}",
+                flush=True,
+            )
+
+
+def compare(report: Report, options: argparse.Namespace, workers: list[Worker]) -> None:
+    """The table: every shape and pass, all sides by turns."""
+    for title, suffix, case in chosen_cases(options):
+        rounds = turns.take_turns(workers, [case] * len(workers), options.seconds)
+        which = case["pass"]
+        report.times(f"{title}, {which}", rounds)
+        report.ratio(f"{which}_noise_{suffix}", rounds, AGAIN, TORCH)
+        report.ratio(f"{which}_vs_torch_plain_{suffix}", rounds, OURS, TORCH)
+        report.ratio(f"{which}_rel_over_plain_{suffix}", rounds, OURS, OURS_PLAIN)
+        report.ratio(f"{which}_plain_vs_torch_plain_{suffix}", rounds, OURS_PLAIN, TORCH)
+        for side, times in rounds.times.items():
+            if times:
+                report[f"{which}_ms_{_key(side)}_{suffix}"] = rounds.median(side) * 1e3
+                report[f"{which}_spread_{_key(side)}_{suffix}"] = rounds.spread(side)
+        if options.peers:
+            compare_peers(report, rounds, which, suffix, options.peers)
+
+
+def compare_peers(
+    report: Report, rounds: Rounds, which: str, suffix: str, peers: list[str]
+) -> None:
+    """Every peer over torch plain, and the fastest peer over ours."""
+    peers = [peer for peer in peers if peer in rounds.times]
+    for peer in peers:
+        report.ratio(f"{which}_{_key(peer)}_over_torch_plain_{suffix}", rounds, peer, TORCH)
+    if peers:
+        best = min(peers, key=rounds.median)
+        report[f"{which}_best_relative_torch_{suffix}"] = best
+        report.ratio(f"{which}_vs_best_relative_torch_{suffix}", rounds, best, OURS)
+
+
+def chosen_cases(options: argparse.Namespace) -> Iterator[tuple[str, str, Json]]:
+    if options.packed:
+        for which in PASSES:
+            case = packed_case(options, which)
+            yield f"packed, lengths {case['lengths']}, H = {case['H']}", "packed", case
+        return
+    for n in options.shapes:
+        batch, heads = SHAPES[n]
+        for which in PASSES:
+            yield f"n = {n}, B x H = {batch} x {heads}", f"n{n}", make_case(options, n, which)
+
+
+def compare_widths(report: Report, options: argparse.Namespace) -> None:
+    """Operations a second at width d over those at d = 64: paired, a worker for each width."""
+    script = Path(__file__)
+    sides = [f"{OURS} d={options.d}", f"{OURS} d=64"]
+    workers = [Worker(script, side, options.threads) for side in sides]
+    for n in options.shapes:
+        for which in PASSES:
+            case = make_case(options, n, which)
+            rounds = turns.take_turns(workers, [case, case | {"d": 64}], options.seconds)
+            report.times(f"n = {n}, {which}: ops/s at d = {options.d} over those at 64", rounds)
+            if len(rounds.times) == 2:
+                share = options.d / 64 / rounds.ratio(*sides)
+                report[f"{which}_ops_share_d{options.d}_n{n}"] = share
+                print(f"    share {share:.3f}", flush=True)
+    for worker in workers:
+        worker.close()
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def measure_memory(report: Report, options: argparse.Namespace) -> None:
+    """Peak memory beyond inputs and outputs, one head, n = 16384, forward and backward."""
+    n = 4096 if options.quick else MEMORY_N
+    case = make_case(options, n, "fwdbwd") | {"B": 1, "H": 1}
+    print(f"\npeak memory beyond inputs and outputs, n = {n}, one head, fwd + bwd")
+    for side in chosen_sides(options):
+        worker = Worker(Path(__file__), f"memory:{side}", options.threads)
+        try:
+            mib = worker.once(case)
+            print(f"  {side:20s} {mib:10.1f} MiB", flush=True)
+            name = "peak_mib" if side == OURS else f"peak_mib_{_key(side)}"
+            report[f"{name}_n{n}"] = mib
+        except turns.SideFailed as failure:
+            report.failures.setdefault(side, str(failure))
+            print(f"  {failure}", file=sys.stderr)
+        worker.close()
+
+
+def peak_mib(side: str, case: Json) -> float:
+    """In a fresh process: the high-water mark of one call over what was there before it.
+
+    A call at n = 128 comes first, for libraries, threads and their stacks. The gradients are made
+    by the call itself, so their size is taken off, and so is torch's out (ours is there before).
+    """
+    warm = build_side(side, case | {"n": 128})
+    warm.call()
+    job = build_side(side, case)
+    rows = 4 * case["n"] * case["d"]
+    made = 3 * rows + (0 if side.startswith("ours") else rows)
+    _write("/proc/self/clear_refs", "5")  # the mark falls to the present size
+    before = _status_kib("VmRSS")
+    job.call()
+    return (_status_kib("VmHWM") * 1024 - before * 1024 - made) / 2**20
+
+
+def _status_kib(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text)
+
+
+# ------------------------------------------------------------------------------------------ running
+
+
+def build_side(side: str, case: Json) -> Job:
+    if side.startswith("ours"):
+        return build_ours(side, case)
+    return build_torch(side.removesuffix(" again"), case)
+
+
+def build(side: str, case: Json) -> Job:
+    """What a worker builds: a call to be timed, or for `memory:` the measurement itself."""
+    if side.startswith("memory:"):
+        return Job(lambda: peak_mib(side.removeprefix("memory:"), case))
+    return build_side(side, case)
+
+
+def chosen_sides(options: argparse.Namespace) -> list[str]:
+    if options.noise:
+        return [TORCH, AGAIN]
+    sides = [TORCH] if options.without_ours else [OURS, OURS_PLAIN, TORCH]
+    if options.peers:
+        sides += options.peers
+    return sides
+
+
+def versions(options: argparse.Namespace) -> Json:
+    """Versions of both sides, and what relpos chose to run on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: Json = {"threads": options.threads}
+    for package in ("numpy", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    if not options.without_ours and not options.noise:
+        import relpos
+
+        found["relpos"] = str(relpos.build_info())
+    return found
+
+
+def _key(side: str) -> str:
+    return side.replace(" ", "_").replace("-", "_")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--worker", metavar="SIDE", help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="last line: one JSON object of flat figures")
+    add("--quick", action="store_true", help="n = 256 and 1024, a second each")
+    add("--causal", action="store_true", help="causal; torch with is_causal")
+    add("--per-head", action="store_true", help="a table for every head")
+    add("--packed", action="store_true", help="mixed lengths; torch at its fastest of three ways")
+    add("--k", type=int, default=16, help="clip distance (16)")
+    add("--d", type=int, default=64, choices=WIDTHS, help="head width; not 64: also ops/s over 64")
+    add("--shapes", type=lambda s: [int(n) for n in s.split(",")], help="as 256,1024")
+    add("--peers", nargs="?", const="all", help="relation-aware PyTorch too: all, or names by comma")
+    add("--memory", action="store_true", help="peak memory only")
+    add("--seconds", type=float, help="about how long each case takes (20; quick 3)")
+    add("--threads", type=int, default=2)
+    add("--without-ours", action="store_true", help="torch and the peers only")
+    add("--noise", action="store_true", help="torch plain against itself: should be 1.000")
+    add("--output", type=Path, help="write figures and machine as JSON, into results/ if bare")
+    options = parser.parse_args()
+    options.shapes = options.shapes or ([256, 1024] if options.quick else list(SHAPES))
+    options.seconds = options.seconds or (3 if options.quick else 20)
+    if options.peers:
+        from peers.torch_attention import PEERS
+
+        options.peers = list(PEERS) if options.peers == "all" else options.peers.split(",")
+    unknown = set(options.peers or ()) - set(PEERS if options.peers else ())
+    if unknown:
+        parser.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
+    return options
+
+
+def write_output(path: Path, document: Json) -> None:
+    if path.parent == Path("."):
+        path = HERE / "results" / path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> int:
+    options = parse()
+    if options.worker:
+        turns.serve(build)
+        return 0
+    report = Report()
+    place = turns.machine() | versions(options)
+    if options.memory:
+        measure_memory(report, options)
+    else:
+        workers = [Worker(Path(__file__), side, options.threads) for side in chosen_sides(options)]
+        compare(report, options, workers)
+        for worker in workers:
+            worker.close()
+        if options.d != 64 and not options.without_ours:
+            compare_widths(report, options)
+    setting = {name: getattr(options, name) for name in ("k", "d", "causal", "per_head", "packed")}
+    flat = report.figures | setting | place
+    if options.output:
+        write_output(options.output, flat | {"failures": report.failures})
+    if options.json:
+        print(json.dumps(flat))
+    return 1 if set(report.failures) & {OURS, OURS_PLAIN, TORCH} else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RELPOS_NUM_THREADS", "2")
+    sys.exit(main())

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing by turns: every side is a process of its own, and no two compute at the same time.
+
+    parent:   ask A, wait, pause, ask B, wait, pause, ask C, ...   (one round)
+    worker:   sleep in read()  ->  one untimed call, `count` timed calls, answer  ->  sleep
+
+A round gives one time per side under nearly the same conditions, so a ratio is the median of the
+rounds' ratios: what slows the machine for seconds slows both sides of a pair. Separate processes,
+because two libraries in one process share a heap, a thread pool and its spinning threads. The pause
+lets the threads of the side before go to sleep (GNU OpenMP spins for about a millisecond).
+
+A benchmark defines `build(side, case) -> Job`, calls `serve(build)` when started with --worker, and
+otherwise gives a list of Worker to `take_turns`. Requests and answers are one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+PAUSE = 0.01  # seconds between turns
+BURST = 0.05  # seconds that one turn lasts at least, where a call is shorter
+WARM_UP = 0.3  # seconds of untimed calls when a case is new
+
+# Blocks up to 1 GiB stay in the heap instead of going back to the system after each call: without
+# this, n x n temporaries cost a page fault per 4 KiB (a factor of 2.4 for eager torch at n = 1024).
+# It is set for every side alike.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a side does for a case: one call, and a remark for the reader (which variant it is)."""
+
+    call: Callable[[], Any]
+    note: str = ""
+
+
+# ------------------------------------------------------------------------------------ worker's side
+
+
+def serve(build: Callable[[str, Json], Job]) -> None:
+    """Answer the parent's requests until it closes the pipe. Prints go to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job: Job | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if "case" in request:
+                job = None  # frees the last case's arrays first
+                job = build(request["side"], request["case"])
+            assert job is not None
+            answer: Json = _answer(job, request)
+        except Exception as error:  # the parent decides what a failure means
+            answer = {"error": f"{type(error).__name__}: {str(error).strip()[:400]}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _answer(job: Job, request: Json) -> Json:
+    if request["do"] == "once":
+        return {"result": job.call()}
+    if request["do"] == "settle":
+        return {"seconds": _settle(job.call), "note": job.note}
+    return {"seconds": burst(job.call, request["count"])}
+
+
+def _settle(call: Callable[[], Any]) -> float:
+    """Warm up; the shortest time of a call."""
+    best, start = float("inf"), time.perf_counter()
+    calls = 0
+    while calls < 3 or time.perf_counter() - start < WARM_UP:
+        best = min(best, burst(call, 1, first=False))
+        calls += 1
+    return best
+
+
+def burst(call: Callable[[], Any], count: int, first: bool = True) -> float:
+    """Seconds per call over `count` calls, after one call that fetches data and wakes threads."""
+    if first:
+        call()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - start) / count
+
+
+# ------------------------------------------------------------------------------------ parent's side
+
+
+class SideFailed(Exception):
+    """A side could not do what it was asked; the text is its own message."""
+
+
+class Worker:
+    """A side in a process of its own: `script --worker side`."""
+
+    def __init__(self, script: Path, side: str, threads: int) -> None:
+        self.side = side
+        environment = os.environ | ENVIRONMENT
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RELPOS_NUM_THREADS"):
+            environment[name] = str(threads)
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), "--worker", side],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def prepare(self, case: Json) -> tuple[float, str]:
+        """Build a case; the shortest time of a call, and the side's remark."""
+        answer = self._ask({"do": "settle", "side": self.side, "case": case})
+        return answer["seconds"], answer["note"]
+
+    def once(self, case: Json) -> Any:
+        """What the job's call returns (as JSON) when it is called once, with no warm-up."""
+        return self._ask({"do": "once", "side": self.side, "case": case})["result"]
+
+    def burst(self, count: int) -> float:
+        return float(self._ask({"do": "burst", "count": count})["seconds"])
+
+    def close(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, request: Json) -> Json:
+        assert self._process.stdin and self._process.stdout
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise SideFailed(f"{self.side}: the process ended")
+        answer: Json = json.loads(line)
+        if "error" in answer:
+            raise SideFailed(f"{self.side}: {answer['error']}")
+        return answer
+
+
+@dataclass
+class Rounds:
+    """Seconds per call of every side, round by round."""
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def median(self, side: str) -> float:
+        return statistics.median(self.times[side])
+
+    def spread(self, side: str) -> float:
+        """Distance of the quartiles over the median."""
+        low, middle, high = statistics.quantiles(self.times[side], n=4)
+        return (high - low) / middle
+
+    def ratio(self, side: str, to: str) -> float:
+        """Median of the paired ratios: time of `side` over time of `to`."""
+        return statistics.median(self._ratios(side, to))
+
+    def interval(self, side: str, to: str) -> tuple[float, float]:
+        """95 % bootstrap interval of ratio(side, to)."""
+        ratios = self._ratios(side, to)
+        draw = random.Random(0)
+        medians = sorted(
+            statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000)
+        )
+        return medians[24], medians[974]
+
+    def _ratios(self, side: str, to: str) -> list[float]:
+        return [a / b for a, b in zip(self.times[side], self.times[to], strict=True)]
+
+
+def take_turns(workers: Sequence[Worker], cases: Sequence[Json], seconds: float) -> Rounds:
+    """Rounds of turns for about `seconds`, at least 5 and at most 101 of them.
+
+    cases: one per worker. A side that fails is left out and named in `failures`. Each round starts
+    with another side, so that none always follows the same neighbour.
+    """
+    rounds = Rounds()
+    counts: dict[Worker, int] = {}
+    cost = 0.0
+    for worker, case in zip(workers, cases, strict=True):
+        try:
+            once, rounds.notes[worker.side] = worker.prepare(case)
+        except SideFailed as failure:
+            rounds.failures[worker.side] = str(failure)
+            continue
+        counts[worker] = max(1, round(BURST / once))
+        cost += once * (counts[worker] + 1) + PAUSE
+    ready = list(counts)
+    rounds.times = {worker.side: [] for worker in ready}
+    for turn in range(max(5, min(101, int(seconds / max(cost, 1e-3))))):
+        start = turn % max(1, len(ready))
+        for worker in ready[start:] + ready[:start]:
+            time.sleep(PAUSE)
+            rounds.times[worker.side].append(worker.burst(counts[worker]))
+    return rounds
+
+
+# ---------------------------------------------------------------------------------- where and what
+
+
+def machine() -> Json:
+    """What a figure depends on, as flat JSON: CPU, its vector units, system, commit, command, date."""
+    info = _cpu_info()
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cpu_family_model": f"{info.get('cpu family', '?')}/{info.get('model', '?')}",
+        "cores": os.cpu_count(),
+        "avx2": "avx2" in flags,
+        "avx512": "avx512f" in flags,
+        "amx": "amx_tile" in flags,
+        "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_info() -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in _read("/proc/cpuinfo").splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
