@@ -100,6 +100,15 @@ static void score_strip(const window *w, int meets, const real *e, int64_t dista
   rpi_strip_product(RPI_START_ROW, count, RPI_TILE / RPI_LANES, product, &start);
 }
 
+/* A row of a tile, added up into one vector. */
+RPI_INLINE rpi_register sum_row(const real *row) {
+  rpi_register sum = rpi_load(row);
+  _Pragma("GCC unroll 16") for (int v = RPI_LANES; v < RPI_TILE; v += RPI_LANES) {
+    sum += rpi_load(row + v);
+  }
+  return sum;
+}
+
 /* Hides the keys from limit[r] on: row r of a causal strip sees one more than r - 1. */
 RPI_NOINLINE void mask_strip(int64_t count, int64_t limit, bool causal, int64_t keys, real *s) {
   for (int64_t r = 0; r < count; r++) {
@@ -163,13 +172,20 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, int64_t 
   return kept;
 }
 
+RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
+  real most = (real)-INFINITY;
+  _Pragma("omp simd reduction(max : most)") for (int64_t j = 0; j < count * RPI_TILE; j++) {
+    most = s[j] > most ? s[j] : most;
+  }
+  return most;
+}
+
 /* Raises the maximum of the rows that need it, and scales down what they hold. */
 RPI_NOINLINE void raise_maximum(int64_t count, real *s, running state, int64_t value_width,
                                 real *buckets, int64_t bucket_stride, real *tail) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
-    real most = (real)-INFINITY;
-    for (int j = 0; j < RPI_TILE; j++) most = row[j] > most ? row[j] : most;
+    const real most = strip_maximum(1, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
     for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
     if (state.seen[r]) {
@@ -187,32 +203,16 @@ RPI_NOINLINE void raise_maximum(int64_t count, real *s, running state, int64_t v
   }
 }
 
-RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
-  real most = (real)-INFINITY;
-  _Pragma("omp simd reduction(max : most)") for (int64_t j = 0; j < count * RPI_TILE; j++) {
-    most = s[j] > most ? s[j] : most;
-  }
-  return most;
-}
-
 /* Weights (2) of a strip in place of its scores, added up into sum, and into tail
  * where the whole strip lies in the tail of the value term. */
 RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum,
                               real *restrict tail) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
-    real part[RPI_LANES] = {0};
-    for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-      _Pragma("omp simd") for (int l = 0; l < RPI_LANES; l++) {
-        const real p = rpi_exp2(row[v + l]);
-        row[v + l] = p;
-        part[l] += p;
-      }
-    }
-    for (int l = 0; l < RPI_LANES; l++) sum[r * RPI_LANES + l] += part[l];
-    if (tail) {
-      for (int l = 0; l < RPI_LANES; l++) tail[r * RPI_LANES + l] += part[l];
-    }
+    _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) row[j] = rpi_exp2(row[j]);
+    const rpi_register part = sum_row(row);
+    rpi_store(sum + r * RPI_LANES, rpi_load(sum + r * RPI_LANES) + part);
+    if (tail) rpi_store(tail + r * RPI_LANES, rpi_load(tail + r * RPI_LANES) + part);
   }
 }
 
@@ -250,7 +250,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
       row_of(&item->args->q, seq->query_batch, item->head, seq->query_row + row0);
   if (key_window.columns) {
     pack_window(&item->key, &key_window, scale_of(s) * LOG2_E, item->n.width, &w->key_table);
-    band_scores(&w->key_table, q, q_stride, block_rows, D, w->zeros, w->e);
+    band_scores(&w->key_table, q, q_stride, block_rows, D, scale_of(s) * LOG2_E, w->zeros, w->e);
   }
   if (value_window.columns) {
     pack_window(&item->value, &value_window, 1, width, &w->value_table);
@@ -334,8 +334,11 @@ static void forward_finish(const forward_item *item, const running *state) {
       memset(to, 0, (size_t)Dv * sizeof(real));
     } else {
       const real inverse = 1 / sum;
-      for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
-      for (int64_t c = 0; row0 && c < Dv; c++) to[c] += row0[c];
+      if (row0) {
+        for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse + row0[c];
+      } else {
+        for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
+      }
     }
     if (lse) {
       lse[item->query + i] = sum == 0 ? (real)-INFINITY : (state->max[i] + rpi_log2(sum)) * LN_2;
@@ -531,21 +534,17 @@ typedef struct backward_item {
  * strip in the tail of a term are row sums. */
 RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds,
                                       real *restrict p_tail, real *restrict ds_tail) {
-  for (int64_t r = 0; r < count; r++) {
-    real *const p = s + r * RPI_TILE, *const d = ds + r * RPI_TILE;
-    real p_part[RPI_LANES] = {0}, d_part[RPI_LANES] = {0};
-    for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-      _Pragma("omp simd") for (int l = 0; l < RPI_LANES; l++) {
-        const real weight = rpi_exp2(p[v + l]);
-        const real slope = weight * d[v + l];
-        p[v + l] = weight;
-        d[v + l] = slope;
-        p_part[l] += weight;
-        d_part[l] += slope;
-      }
-    }
-    for (int l = 0; p_tail && l < RPI_LANES; l++) p_tail[r * RPI_LANES + l] += p_part[l];
-    for (int l = 0; ds_tail && l < RPI_LANES; l++) ds_tail[r * RPI_LANES + l] += d_part[l];
+  _Pragma("omp simd") for (int64_t j = 0; j < count * RPI_TILE; j++) {
+    s[j] = rpi_exp2(s[j]);
+    ds[j] *= s[j];
+  }
+  for (int64_t r = 0; p_tail && r < count; r++) {
+    real *const sum = p_tail + r * RPI_LANES;
+    rpi_store(sum, rpi_load(sum) + sum_row(s + r * RPI_TILE));
+  }
+  for (int64_t r = 0; ds_tail && r < count; r++) {
+    real *const sum = ds_tail + r * RPI_LANES;
+    rpi_store(sum, rpi_load(sum) + sum_row(ds + r * RPI_TILE));
   }
 }
 
@@ -562,10 +561,7 @@ static void start_rows(const backward_item *item, int64_t row0, int64_t count,
     const int64_t at = seq->query_row + row0 + i;
     const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
     const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
-    real delta = 0;
-    _Pragma("omp simd reduction(+ : delta)") for (int64_t c = 0; c < Dv; c++) {
-      delta += dz[c] * (shift ? z[c] - shift[c] : z[c]);
-    }
+    const real delta = dot(dz, z, Dv) - (shift ? dot(dz, shift, Dv) : (real)0);
     w->score_start[i] = lse[i] == (real)-INFINITY ? lse[i] : -lse[i] * LOG2_E;
     w->dp_start[i] = -delta;
   }
@@ -736,14 +732,15 @@ static void backward_block(const backward_item *item, backward_scratch *w, int64
   memset(w->dq, 0, (size_t)(count * width) * sizeof(real));
   if (kw->columns) {
     pack_window(&item->key, kw, scale_of(s) * LOG2_E, width, &w->key_table);
-    band_scores(&w->key_table, view.q.data, view.q.stride, count, s->D, w->zeros, w->key_e);
+    band_scores(&w->key_table, view.q.data, view.q.stride, count, s->D, scale_of(s) * LOG2_E,
+                w->zeros, w->key_e);
     memset(w->key_buckets, 0, (size_t)(count * window_stride(kw->columns)) * sizeof(real));
     memset(w->key_tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   }
   if (vw->columns) {
     pack_window(&item->value, vw, 1, value_width, &w->value_table);
-    band_scores(&w->value_table, view.dout.data, view.dout.stride, count, s->Dv, w->zeros,
-                w->value_e);
+    band_scores(&w->value_table, view.dout.data, view.dout.stride, count, s->Dv, 1,
+                w->zeros, w->value_e);
     memset(w->value_buckets, 0, (size_t)(count * window_stride(vw->columns)) * sizeof(real));
     memset(w->value_tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   }

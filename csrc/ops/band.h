@@ -120,16 +120,33 @@ static void pack_window(const term *t, const window *w, real factor, int64_t pad
     for (int64_t c = 0; c < t->width; c++) to[c] = row[c] - (t->shifted ? t->table[c] : (real)0);
     for (int64_t c = t->width; c < padded_width; c++) to[c] = 0;
   }
+  if (w->columns == 1) return; /* band_scores reads it as it is */
   const int64_t padded = rpi_round_up(w->columns, RPI_LANES);
   rpi_pack_transposed(packed->down, padded_width, w->columns, t->width, factor, packed->across,
                       padded, padded);
 }
 
+RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t width) {
+  real sum = 0;
+  _Pragma("omp simd reduction(+ : sum)") for (int64_t c = 0; c < width; c++) sum += x[c] * y[c];
+  return sum;
+}
+
 /* E = x . tableᵀ for a block of rows, padded as drawn above. zeros: rows zeros. */
 static void band_scores(const packed_term *packed, const real *x, int64_t x_stride, int64_t rows,
-                        int64_t width, const real *zeros, real *e) {
+                        int64_t width, real factor, const real *zeros, real *e) {
   const int64_t columns = packed->w.columns, stride = window_stride(columns);
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
+  if (columns == 1) { /* most blocks right of the band: half of all work at long N */
+    for (int64_t r = 0; r < rows; r++) {
+      const real score = factor * dot(x + r * x_stride, packed->down, width);
+      real *const row = e + r * stride;
+      for (int l = 0; l < RPI_LANES; l++) row[l] = 0;
+      row[RPI_LANES] = score;
+      for (int l = 1; l <= RPI_LANES; l++) row[RPI_LANES + l] = packed->w.tail ? score : (real)0;
+    }
+    return;
+  }
   const rpi_product product = {.a = x,
                                .a_row = x_stride,
                                .a_inner = 1,
@@ -147,32 +164,44 @@ static void band_scores(const packed_term *packed, const real *x, int64_t x_stri
   }
 }
 
+/* Zeros, then ones: a load at LANES - n has n zeros, then ones. */
+static const real band_step[2 * RPI_LANES + 1] = {
+#define RPI_ONE(l) [RPI_LANES + (l)] = 1
+    RPI_ONE(0), RPI_ONE(1), RPI_ONE(2),
+#if RPI_LANES >= 4
+    RPI_ONE(3), RPI_ONE(4),
+#endif
+#if RPI_LANES >= 8
+    RPI_ONE(5), RPI_ONE(6), RPI_ONE(7), RPI_ONE(8),
+#endif
+#if RPI_LANES >= 16
+    RPI_ONE(9), RPI_ONE(10), RPI_ONE(11), RPI_ONE(12), RPI_ONE(13), RPI_ONE(14), RPI_ONE(15),
+    RPI_ONE(16),
+#endif
+};
+
 /* Stores a strip of weights x[rows][RPI_TILE] into the rows of buckets, and adds
  * what belongs to the tail to tail[rows][RPI_LANES]. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict x, int64_t offset,
                              real *restrict buckets, real *restrict tail) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
-  for (int64_t r = 0; r < rows; r++) {
-    real *const row = buckets + r * stride, *const sums = tail + r * RPI_LANES;
-    for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) {
+  for (int64_t r = 0; r < rows; r++, x += RPI_TILE, buckets += stride, tail += RPI_LANES) {
+    rpi_register sum = rpi_load(tail);
+    _Pragma("GCC unroll 4") for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
       const int64_t at = rpi_min(rpi_max(offset - r + v, 0), last);
-      const real *const from = x + r * RPI_TILE + v;
-      rpi_store(row + at, rpi_load(from));
-      if (w->tail) {
-        const int begin = (int)rpi_min(last - 1 - at, RPI_LANES);
-        for (int l = 0; l < RPI_LANES; l++) sums[l] += l >= begin ? from[l] : (real)0;
-      }
+      const rpi_register weight = rpi_load(x + v);
+      rpi_store(buckets + at, weight);
+      /* lane l is in the tail from column at + l - LANES = columns - 1 on */
+      sum += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
     }
+    if (w->tail) rpi_store(tail, sum);
   }
 }
 
 RPI_INLINE real sum_lanes(const real *lanes) {
-  real part[RPI_LANES];
-  memcpy(part, lanes, sizeof part);
-  for (int width = RPI_LANES / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; l++) part[l] += part[l + width];
-  }
-  return part[0];
+  real sum = 0;
+  _Pragma("omp simd reduction(+ : sum)") for (int l = 0; l < RPI_LANES; l++) sum += lanes[l];
+  return sum;
 }
 
 /* Puts the tails into the last buckets: they are complete then. */
