@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""relpos.h for ctypes: libcore as a C program sees it, once for every instruction set.
+
+The choice of an instruction set is made once per loaded library. So each Core loads its own copy of
+the file, under its own name, with RELPOS_ISA set: copies share no static state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cases import GUARD, SENTINEL, Arrays, Case, Strided, allocate, allocate_rows
+from relpos import reference
+
+OK, ARGUMENT, SHAPE, MEMORY, FILE, ORDER, DEVICE = 0, 10, 11, 20, 30, 40, 50
+ALIGNMENT = 64
+
+x86 = platform.machine() in ("x86_64", "AMD64")
+ISAS = ("portable", "avx2", "avx512") if x86 else ("portable", "neon")
+CORES = tuple(f"f32-{isa}" for isa in ISAS)
+
+
+class Rows(ctypes.Structure):
+    """rp_rows and rp_rows_out."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+    ]
+
+
+class Relation(ctypes.Structure):
+    """rp_relation."""
+
+    _fields_ = [
+        ("table", ctypes.c_void_p),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("left", ctypes.c_int64),
+        ("right", ctypes.c_int64),
+        ("beyond", ctypes.c_int),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """rp_attention."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "Dv")),
+        ("lengths", ctypes.c_void_p),
+        ("key_lengths", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("key_offsets", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("causal", ctypes.c_int),
+        ("scale", ctypes.c_double),
+        ("key", Relation),
+        ("value", Relation),
+    ]
+
+
+class Gradients(ctypes.Structure):
+    """rp_attention_gradients."""
+
+    _fields_ = [
+        ("q", Rows),
+        ("k", Rows),
+        ("v", Rows),
+        ("key_table", ctypes.c_void_p),
+        ("value_table", ctypes.c_void_p),
+    ]
+
+
+class BuildInfo(ctypes.Structure):
+    """rp_build_info."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *(
+            (name, ctypes.c_char_p)
+            for name in ("version", "compiler", "flags", "isa", "isa_available", "blas")
+        ),
+        ("real_bytes", ctypes.c_int),
+        ("threads", ctypes.c_int),
+    ]
+
+
+class CoreError(Exception):
+    """A call that returned another status than RP_OK."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"status {status}: {message}")
+        self.status, self.message = status, message
+
+
+class Unavailable(Exception):
+    """This machine cannot run the instruction set asked for."""
+
+
+_copies = itertools.count()
+
+
+@contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    before = os.environ.get(name)
+    try:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+class Core:
+    """One copy of a library, bound to one instruction set (None: the one it chooses)."""
+
+    def __init__(self, path: Path, isa: str | None = None) -> None:
+        # Beside the original, so that $ORIGIN in its run path still holds.
+        copy = path.with_name(f".test-{os.getpid()}-{next(_copies)}-{path.name}")
+        shutil.copy(path, copy)
+        try:
+            with environment("RELPOS_ISA", isa):
+                self.lib = ctypes.CDLL(str(copy))
+                self._declare()
+                info = self.build_info()
+        finally:
+            copy.unlink()
+        if isa is not None and isa not in info["isa_available"].split():
+            raise Unavailable(f"{isa} is not among {info['isa_available']!r}")
+        if isa is not None and info["isa"] != isa:
+            raise AssertionError(f"RELPOS_ISA={isa} gave {info['isa']}")
+        self.name = f"f{8 * info['real_bytes']}-{info['isa']}"
+        self.dtype: Any = np.float64 if info["real_bytes"] == 8 else np.float32
+
+    def _declare(self) -> None:
+        status, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_int64
+        rows, attention = Rows, ctypes.POINTER(Attention)
+        for name, result, arguments in (
+            ("rp_last_error", ctypes.c_char_p, []),
+            ("rp_status_name", ctypes.c_char_p, [status]),
+            (
+                "rp_shaw_attention",
+                status,
+                [size] * 5 + [ctypes.c_int] + [pointer] * 6,
+            ),
+            ("rp_attention_default", Attention, []),
+            (
+                "rp_attention_workspace",
+                status,
+                [attention, ctypes.POINTER(size), ctypes.POINTER(size)],
+            ),
+            (
+                "rp_attention_forward",
+                status,
+                [attention, rows, rows, rows, rows, pointer, pointer, size],
+            ),
+            (
+                "rp_attention_backward",
+                status,
+                [attention, rows, rows, rows, rows, pointer, rows]
+                + [ctypes.POINTER(Gradients), pointer, size],
+            ),
+            ("rp_set_threads", status, [ctypes.c_int]),
+            ("rp_get_threads", ctypes.c_int, []),
+            ("rp_build_info_get", status, [ctypes.POINTER(BuildInfo)]),
+        ):
+            function = getattr(self.lib, name)
+            function.restype, function.argtypes = result, arguments
+
+    def check(self, status: int) -> None:
+        if status != OK:
+            raise CoreError(status, self.lib.rp_last_error().decode())
+
+    def build_info(self) -> dict[str, Any]:
+        info = BuildInfo(struct_size=ctypes.sizeof(BuildInfo))
+        self.check(self.lib.rp_build_info_get(ctypes.byref(info)))
+        values = ((name, getattr(info, name)) for name, _ in BuildInfo._fields_)
+        return {n: v.decode() if isinstance(v, bytes) else v for n, v in values}
+
+    def set_threads(self, threads: int) -> None:
+        self.check(self.lib.rp_set_threads(threads))
+
+    def workspace_bytes(self, call: Attention) -> tuple[int, int]:
+        forward, backward = ctypes.c_int64(-1), ctypes.c_int64(-1)
+        status = self.lib.rp_attention_workspace(
+            ctypes.byref(call), ctypes.byref(forward), ctypes.byref(backward)
+        )
+        self.check(status)
+        return forward.value, backward.value
+
+
+def core_by_name(libraries: dict[str, Path], name: str) -> Core:
+    """ "f32", "f64", or with an instruction set: "f32-avx2"."""
+    real, _, isa = name.partition("-")
+    return Core(libraries[real], isa or None)
+
+
+class Workspace:
+    """Aligned memory of exactly so many bytes, all NaN, between two guards."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.raw = np.full(size + 3 * 256, 0xFF, np.uint8)
+        first = 256 + -(self.raw.ctypes.data + 256) % ALIGNMENT
+        self.inside = slice(first, first + size)
+        self.raw[:first] = self.raw[first + size :] = 0xA5
+
+    @property
+    def address(self) -> int:
+        return self.raw.ctypes.data + self.inside.start
+
+    def untouched(self) -> bool:
+        before, after = self.raw[: self.inside.start], self.raw[self.inside.stop :]
+        return bool(np.all(before == 0xA5) and np.all(after == 0xA5))
+
+
+def rows(x: Strided) -> Rows:
+    return Rows(x.address, *x.strides)
+
+
+def describe(core: Core, case: Case, arrays: Arrays) -> tuple[Attention, list[Any]]:
+    """The rp_attention of a case, and what must outlive it."""
+    call = core.lib.rp_attention_default()
+    call.B, call.H, call.N, call.M, call.D, call.Dv = (
+        case.B,
+        case.H,
+        case.N,
+        case.M,
+        case.D,
+        case.Dv,
+    )
+    alive: list[Any] = [arrays]
+    for name, values in (
+        ("lengths", case.lengths),
+        ("key_lengths", case.key_lengths),
+        ("offsets", case.offsets),
+        ("key_offsets", case.key_offsets),
+        ("query_start", case.starts),
+    ):
+        if values is not None:
+            array = np.array(values, np.int64)
+            alive.append(array)
+            setattr(call, name, array.ctypes.data)
+    call.causal = case.causal
+    call.scale = case.scale or 0.0
+    for relation, band, table in (
+        (call.key, case.key, arrays.key_table),
+        (call.value, case.value, arrays.value_table),
+    ):
+        if band is not None and table is not None:
+            relation.table = table.address
+            relation.head_stride, relation.row_stride = table.strides[1:]
+            relation.left, relation.right = band.left, band.right
+            relation.beyond = int(band.beyond == "none")
+    return call, alive
+
+
+@dataclass
+class Forward:
+    out: Strided
+    lse: Strided
+
+
+def lse_shape(case: Case) -> tuple[int, ...]:
+    if case.offsets is not None:
+        return (case.H, case.offsets[-1])
+    return (case.B, case.H, case.N)
+
+
+def run_forward(core: Core, case: Case, arrays: Arrays) -> Forward:
+    """rp_attention_forward of the case; asserts that nothing outside the results was written."""
+    call, alive = describe(core, case, arrays)
+    workspace = Workspace(core.workspace_bytes(call)[0])
+    out = allocate_rows(case, "query", case.Dv, core.dtype, SENTINEL)
+    lse = allocate(lse_shape(case), 0, core.dtype, SENTINEL)
+    status = core.lib.rp_attention_forward(
+        ctypes.byref(call),
+        rows(arrays.q),
+        rows(arrays.k),
+        rows(arrays.v),
+        rows(out),
+        lse.address,
+        workspace.address,
+        workspace.size,
+    )
+    core.check(status)
+    assert workspace.untouched(), "forward wrote beyond its workspace"
+    assert out.untouched(SENTINEL), "forward wrote beyond out"
+    assert lse.untouched(SENTINEL), "forward wrote beyond lse"
+    assert arrays.unmodified(), "forward changed its inputs"
+    del alive
+    return Forward(out, lse)
+
+
+def run_backward(
+    core: Core, case: Case, arrays: Arrays, forward: Forward, tables_hold: float | None = 0.0
+) -> dict[str, np.ndarray]:
+    """rp_attention_backward, gradients by name; those of tables start at `tables_hold`.
+
+    tables_hold None: no table gradients are asked for. Rows of out and lse beyond a length are NaN
+    here: backward must not read them either. Tied tables: one gradient, "key_table".
+    """
+    call, alive = describe(core, case, arrays)
+    workspace = Workspace(core.workspace_bytes(call)[1])
+    out = allocate_rows(case, "query", case.Dv, core.dtype, np.nan)
+    lse = allocate(lse_shape(case), 0, core.dtype, np.nan)
+    for span in case.spans:
+        for h in range(case.H):
+            query = (case.layout, span.batch, h, span.query_row, span.queries)
+            part = reference.head_rows(forward.out.view, *query)
+            reference.head_rows(out.view, *query)[...] = part
+            head = (h,) if case.offsets is not None else (span.batch, h)
+            used = slice(span.query_row, span.query_row + span.queries)
+            lse.view[head][used] = forward.lse.view[head][used]
+    written = {
+        "q": allocate_rows(case, "query", case.D, core.dtype, SENTINEL),
+        "k": allocate_rows(case, "key", case.D, core.dtype, SENTINEL),
+        "v": allocate_rows(case, "key", case.Dv, core.dtype, SENTINEL),
+    }
+    gradients = Gradients(rows(written["q"]), rows(written["k"]), rows(written["v"]))
+    for name, table in (("key_table", arrays.key_table), ("value_table", arrays.value_table)):
+        if table is None or tables_hold is None:
+            continue
+        if not (case.tied and name == "value_table"):
+            written[name] = allocate(table.view.shape, case.gap, core.dtype, SENTINEL)
+            written[name].view[...] = tables_hold
+        setattr(gradients, name, written["key_table" if case.tied else name].address)
+    status = core.lib.rp_attention_backward(
+        ctypes.byref(call),
+        rows(arrays.q),
+        rows(arrays.k),
+        rows(arrays.v),
+        rows(out),
+        lse.address,
+        rows(arrays.dout),
+        ctypes.byref(gradients),
+        workspace.address,
+        workspace.size,
+    )
+    core.check(status)
+    assert workspace.untouched(), "backward wrote beyond its workspace"
+    for name, array in written.items():
+        assert array.untouched(SENTINEL), f"backward wrote beyond the gradient of {name}"
+    assert arrays.unmodified(), "backward changed its inputs"
+    del alive
+    return {name: array.view for name, array in written.items()}
+
+
+def run_both(core: Core, case: Case, arrays: Arrays) -> dict[str, np.ndarray]:
+    """Results and gradients by name, as cases.Oracle names them."""
+    forward = run_forward(core, case, arrays)
+    gradients = run_backward(core, case, arrays, forward)
+    return {"out": forward.out.view, "lse": forward.lse.view, **gradients}
+
+
+assert GUARD * 4 % ALIGNMENT, "arrays are to be unaligned, so that nothing relies on alignment"

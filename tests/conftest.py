@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: the compiled core, once per session.
+
+RELPOS_TEST_CORE and RELPOS_TEST_CORE_F64 name other libraries to test (an installed one, one built
+under a sanitizer); without them `make all f64` runs once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, whatever the import mode
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than five seconds")
+
+
+@pytest.fixture(scope="session")
+def libraries() -> dict[str, Path]:
+    """Paths of libcore ("f32") and libcore_f64 ("f64")."""
+    given = {
+        "f32": os.environ.get("RELPOS_TEST_CORE", ""),
+        "f64": os.environ.get("RELPOS_TEST_CORE_F64", ""),
+    }
+    built = {
+        "f32": ROOT / "build" / "release" / "libcore.so",
+        "f64": ROOT / "build" / "f64" / "libcore_f64.so",
+    }
+    if not all(given.values()):
+        made = subprocess.run(
+            ["make", "-j2", "all", "f64"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if made.returncode != 0:
+            pytest.fail(f"make all f64 failed:\n{made.stdout[-2000:]}{made.stderr[-4000:]}")
+    return {name: Path(given[name] or built[name]) for name in built}
