@@ -11,7 +11,9 @@
 
 #define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
 
-#include "ops/attention.c"
+#include "ops/attention_forward.c"
+
+#include "ops/attention_backward.c"
 #include "ops/gemm.c"
 
 const rp_ops RPI_OPS = {

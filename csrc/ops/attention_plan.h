@@ -8,17 +8,15 @@
  *
  * Backward walks the pairs in phases, like a Latin square:
  *
- *               key chunk          phase 0: a, b, c, d     no two items of a phase
- *               0  1  2  3         phase 1: e, f, g, h     share a chunk of queries
- *   query    0  a  e  i  m         phase 2: i, j, k, l     or of keys, so each adds
- *   chunk    1  p  b  f  j         phase 3: m, n, o, p     to dq, dk and dv directly,
- *            2  k  o  c  g                                 in the order of the phases
- *            3  h  l  n' d                                 whatever the threads do.
+ *                 key chunk
+ *                 0  1  2  3     the number is the phase: key chunk = (query chunk +
+ *   query    0    0  1  2  3     phase) mod phases. No two items of a phase share a
+ *   chunk    1    3  0  1  2     chunk of queries or of keys, so each adds to dq, dk
+ *            2    2  3  0  1     and dv directly, in the order of the phases, whatever
+ *            3    1  2  3  0     the threads do.
  *
- * (n' stands for n: key chunk = (query chunk + phase) mod phases.) There are no
- * partial copies of dk and dv, and no second pass. Only the gradients of tables,
- * which every item touches, are summed per slot: a run of items of one head whose
- * borders depend on shapes alone. Slots are added up in order after each phase.
+ * There are no partial copies of dk and dv, and no second pass. Only the gradients
+ * of tables, which every item touches, are summed apart (table_sums.h).
  */
 #ifndef RPI_ATTENTION_PLAN_H
 #define RPI_ATTENTION_PLAN_H
@@ -27,7 +25,8 @@
 #include "base/threads.h"
 #include "ops/band.h"
 
-#define RPI_CHUNK 512 /* rows of a chunk at most: 128 KiB of keys at D = 64, a quarter of an L2 */
+#define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */
+#define RPI_QUERY_CHUNK 1024 /* the queries that one packing of keys serves */
 #define RPI_BLOCK 96  /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
@@ -52,12 +51,12 @@ static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   return seq;
 }
 
-/* Rows of a chunk. Long sequences are cut at RPI_CHUNK; few sequences finer, down
- * to 128 rows, so that some sixteen items exist for the threads. */
-static int64_t chunk_rows(const rp_attention *s, int64_t rows, int64_t step) {
+/* Rows of a chunk. Long sequences are cut at `most`; few sequences finer, down to 128
+ * rows, so that some sixteen items exist for the threads. */
+static int64_t chunk_rows(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
   const int64_t heads = rpi_max(s->B * s->H, 1);
   const int64_t wanted = rpi_min((rows + 127) / 128, (16 + heads - 1) / heads);
-  const int64_t count = rpi_max(rpi_max((rows + RPI_CHUNK - 1) / RPI_CHUNK, wanted), 1);
+  const int64_t count = rpi_max(rpi_max((rows + most - 1) / most, wanted), 1);
   return rpi_max(rpi_round_up((rows + count - 1) / count, step), step);
 }
 
@@ -65,16 +64,16 @@ typedef struct chunks {
   int64_t rows, count; /* count >= 1, also for an empty sequence */
 } chunks;
 
-static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step) {
-  const int64_t size = chunk_rows(s, rows, step);
+static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
+  const int64_t size = chunk_rows(s, rows, step, most);
   return (chunks){.rows = size, .count = rpi_max((rows + size - 1) / size, 1)};
 }
 
 static chunks query_chunks(const rp_attention *s, const rpi_sequence *seq) {
-  return chunks_of(s, seq->queries, RPI_STRIP);
+  return chunks_of(s, seq->queries, RPI_STRIP, RPI_QUERY_CHUNK);
 }
 static chunks key_chunks(const rp_attention *s, const rpi_sequence *seq) {
-  return chunks_of(s, seq->keys, RPI_TILE);
+  return chunks_of(s, seq->keys, RPI_TILE, RPI_KEY_CHUNK);
 }
 
 /* The first distance any visible pair of the call has. */
@@ -134,9 +133,7 @@ static bounds bounds_of(const rp_attention *s) {
   };
 }
 
-/* ---- backward: phases and slots ---------------------------------------- */
-
-#define RPI_SLOTS 64 /* slots aimed at in a phase: enough for as many threads */
+/* ---- backward: phases ---------------------------------------------------- */
 
 /* One item of a phase. */
 typedef struct pair {
@@ -192,79 +189,6 @@ static rectangle rectangle_of(const rp_attention *s, const rpi_sequence *seq, co
                      .rows = rpi_min(q.rows, seq->queries - query),
                      .key = key,
                      .keys = rpi_min(k.rows, seq->keys - key)};
-}
-
-/* A run of items of one head, and the distances its partial table gradients span.
- * key_first > key_last: the slot meets no column of the key term. */
-typedef struct slot {
-  int64_t head;
-  pair begin; /* items from here ... */
-  int64_t items;
-  int64_t key_first, key_last, value_first, value_last;
-  real *key_sums, *value_sums; /* [columns][width]; values end with one row: the sum of dout */
-} slot;
-
-static void widen(const term *t, const reach *r, int64_t *first, int64_t *last) {
-  const window w = window_of(t, r->nearest, r->farthest);
-  if (w.columns == 0) return;
-  if (*first > *last) {
-    *first = w.first;
-    *last = w.first + w.columns - 1;
-  } else {
-    *first = rpi_min(*first, w.first);
-    *last = rpi_max(*last, w.first + w.columns - 1);
-  }
-}
-
-static int64_t pair_cost(const rectangle *r) { return rpi_max(r->rows, 0) * rpi_max(r->keys, 0) + 1; }
-
-/* The columns one item can reach, and the lines of a slot's memory. */
-static int64_t slot_columns(const bounds *n) { return n->queries + n->keys; }
-static int64_t slot_lines(const rp_relation *relation, const bounds *n) {
-  return widest_window(relation, n->queries, n->keys) + 1;
-}
-
-/* Lists the slots of a phase for one head (slots == NULL: only counts them). A slot
- * ends where it has its share of the work, or where its windows would span more
- * than `columns`. Key and value are the terms of that head: windows
- * are the same for all heads. */
-static int64_t list_slots(const rp_attention *s, int64_t phase, const term *key, const term *value,
-                          int64_t columns, slot *slots) {
-  int64_t total = 0;
-  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_from(s, phase, p.b, p.query_chunk + 1)) {
-    const rpi_sequence seq = sequence_of(s, p.b);
-    const rectangle r = rectangle_of(s, &seq, &p);
-    total += pair_cost(&r);
-  }
-  const int64_t per_head = (RPI_SLOTS + s->H - 1) / s->H;
-  const int64_t share = (total + per_head - 1) / per_head;
-  int64_t count = 0, cost = 0;
-  slot current = {0};
-  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_from(s, phase, p.b, p.query_chunk + 1)) {
-    const rpi_sequence seq = sequence_of(s, p.b);
-    const rectangle r = rectangle_of(s, &seq, &p);
-    const reach reached = reach_of(&seq, s->causal, r.query, r.rows, r.key, r.keys);
-    slot wider = current;
-    if (current.items > 0) {
-      widen(key, &reached, &wider.key_first, &wider.key_last);
-      widen(value, &reached, &wider.value_first, &wider.value_last);
-    }
-    if (current.items == 0 || cost + pair_cost(&r) > share ||
-        wider.key_last - wider.key_first >= columns ||
-        wider.value_last - wider.value_first >= columns) {
-      if (current.items > 0 && slots) slots[count - 1] = current;
-      count++;
-      cost = 0;
-      wider = (slot){.begin = p, .key_first = 1, .value_first = 1};
-      widen(key, &reached, &wider.key_first, &wider.key_last);
-      widen(value, &reached, &wider.value_first, &wider.value_last);
-    }
-    wider.items++;
-    cost += pair_cost(&r);
-    current = wider;
-  }
-  if (current.items > 0 && slots) slots[count - 1] = current;
-  return count;
 }
 
 #endif
