@@ -13,6 +13,7 @@
 #   BLAS=openblas           or another package known to pkg-config, or a library's path:
 #                           that library
 #   WERROR=1                warnings are errors
+#   BUILD=folder            build there instead of build/<variant>
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
 
 include csrc/core.mk
@@ -57,8 +58,8 @@ else
 ifneq ($(findstring /,$(BLAS)),)
 BLAS_LIBRARY := $(wildcard $(BLAS))
 else
-BLAS_LIBRARY := $(wildcard $(shell $(PKG_CONFIG) --variable=libdir $(BLAS))/$(patsubst \
-  -l%,lib%.so,$(firstword $(shell $(PKG_CONFIG) --libs-only-l $(BLAS)))))
+BLAS_LIBRARY := $(wildcard $(patsubst -l%,$(shell $(PKG_CONFIG) --variable=libdir \
+  $(BLAS))/lib%.so,$(firstword $(shell $(PKG_CONFIG) --libs-only-l $(BLAS)))))
 endif
 ifeq ($(BLAS_LIBRARY),)
 $(error BLAS=$(BLAS): expected auto, builtin, a library's path, or a package of pkg-config)
