@@ -134,9 +134,9 @@ static void raise_strides(const char *name, PyArrayObject *array, const char *pr
   Py_DECREF(strides);
 }
 
-/* Elements from one index to the next along every axis. An axis of one element has
- * no stride of its own: it gets the one that C order would give. False, with an
- * exception, for strides that libcore does not take. */
+/* Elements from one index to the next along every axis. An axis of one element, and
+ * an array of none, have no strides of their own: they get those of C order. False,
+ * with an exception, for strides that libcore does not take. */
 static int take_strides(PyArrayObject *array, const char *name, int flags,
                         int64_t strides[TAKE_MAX_AXES]) {
   const int axes = PyArray_NDIM(array);
@@ -148,9 +148,10 @@ static int take_strides(PyArrayObject *array, const char *name, int flags,
     snprintf(fix, sizeof fix, "; use %s.copy()", name);
   }
 
+  const int empty = PyArray_SIZE(array) == 0;
   int64_t natural = 1;
   for (int i = axes - 1; i >= 0; i--) {
-    const int64_t n = PyArray_DIM(array, i), bytes = PyArray_STRIDE(array, i);
+    const int64_t n = empty ? 1 : PyArray_DIM(array, i), bytes = PyArray_STRIDE(array, i);
     strides[i] = n > 1 ? bytes / size : natural;
     if (n > 1 && (bytes < 0 || bytes % size != 0)) {
       raise_strides(name, array, "strides must be whole elements forward", fix);
@@ -167,7 +168,7 @@ static int take_strides(PyArrayObject *array, const char *name, int flags,
     raise_strides(name, array, "expected C order without gaps", fix);
     return 0;
   }
-  if ((flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && PyArray_SIZE(array) > 0) {
+  if ((flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && !empty) {
     /* From the smallest stride to the largest: each steps over all that the ones
      * before it span. */
     int64_t span = 1;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 
 from relpos import _core, library
@@ -24,10 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     flags = []
-    if options.cflags:
-        flags.append(library.cflags())
-    if options.libs:
-        flags.append(library.libs())
+    try:
+        if options.cflags:
+            flags.append(library.cflags())
+        if options.libs:
+            flags.append(library.libs())
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
     if flags:
         print(*flags)
     if options.version:

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 Band = tuple[int, int]
+Distances = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -80,16 +81,16 @@ class Shaw:
             )
         if self.beyond not in ("clip", "none"):
             raise ValueError(f"beyond: expected 'clip' or 'none', got {self.beyond!r}")
-        both = _check_distances("", self.k, self.left, self.right)
-        own = _check_distances("value_", self.value_k, self.value_left, self.value_right)
-        if self.value_table is None and any(distance is not None for distance in own):
+        both = _distances("", self.k, self.left, self.right)
+        own = _distances("value_", self.value_k, self.value_left, self.value_right)
+        if own == (None, None):
+            own, prefix = both, ""
+        elif self.value_table is None:
             raise ValueError("value_k, value_left, value_right: there is no value_table")
-        if any(distance is not None for distance in own):
-            value_band = _band("value_table", self.value_table, "value_", *own)
         else:
-            value_band = _band("value_table", self.value_table, "", *both)
-        object.__setattr__(self, "key_band", _band("key_table", self.key_table, "", *both))
-        object.__setattr__(self, "value_band", value_band)
+            prefix = "value_"
+        object.__setattr__(self, "key_band", _band("key_table", self.key_table, "", both))
+        object.__setattr__(self, "value_band", _band("value_table", self.value_table, prefix, own))
 
     @property
     def tied(self) -> bool:
@@ -98,7 +99,7 @@ class Shaw:
 
     def __repr__(self) -> str:
         parts = [
-            f"{name}={table.dtype}{table.shape}, {name[:-6]}_band={band}"
+            f"{name}={table.dtype} {table.shape}, {name[:-6]}_band={band}"
             for name, table, band in (
                 ("key_table", self.key_table, self.key_band),
                 ("value_table", self.value_table, self.value_band),
@@ -122,22 +123,19 @@ def one_scheme(position: Position) -> Shaw | None:
     return schemes[0] if schemes else None
 
 
-def _check_distances(
-    prefix: str, k: int | None, left: int | None, right: int | None
-) -> tuple[int | None, int | None]:
+def _distances(prefix: str, k: int | None, left: int | None, right: int | None) -> Distances:
     """(left, right) as far as they are given."""
-    distances = []
+    checked = []
     for name, value in (("k", k), ("left", left), ("right", right)):
         try:
             distance = None if value is None else operator.index(value)
         except TypeError:
-            raise TypeError(
-                f"{prefix}{name}: expected an integer, got {type(value).__name__}"
-            ) from None
+            got = type(value).__name__
+            raise TypeError(f"{prefix}{name}: expected an integer, got {got}") from None
         if distance is not None and distance < 0:
             raise ValueError(f"{prefix}{name}: expected 0 or more, got {distance}")
-        distances.append(distance)
-    k, left, right = distances
+        checked.append(distance)
+    k, left, right = checked
     if k is None:
         return left, right
     if left is not None or right is not None:
@@ -145,39 +143,33 @@ def _check_distances(
     return k, k
 
 
-def _band(
-    name: str, table: Array | None, prefix: str, left: int | None, right: int | None
-) -> Band | None:
+def _band(name: str, table: Array | None, prefix: str, given: Distances) -> Band | None:
     """The band of a table: what was given of it, and the number of rows for the rest."""
     if table is None:
         return None
+    expected = f"{name}: expected float32 (T, d) or (H, T, d), got"
+    fix = f"; use np.ascontiguousarray({name}, np.float32)"
     if not isinstance(table, np.ndarray):
-        raise TypeError(
-            f"{name}: expected a float32 array (T, d) or (H, T, d), got {type(table).__name__}"
-        )
+        raise TypeError(f"{expected} {type(table).__name__}{fix}")
     if table.dtype != np.float32:
-        raise TypeError(
-            f"{name}: expected float32 (T, d) or (H, T, d), got {table.dtype} {table.shape}; "
-            f"use np.ascontiguousarray({name}, np.float32)"
-        )
+        raise TypeError(f"{expected} {table.dtype} {table.shape}{fix}")
     if table.ndim not in (2, 3):
-        raise ValueError(f"{name}: expected float32 (T, d) or (H, T, d), got float32 {table.shape}")
+        raise ValueError(f"{expected} float32 {table.shape}")
     rows: int = table.shape[-2]
+    left, right = given
     if left is None and right is None:
         if rows % 2 == 0:
             raise ValueError(
                 f"{name}: {rows} rows are not 2k + 1; give {prefix}left or {prefix}right"
             )
-        left = right = rows // 2
-    elif left is None:
-        assert right is not None
-        left = rows - 1 - right
-    elif right is None:
-        right = rows - 1 - left
-    if left < 0 or right < 0 or left + 1 + right != rows:
-        needed = max(left, 0) + 1 + max(right, 0)
+        return rows // 2, rows // 2
+    # One side alone: the other one has the rest of the rows, at least none.
+    left = max(rows - 1 - (right or 0), 0) if left is None else left
+    right = max(rows - 1 - left, 0) if right is None else right
+    if left + 1 + right != rows:
+        hint = "; value_k, value_left and value_right give it a band of its own"
         raise ValueError(
-            f"{name}: a band from -{max(left, 0)} to {max(right, 0)} needs {needed} rows, "
-            f"left + 1 + right, got {rows}"
+            f"{name}: a band from -{left} to {right} needs {left + 1 + right} rows, got {rows}"
+            f"{hint if name == 'value_table' and prefix == '' else ''}"
         )
     return left, right
