@@ -56,7 +56,7 @@ else ifeq ($(BLAS),builtin)
 BLAS_FLAGS := -DRPI_BLAS_BUILTIN
 else
 ifneq ($(findstring /,$(BLAS)),)
-BLAS_LIBRARY := $(wildcard $(BLAS))
+BLAS_LIBRARY := $(abspath $(wildcard $(BLAS)))
 else
 BLAS_LIBRARY := $(wildcard $(patsubst -l%,$(shell $(PKG_CONFIG) --variable=libdir \
   $(BLAS))/lib%.so,$(firstword $(shell $(PKG_CONFIG) --libs-only-l $(BLAS)))))
