@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +131,14 @@ def environment(name: str, value: str | None) -> Iterator[None]:
 
 
 class Core:
-    """One copy of a library, bound to one instruction set (None: the one it chooses)."""
+    """One copy of a library, bound to one instruction set (None: left to the environment)."""
 
     def __init__(self, path: Path, isa: str | None = None) -> None:
         # Beside the original, so that $ORIGIN in its run path still holds.
         copy = path.with_name(f".test-{os.getpid()}-{next(_copies)}-{path.name}")
         shutil.copy(path, copy)
         try:
-            with environment("RELPOS_ISA", isa):
+            with environment("RELPOS_ISA", isa) if isa else nullcontext():
                 self.lib = ctypes.CDLL(str(copy))
                 self._declare()
                 info = self.build_info()

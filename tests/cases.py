@@ -193,9 +193,13 @@ class Arrays:
 
 def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
     """Inputs of a case: values exact in float32, so that every dtype sees the same numbers."""
-    random = np.random.default_rng([case.seed, 20180306])
 
-    def fill_rows(side: str, width: int, factor: float = 1.0) -> Strided:
+    def stream(number: int) -> np.random.Generator:
+        """One per array, so that the shape of one does not change the numbers of another."""
+        return np.random.default_rng([case.seed, number])
+
+    def fill_rows(number: int, side: str, width: int, factor: float = 1.0) -> Strided:
+        random = stream(number)
         result = allocate_rows(case, side, width, dtype, np.nan)
         for span in case.spans:
             query = side == "query"
@@ -206,23 +210,24 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
                 part[...] = values * np.float32(factor)
         return result
 
-    def fill_table(band: Band | None, width: int) -> Strided | None:
+    def fill_table(number: int, band: Band | None, width: int) -> Strided | None:
         if band is None:
             return None
         shape = (case.H, band.rows, width) if case.per_head else (band.rows, width)
         result = allocate(shape, case.gap, dtype, np.nan)
         W = width + case.gap
         result.strides = (0, band.rows * W if case.per_head else 0, W)
-        result.view[...] = random.standard_normal(shape, np.float32)
+        result.view[...] = stream(number).standard_normal(shape, np.float32)
         return result
 
-    q = fill_rows("query", case.D, case.spread)
-    k = fill_rows("key", case.D)
-    v = fill_rows("key", case.Dv)
-    dout = fill_rows("query", case.Dv)
-    key_table = fill_table(case.key, case.D)
-    value_table = key_table if case.tied else fill_table(case.value, case.Dv)
+    q = fill_rows(0, "query", case.D, case.spread)
+    k = fill_rows(1, "key", case.D)
+    v = fill_rows(2, "key", case.Dv)
+    dout = fill_rows(3, "query", case.Dv)
+    key_table = fill_table(4, case.key, case.D)
+    value_table = key_table if case.tied else fill_table(5, case.value, case.Dv)
     if case.rising:
+        random = stream(6)
         for span in case.spans:
             for h in range(case.H):
                 key = (case.layout, span.batch, h, span.key_row, span.keys)

@@ -18,10 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, whatever the import mode
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than five seconds")
-
-
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, Path]:
     """Paths of libcore ("f32") and libcore_f64 ("f64")."""
