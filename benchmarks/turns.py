@@ -9,6 +9,10 @@ rounds' ratios: what slows the machine for seconds slows both sides of a pair. S
 because two libraries in one process share a heap, a thread pool and its spinning threads. The pause
 lets the threads of the side before go to sleep (GNU OpenMP spins for about a millisecond).
 
+What other processes do is not symmetrical: a thread pool that spins at its barriers (torch's) loses
+up to ten times, one that sleeps hardly anything. So the CPU time of strangers is read from /proc
+for every round, and rounds in which they took more than 5 % of the machine do not count.
+
 A benchmark defines `build(side, case) -> Job`, calls `serve(build)` when started with --worker, and
 otherwise gives a list of Worker to `take_turns`. Requests and answers are one JSON object a line.
 """
@@ -34,6 +38,8 @@ Json = dict[str, Any]
 PAUSE = 0.01  # seconds between turns
 BURST = 0.05  # seconds that one turn lasts at least, where a call is shorter
 WARM_UP = 0.3  # seconds of untimed calls when a case is new
+QUIET = 0.05  # a round counts if other processes took no more of the machine than this
+PATIENCE = 3  # times the seconds asked for, to wait for quiet rounds
 
 # Blocks up to 1 GiB stay in the heap instead of going back to the system after each call: without
 # this, n x n temporaries cost a page fault per 4 KiB (a factor of 2.4 for eager torch at n = 1024).
@@ -138,6 +144,11 @@ class Worker:
     def burst(self, count: int) -> float:
         return float(self._ask({"do": "burst", "count": count})["seconds"])
 
+    def ticks(self) -> int:
+        """Clock ticks of CPU that all threads of the process have used."""
+        stat = _read(f"/proc/{self._process.pid}/stat").rpartition(")")[2].split()
+        return int(stat[11]) + int(stat[12]) if stat else 0
+
     def close(self) -> None:
         if self._process.stdin:
             self._process.stdin.close()
@@ -164,6 +175,7 @@ class Rounds:
     """Seconds per call of every side, round by round."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
+    others: list[float] = field(default_factory=list)  # share of the machine that others took
     notes: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -188,12 +200,20 @@ class Rounds:
         )
         return medians[24], medians[974]
 
+    def keep_quiet(self) -> None:
+        """Leave out the rounds that other processes disturbed, but keep at least the quietest 5."""
+        order = sorted(range(len(self.others)), key=self.others.__getitem__)
+        quiet = sum(share <= QUIET for share in self.others)
+        kept = sorted(order[: max(quiet, 5)])
+        self.others = [self.others[i] for i in kept]
+        self.times = {side: [t[i] for i in kept] for side, t in self.times.items()}
+
     def _ratios(self, side: str, to: str) -> list[float]:
         return [a / b for a, b in zip(self.times[side], self.times[to], strict=True)]
 
 
 def take_turns(workers: Sequence[Worker], cases: Sequence[Json], seconds: float) -> Rounds:
-    """Rounds of turns for about `seconds`, at least 5 and at most 101 of them.
+    """Rounds of turns for about `seconds`, 5 to 101 that count, longer if others disturb.
 
     cases: one per worker. A side that fails is left out and named in `failures`. Each round starts
     with another side, so that none always follows the same neighbour.
@@ -211,12 +231,30 @@ def take_turns(workers: Sequence[Worker], cases: Sequence[Json], seconds: float)
         cost += once * (counts[worker] + 1) + PAUSE
     ready = list(counts)
     rounds.times = {worker.side: [] for worker in ready}
-    for turn in range(max(5, min(101, int(seconds / max(cost, 1e-3))))):
-        start = turn % max(1, len(ready))
+    wanted = max(5, min(101, int(seconds / max(cost, 1e-3))))
+    deadline = time.monotonic() + PATIENCE * max(seconds, wanted * cost)
+    turn = quiet = 0
+    while ready and (turn < 5 or (quiet < wanted and time.monotonic() < deadline)):
+        start, before, clock = turn % len(ready), _others_seconds(ready), time.monotonic()
         for worker in ready[start:] + ready[:start]:
             time.sleep(PAUSE)
             rounds.times[worker.side].append(worker.burst(counts[worker]))
+        machine_seconds = (time.monotonic() - clock) * (os.cpu_count() or 1)
+        rounds.others.append((_others_seconds(ready) - before) / machine_seconds)
+        quiet += rounds.others[-1] <= QUIET
+        turn += 1
+    rounds.keep_quiet()
     return rounds
+
+
+def _others_seconds(workers: Sequence[Worker]) -> float:
+    """CPU seconds since boot that went to neither idling nor to these workers."""
+    fields = _read("/proc/stat").split("\n")[0].split()[1:9]
+    if not fields:
+        return 0.0
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
+    busy = user + nice + system + irq + softirq + steal
+    return (busy - sum(worker.ticks() for worker in workers)) / os.sysconf("SC_CLK_TCK")
 
 
 # ---------------------------------------------------------------------------------- where and what

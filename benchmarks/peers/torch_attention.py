@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with Shaw's relative positions in PyTorch, five ways: the peers of bench_attention.py.
+"""Attention with Shaw's relative positions in PyTorch, four ways: the peers of bench_attention.py.
 
     r(i,j) = clip(j - i, -K, K) + K
     out_i  = sum_j softmax_j( (q_i . k_j + q_i . key_table[r]) / sqrt(D) ) (v_j + value_table[r])
@@ -10,13 +10,12 @@ about the band; `|`, `/` and `|` below are the three runs of one tile of queries
 
     keys ->      left run, relation 0 | band, one relation per diagonal / right run, relation 2K
     gather       an index matrix [N, N] picks the term; scatter_add sums the buckets
-    skewed       runs are masked constants, the band is a padded array read with another row stride
+    skewed       the right run is a masked constant, the band an array read with another row stride
     tiled        blocks of queries with a backward of its own; only the window around the band pays
-    split        both runs are torch's own causal kernel, the band is separate, joined by log-sum-exp
     flex         FlexAttention's score_mod; key term only
 
-`gather` and `skewed` hold [B, H, N, N]; `tiled` holds [B, H, block, N]; `split` nothing of that
-kind. What was tried and found slower is in ../README.md, with figures.
+`gather` and `skewed` hold [B, H, N, N], `tiled` holds [B, H, block, N]. K >= 1. What was tried and
+found slower is in ../README.md, with figures.
 """
 
 from __future__ import annotations
@@ -95,24 +94,27 @@ def unskew(wide: Tensor, width: int) -> Tensor:
 def skewed(
     q: Tensor, k: Tensor, v: Tensor, key_table: Tensor, value_table: Tensor, causal: bool = False
 ) -> Tensor:
-    """No index arithmetic: constants beside the band, strides within it. Made to be compiled."""
-    n = q.shape[-2]
-    clip = key_table.shape[-2] // 2
+    """No index arithmetic: strides in the band, one masked constant beside it. To be compiled.
+
+    Softmax forgets constants and its rows sum to one, so relation 0 is subtracted from both tables:
+    the left run then has no term at all.
+    """
+    n, clip = q.shape[-2], key_table.shape[-2] // 2
     position = torch.arange(n)
     distance = position[None, :] - position[:, None]
-    left, right = distance <= -clip, distance >= clip
+    first = value_table[..., :1, :]
     q = q * q.shape[-1] ** -0.5
-    to_relation = q @ key_table.mT
-    band = skew(to_relation, n + 2 * clip)[..., clip : clip + n]
-    bias = torch.where(left, to_relation[..., :1], torch.where(right, to_relation[..., -1:], band))
-    scores = q @ k.mT + bias
+    to_relation = q @ (key_table[..., 1:, :] - key_table[..., :1, :]).mT
+    bias = skew(to_relation, n + 2 * clip)[..., clip - 1 : clip - 1 + n]
+    bias = bias + torch.where(distance > clip, to_relation[..., -1:], 0.0)
+    scores = torch.baddbmm(bias.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT)
     if causal:
         scores = scores.masked_fill(distance > 0, -math.inf)
-    p = scores.softmax(-1)
-    inner = unskew(F.pad(p, (clip, clip)), 2 * clip + 1)[..., 1:-1]
-    first = (p * left).sum(-1, keepdim=True)
-    last = (p * right).sum(-1, keepdim=True)
-    return p @ v + torch.cat((first, inner, last), -1) @ value_table
+    p = scores.softmax(-1).unflatten(0, q.shape[:2])
+    inner = unskew(F.pad(p, (clip - 1, clip)), 2 * clip)[..., :-1]
+    last = torch.where(distance >= clip, p, 0.0).sum(-1, keepdim=True)
+    buckets = torch.cat((inner, last), -1)
+    return p @ v + buckets @ (value_table[..., 1:, :] - first) + first
 
 
 # -------------------------------------------------------------------------------------------- tiled
@@ -302,9 +304,8 @@ def tiled(
     causal: bool = False,
     block: int = 0,
 ) -> Tensor:
-    """Hand-tiled. The block is chosen so that one tile of all heads has about 2 MiB."""
-    batch, heads, n, _ = q.shape
-    block = block or max(32, min(256, (1 << 19) // (batch * heads * n) // 32 * 32))
+    """Hand-tiled, 64 or 128 queries at a time: the fastest of 32, 64, 128 and 256 at every n."""
+    block = block or (128 if q.shape[-2] >= 1024 else 64)
     out: Tensor = _Tiled.apply(q, k, v, key_table, value_table, causal, block)
     return out
 
