@@ -64,10 +64,10 @@ def arrays(case: Json) -> dict[str, Any]:
     import numpy as np
 
     draw = np.random.default_rng(0)
-    shape = (case["B"], case["H"], case["n"], case["d"])
+    shape: tuple[int, ...] = (case["B"], case["H"], case["n"], case["d"])
     if case["lengths"]:
         shape = (case["n"], case["H"], case["d"])  # packed: tokens, heads, width
-    table = (2 * case["k"] + 1, case["d"])
+    table: tuple[int, ...] = (2 * case["k"] + 1, case["d"])
     if case["per_head"]:
         table = (case["H"], *table)
     shapes = {"q": shape, "k": shape, "v": shape, "dout": shape, "key_table": table}
@@ -80,6 +80,7 @@ def arrays(case: Json) -> dict[str, Any]:
 
 def build_ours(side: str, case: Json) -> Job:
     import numpy as np
+
     import relpos
 
     x = arrays(case)
@@ -113,7 +114,9 @@ def build_torch(side: str, case: Json) -> Job:
     if side == TORCH:
         inputs = [x["q"], x["k"], x["v"]]
         attend = torch.nn.functional.scaled_dot_product_attention
-        return Job(passes(lambda q, k, v: attend(q, k, v, is_causal=case["causal"]), inputs, x, case))
+        return Job(
+            passes(lambda q, k, v: attend(q, k, v, is_causal=case["causal"]), inputs, x, case)
+        )
     from peers import torch_attention
 
     peer = torch_attention.PEERS[side]
@@ -196,7 +199,8 @@ def _torch_nested(x: dict[str, Any], case: Json) -> Any:
     """One call over nested (jagged) tensors."""
     import torch
 
-    torch.backends.cuda.enable_cudnn_sdp(False)  # a CUDA build asks the driver, even for CPU tensors
+    # Otherwise a CUDA build asks the driver about cuDNN, even for tensors on the CPU.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
     offsets = torch.tensor([0, *case["lengths"]]).cumsum(0)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -343,7 +347,7 @@ def peak_mib(side: str, case: Json) -> float:
     warm = build_side(side, case | {"n": 128})
     warm.call()
     job = build_side(side, case)
-    rows = 4 * case["n"] * case["d"]
+    rows: int = 4 * case["n"] * case["d"]
     made = 3 * rows + (0 if side.startswith("ours") else rows)
     _write("/proc/self/clear_refs", "5")  # the mark falls to the present size
     before = _status_kib("VmRSS")
@@ -421,7 +425,7 @@ def parse() -> argparse.Namespace:
     add("--k", type=int, default=16, help="clip distance (16)")
     add("--d", type=int, default=64, choices=WIDTHS, help="head width; not 64: also ops/s over 64")
     add("--shapes", type=lambda s: [int(n) for n in s.split(",")], help="as 256,1024")
-    add("--peers", nargs="?", const="all", help="relation-aware PyTorch too: all, or names by comma")
+    add("--peers", nargs="?", const="all", help="relation-aware PyTorch: all, or names by comma")
     add("--memory", action="store_true", help="peak memory only")
     add("--seconds", type=float, help="about how long each case takes (20; quick 3)")
     add("--threads", type=int, default=2)

@@ -168,9 +168,7 @@ class _Window:
 
     def _slip(self, array: Tensor, width: int, offset: int, step: int) -> Tensor:
         groups, rows, stride = array.shape
-        return array.as_strided(
-            (groups, rows, width), (rows * stride, stride + step, 1), offset
-        )
+        return array.as_strided((groups, rows, width), (rows * stride, stride + step, 1), offset)
 
 
 class _Tiles:
@@ -181,12 +179,12 @@ class _Tiles:
         self.causal, self.block, self.clip = causal, min(block, self.n), clip
         self.buffers = [q.new_empty(q.shape[0] * self.block * self.n) for _ in range(tiles)]
         self.q = q
-        self.window: _Window | None = None
+        self.window = _Window(q.shape[0], self.block, clip, q)
 
     def __iter__(self) -> Any:
         for first in range(0, self.n, self.block):
             end = min(first + self.block, self.n)
-            if self.window is None or self.window.rows != end - first:
+            if self.window.rows != end - first:  # the last block of a length it does not divide
                 self.window = _Window(self.q.shape[0], end - first, self.clip, self.q)
             columns = end if self.causal else self.n
             size = (self.q.shape[0], end - first, columns)
@@ -196,7 +194,6 @@ class _Tiles:
         self, tile: Tensor, first: int, q: Tensor, k: Tensor, to_relation: Tensor
     ) -> Tensor:
         torch.bmm(q, k[:, : tile.shape[-1]].mT, out=tile)
-        assert self.window is not None
         self.window.add(tile, first, to_relation)
         if self.causal:
             rows = tile.shape[1]
@@ -220,7 +217,7 @@ def _table_gradient(rest: Tensor, first: Tensor, table: Tensor) -> Tensor:
     return both.unflatten(0, (-1, table.shape[0])).sum(0)
 
 
-class _Tiled(torch.autograd.Function):
+class _Tiled(torch.autograd.Function):  # type: ignore[misc]
     """Blocks of queries in buffers that stay in the cache, nothing [N, N], recompute in backward.
 
     A softmax forgets constants and its rows sum to one, so relation 0 is subtracted from both
@@ -320,7 +317,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, to_relation: Tensor, clip: int, causa
         s = s + to_relation[b, h, i, (j - i).clamp(-clip, clip) + clip]
         return torch.where(j <= i, s, -math.inf) if causal else s
 
-    out: Tensor = flex_attention(q, k, v, score_mod=score)  # type: ignore[assignment]
+    out: Tensor = flex_attention(q, k, v, score_mod=score)
     return out
 
 
@@ -339,7 +336,8 @@ def flex(
 @cache
 def _compiled(function: Peer) -> Peer:
     torch._dynamo.config.recompile_limit = 64  # one specialisation for every shape
-    return torch.compile(function, dynamic=False)
+    compiled: Peer = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def skewed_compiled(*inputs: Tensor, causal: bool = False) -> Tensor:
