@@ -61,6 +61,7 @@ class Build(build_ext):
     def build_extensions(self):
         import numpy  # metadata can be had without it
 
+        self.force = True  # the switches above may have changed
         package = Path(self.build_lib) / "relpos"
         for stale in ("lib", "include"):
             shutil.rmtree(package / stale, ignore_errors=True)
@@ -101,7 +102,6 @@ class Build(build_ext):
 binding = Extension(
     "relpos._core",
     sources=["relpos/_core.c"],
-    depends=[str(HEADER)],
     define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030A0000")],
     py_limited_api=not FREE_THREADED,
     libraries=["core"],

@@ -790,7 +790,8 @@ def test_nothing_leaks(shaw: relpos.Shaw) -> None:
     after = [sys.getrefcount(x) for x in held]
     assert after[:-1] == counts[:-1]
     assert abs(after[-1] - counts[-1]) < 100  # None
-    assert resident_bytes() - resident < 1 << 20
+    if "-fsanitize" not in relpos.build_info()["flags"]:  # which keeps freed memory for a while
+        assert resident_bytes() - resident < 1 << 20
 
 
 def test_eight_threads_at_once(qkv: Any, shaw: relpos.Shaw) -> None:

@@ -74,6 +74,12 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
     return done.stdout
 
 
+def run_python(folder: Path, *arguments: str | Path) -> str:
+    """Python with the package under test, wherever it is: installed, or built in place."""
+    package = Path(relpos.__file__).parent.parent
+    return run(sys.executable, *arguments, cwd=folder, PYTHONPATH=str(package))
+
+
 def compile_and_run(folder: Path, *flags: str) -> str:
     (folder / "program.c").write_text(PROGRAM)
     compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -132,12 +138,19 @@ def test_the_version_is_the_headers() -> None:
 
 
 def test_a_c_program_links_with_the_package(tmp_path: Path) -> None:
-    flags = run(sys.executable, "-m", "relpos", "--cflags", "--libs", cwd=ROOT).split()
+    flags = run_python(tmp_path, "-m", "relpos", "--cflags", "--libs").split()
     shared = compile_and_run(tmp_path, *flags)
-    assert shared == run(sys.executable, "-c", SAME_IN_PYTHON, cwd=ROOT)
+    assert shared == run_python(tmp_path, "-c", SAME_IN_PYTHON)
     archive = str(relpos.library_dir() / "libcore.a")
     system = ("-lm", "-ldl", "-pthread")
     assert compile_and_run(tmp_path, relpos.cflags(), archive, *system) == shared
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    said = run_python(tmp_path, ROOT / "examples" / "attention.py")
+    assert said.startswith("row i is value i - 2: True\n")
+    numbers = [float(line.split()[1]) for line in said.splitlines()[-2:]]
+    assert abs(numbers[0] - numbers[1]) < 1e-5
 
 
 def test_the_package_needs_nothing_but_libc() -> None:
