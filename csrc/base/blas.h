@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * blas.h: a narrow door to somebody else's matrix product.
+ *
+ * libcore does not link BLAS. The library is looked for once, at first use:
+ *
+ *   as built for the wheel   libscipy_openblas.so beside the file this code lies
+ *                            in, in ../lib from there, or where the loader looks
+ *   RPI_BLAS_LIBRARY         (make BLAS=...) that file, symbols after RPI_BLAS_PREFIX
+ *   RPI_BLAS_BUILTIN         (make BLAS=builtin) never
+ *
+ * Nothing found is no error: ops/gemm.c has its own product. RELPOS_BLAS=builtin
+ * in the environment chooses that one at run time.
+ *
+ * The library is told to use one thread: our tasks call it from several threads
+ * at once. The wheel's copy is private to us, NumPy's is another file; a library
+ * named at make time may be shared with the host, which then finds it at one
+ * thread as well.
+ *
+ * RELPOS_ISA pins the kernels of OpenBLAS too, since they decide the last bits. That
+ * takes OPENBLAS_CORETYPE in the environment while the library is loaded: put there
+ * if RELPOS_ISA is set and the user has not set it, and removed again.
+ */
+#ifndef RPI_BLAS_H
+#define RPI_BLAS_H
+
+#include <stdint.h>
+
+#include "relpos/relpos.h"
+
+enum { RPI_BLAS_ROW_MAJOR = 101, RPI_BLAS_PLAIN = 111, RPI_BLAS_TRANSPOSED = 112 };
+
+/* More callers at once would make OpenBLAS, built for this many threads, complain
+ * on stderr and grow its tables. */
+#define RPI_BLAS_CALLERS 64
+
+/* cblas_sgemm, or cblas_dgemm where rp_real is double. */
+typedef void (*rpi_blas_gemm_fn)(int order, int transpose_a, int transpose_b, int rows,
+                                 int columns, int inner, rp_real alpha, const rp_real *a,
+                                 int a_stride, const rp_real *b, int b_stride, rp_real beta,
+                                 rp_real *c, int c_stride);
+
+/* NULL: there is none. Thread-safe; the same answer for the life of the process. */
+rpi_blas_gemm_fn rpi_blas_gemm(void);
+
+/* "OpenBLAS 0.3.34 SkylakeX", "builtin", "builtin (libscipy_openblas.so not found)". */
+const char *rpi_blas_description(void);
+
+#endif
