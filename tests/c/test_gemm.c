@@ -1,0 +1,318 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The matrix product, in every table this machine can run, with the BLAS that is
+ * found and (in a child process) with our own product.
+ *
+ * Small products are compared with sums in extended precision. Each result may be
+ * off by what the plain loop may: with u the unit roundoff and n additions,
+ *
+ *   |c - exact| <= gamma_n sum |a||b|,   gamma_n = n u / (1 - n u)     (Higham, 3.1)
+ *
+ * which holds for any order of the additions, and so needs no second guess. For large
+ * ones, C x = A (B x) for a random x of signs: O(n^2) instead of O(n^3), and a wrong
+ * element of C cannot hide but with probability 1/2, for two such x 1/4.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <float.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/blas.h"
+#include "base/cpu.h"
+#include "check.h"
+#include "isa/dispatch.h"
+
+#ifdef RP_REAL_IS_DOUBLE
+#define UNIT (DBL_EPSILON / 2)
+#else
+#define UNIT (FLT_EPSILON / 2)
+#endif
+
+#define CANARY ((real)-12345.0)
+
+static uint32_t state = 1;
+
+static uint32_t draw(void) {
+  state = state * 1664525u + 1013904223u;
+  return state >> 8;
+}
+
+static real number(void) { return (real)draw() / (real)(1 << 23) - 1; }
+
+static real *numbers(int64_t count) {
+  real *const all = malloc((size_t)(count + 1) * sizeof(real));
+  if (all == NULL) abort();
+  for (int64_t i = 0; i < count; i++) all[i] = number();
+  return all;
+}
+
+typedef struct product {
+  rpi_gemm_args args;
+  real *a, *b, *c, *bias, *before;
+  int64_t c_size;
+} product;
+
+/* A product of random numbers whose rows are `extra` wider than they need be. C has a
+ * row more above and below, and so do the margins hold canaries. */
+static product product_create(int64_t rows, int64_t columns, int64_t inner, int flags,
+                              int64_t extra) {
+  product p = {.args = {.rows = rows, .columns = columns, .inner = inner}};
+  rpi_gemm_args *const g = &p.args;
+  g->transpose_a = (flags & 1) != 0;
+  g->transpose_b = (flags & 2) != 0;
+  g->accumulate = (flags & 4) != 0;
+  g->a_stride = (g->transpose_a ? rows : inner) + extra + 1;
+  g->b_stride = (g->transpose_b ? inner : columns) + 2 * extra + 1;
+  g->c_stride = columns + 3 * extra + 1;
+  p.a = numbers((g->transpose_a ? inner : rows) * g->a_stride);
+  p.b = numbers((g->transpose_b ? columns : inner) * g->b_stride);
+  p.bias = numbers(columns);
+  p.c_size = (rows + 2) * g->c_stride;
+  p.c = numbers(p.c_size);
+  for (int64_t i = 0; i < p.c_size; i++) {
+    const int64_t row = i / g->c_stride - 1, column = i % g->c_stride;
+    if (row < 0 || row >= rows || column >= columns) p.c[i] = CANARY;
+    else if (!g->accumulate) p.c[i] = (real)NAN; /* must be overwritten, not added to */
+  }
+  p.before = malloc((size_t)p.c_size * sizeof(real));
+  if (p.before == NULL) abort();
+  memcpy(p.before, p.c, (size_t)p.c_size * sizeof(real));
+  g->a = p.a;
+  g->b = p.b;
+  g->c = p.c + g->c_stride;
+  g->bias = (flags & 8) != 0 ? p.bias : NULL;
+  return p;
+}
+
+static void product_free(product *p) {
+  free(p->a);
+  free(p->b);
+  free(p->c);
+  free(p->bias);
+  free(p->before);
+}
+
+static bool canaries_alive(const product *p) {
+  const rpi_gemm_args *const g = &p->args;
+  for (int64_t i = 0; i < p->c_size; i++) {
+    const int64_t row = i / g->c_stride - 1, column = i % g->c_stride;
+    if ((row < 0 || row >= g->rows || column >= g->columns) && p->c[i] != CANARY) return false;
+  }
+  return true;
+}
+
+static real element_a(const rpi_gemm_args *g, int64_t row, int64_t k) {
+  return g->transpose_a ? g->a[k * g->a_stride + row] : g->a[row * g->a_stride + k];
+}
+
+static real element_b(const rpi_gemm_args *g, int64_t k, int64_t column) {
+  return g->transpose_b ? g->b[column * g->b_stride + k] : g->b[k * g->b_stride + column];
+}
+
+/* The largest error, as a share of what is allowed. */
+static double worst_element(const product *p) {
+  const rpi_gemm_args *const g = &p->args;
+  const double n = (double)g->inner + 3, gamma = n * UNIT / (1 - n * UNIT);
+  double worst = 0;
+  for (int64_t row = 0; row < g->rows; row++) {
+    for (int64_t column = 0; column < g->columns; column++) {
+      const int64_t at = row * g->c_stride + column;
+      long double sum = g->accumulate ? p->before[g->c_stride + at] : 0, size = fabsl(sum);
+      if (g->bias != NULL) {
+        sum += g->bias[column];
+        size += fabsl((long double)g->bias[column]);
+      }
+      for (int64_t k = 0; k < g->inner; k++) {
+        const long double term = (long double)element_a(g, row, k) * element_b(g, k, column);
+        sum += term;
+        size += fabsl(term);
+      }
+      const double error = (double)fabsl(g->c[at] - sum), allowed = gamma * (double)size;
+      if (isnan(error)) return INFINITY;
+      if (error > 0) worst = fmax(worst, allowed > 0 ? error / allowed : INFINITY);
+    }
+  }
+  return worst;
+}
+
+/* The same for whole rows: C x against A (B x), x of signs. The numbers are uniform in
+ * (-1, 1): a sum of k products has a deviation of sqrt(k) / 3, rounding it one of
+ * u / sqrt(3) of that at most, and `inner` such roundings, added like independent
+ * numbers, one of u inner / sqrt(54). Over the columns they add up in the same way;
+ * six deviations are allowed. */
+static double worst_projection(const product *p) {
+  const rpi_gemm_args *const g = &p->args;
+  const double allowed =
+      6 * UNIT * (double)(g->inner + 2) / sqrt(54) * sqrt((double)g->columns);
+  double worst = 0, *const x = calloc((size_t)g->columns, sizeof(double));
+  long double *const bx = calloc((size_t)g->inner, sizeof(long double));
+  if (x == NULL || bx == NULL) abort();
+  for (int64_t j = 0; j < g->columns; j++) x[j] = (draw() & 64) != 0 ? 1 : -1;
+  for (int64_t j = 0; j < g->columns; j++) {
+    for (int64_t k = 0; k < g->inner; k++) bx[k] += element_b(g, k, j) * (long double)x[j];
+  }
+  for (int64_t row = 0; row < g->rows; row++) {
+    long double got = 0, expected = 0;
+    for (int64_t j = 0; j < g->columns; j++) {
+      const int64_t at = row * g->c_stride + j;
+      got += g->c[at] * (long double)x[j];
+      if (g->accumulate) expected += p->before[g->c_stride + at] * (long double)x[j];
+      if (g->bias != NULL) expected += g->bias[j] * (long double)x[j];
+    }
+    for (int64_t k = 0; k < g->inner; k++) expected += element_a(g, row, k) * bx[k];
+    worst = fmax(worst, (double)fabsl(got - expected) / allowed);
+    if (isnan(got)) worst = INFINITY;
+  }
+  free(x);
+  free(bx);
+  return worst;
+}
+
+static void report(const rp_ops *ops, const product *p, const char *what, double worst) {
+  const rpi_gemm_args *const g = &p->args;
+  printf("\n  %s %s %lld x %lld x %lld, A%s B%s%s%s: %s, %g of the allowed error", ops->name,
+         rpi_blas_description(), (long long)g->rows, (long long)g->columns, (long long)g->inner,
+         g->transpose_a ? "'" : "", g->transpose_b ? "'" : "", g->accumulate ? ", accumulate" : "",
+         g->bias != NULL ? ", bias" : "", what, worst);
+}
+
+static const int64_t sizes[] = {0, 1, 2, 5, 6, 7, 31, 32, 33, 63, 64, 65, 127, 211};
+enum { SIZES = sizeof sizes / sizeof sizes[0] };
+
+static void one(const rp_ops *ops, int64_t rows, int64_t columns, int64_t inner, int flags,
+                int64_t extra) {
+  product p = product_create(rows, columns, inner, flags, extra);
+  CHECK_INT(ops->gemm(&p.args), RP_OK);
+  const double worst = worst_element(&p);
+  if (!CHECK(worst <= 1)) report(ops, &p, "element", worst);
+  if (!CHECK(canaries_alive(&p))) report(ops, &p, "wrote beyond C", worst);
+  product_free(&p);
+}
+
+/* Every pair of sizes meets every transpose; the third size, the other flags and the
+ * strides are drawn. */
+static void test_small(const rp_ops *ops) {
+  for (int i = 0; i < SIZES; i++) {
+    for (int j = 0; j < SIZES; j++) {
+      for (int transposes = 0; transposes < 4; transposes++) {
+        const int flags = transposes + 4 * (int)(draw() % 4);
+        const int64_t third = sizes[draw() % SIZES], extra = draw() % 3 == 0 ? draw() % 20 : 0;
+        switch (draw() % 3) {
+          case 0: one(ops, sizes[i], sizes[j], third, flags, extra); break;
+          case 1: one(ops, sizes[i], third, sizes[j], flags, extra); break;
+          default: one(ops, third, sizes[i], sizes[j], flags, extra); break;
+        }
+      }
+    }
+  }
+  for (int flags = 0; flags < 16; flags++) {
+    for (int64_t rows = 1; rows <= 40; rows++) one(ops, rows, 17, 35, flags, 1);
+    one(ops, 3, 2, 1031, flags, 0);
+    one(ops, 37, 3, 1031, flags, 0);
+  }
+}
+
+static void test_large(const rp_ops *ops) {
+  static const int64_t shapes[][3] = {{547, 1033, 521}, {31, 2053, 769}, {1031, 67, 1283}};
+  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+    for (int flags = 0; flags < 16; flags++) {
+      product p = product_create(shapes[i][0], shapes[i][1], shapes[i][2], flags, 3);
+      CHECK_INT(ops->gemm(&p.args), RP_OK);
+      for (int repeat = 0; repeat < 2; repeat++) {
+        const double worst = worst_projection(&p);
+        if (!CHECK(worst <= 1)) report(ops, &p, "projection", worst);
+      }
+      CHECK(canaries_alive(&p));
+      product_free(&p);
+    }
+  }
+}
+
+/* The number of threads changes no bit. */
+static void test_threads(const rp_ops *ops) {
+  static const int64_t shapes[][3] = {{547, 613, 521}, {32, 1033, 769}, {7, 1033, 769}};
+  static const int threads[] = {1, 2, 3, 8, 3};
+  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+    for (int flags = 0; flags < 16; flags++) {
+      product p = product_create(shapes[i][0], shapes[i][1], shapes[i][2], flags, 0);
+      const size_t bytes = (size_t)p.c_size * sizeof(real);
+      real *const first = malloc(bytes);
+      if (first == NULL) abort();
+      for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++) {
+        memcpy(p.c, p.before, bytes);
+        CHECK_INT(rp_set_threads(threads[t]), RP_OK);
+        CHECK_INT(ops->gemm(&p.args), RP_OK);
+        if (t == 0) memcpy(first, p.c, bytes);
+        else if (!CHECK(memcmp(first, p.c, bytes) == 0)) report(ops, &p, "bits differ", 0);
+      }
+      free(first);
+      product_free(&p);
+    }
+  }
+  rp_set_threads(0);
+}
+
+/* A product with infinity and NaN in A: the rows that hold them, and no others. */
+static void test_not_finite(const rp_ops *ops) {
+  for (int64_t rows = 5; rows <= 50; rows += 45) {
+    for (int flags = 0; flags < 4; flags++) {
+      product p = product_create(rows, 70, 20, flags, 0);
+      rpi_gemm_args *const g = &p.args;
+      p.a[g->transpose_a ? 3 * g->a_stride + 1 : g->a_stride + 3] = (real)INFINITY;
+      p.a[g->transpose_a ? 2 * g->a_stride + 4 : 4 * g->a_stride + 2] = (real)NAN;
+      CHECK_INT(ops->gemm(g), RP_OK);
+      bool right = true;
+      for (int64_t row = 0; row < rows; row++) {
+        for (int64_t j = 0; j < 70; j++) {
+          const real c = g->c[row * g->c_stride + j];
+          right = right && (row == 1 ? isinf(c) != 0 : row == 4 ? isnan(c) != 0 : isfinite(c) != 0);
+        }
+      }
+      if (!CHECK(right)) report(ops, &p, "not finite", 0);
+      product_free(&p);
+    }
+  }
+}
+
+static int test_all(void) {
+  static const struct {
+    int feature;
+    const rp_ops *ops;
+  } tables[] = {
+      {RPI_CPU_PORTABLE, &rpi_ops_portable},
+#if defined(__x86_64__)
+      {RPI_CPU_AVX2, &rpi_ops_avx2},
+      {RPI_CPU_AVX512, &rpi_ops_avx512},
+#elif defined(__aarch64__)
+      {RPI_CPU_NEON, &rpi_ops_neon},
+#endif
+  };
+  for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
+    if ((rpi_cpu_features() & tables[i].feature) == 0) continue;
+    const rp_ops *const ops = tables[i].ops;
+    test_small(ops);
+    test_large(ops);
+    test_threads(ops);
+    test_not_finite(ops);
+  }
+  printf("%s: ", rpi_blas_description());
+  const int failed = check_report();
+  fflush(stdout);
+  return failed;
+}
+
+int main(void) {
+  const pid_t child = fork(); /* before the choice, which is made once per process */
+  if (child == 0) {
+    setenv("RELPOS_BLAS", "builtin", 1);
+    _exit(test_all());
+  }
+  int ended = 1;
+  if (child < 0 || waitpid(child, &ended, 0) != child || ended != 0) {
+    printf("our own product failed\n");
+    return 1;
+  }
+  return test_all();
+}
