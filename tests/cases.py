@@ -486,9 +486,11 @@ def _run_reference(case: Case, arrays: Arrays, dtype: Any) -> dict[str, np.ndarr
 def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
     """Error per unit roundoff of equations (1) to (7) of relpos.reference, to first order.
 
-    A score is rounded in proportion to its size S, which changes p by p (1 + S). What follows is
-    products and sums; their errors add up by absolute values (worst: S too is the sum of the
-    absolute values) or by squares, as independent errors do.
+    A score is rounded in proportion to its size S, which changes p by p (1 + S). A product hands
+    the errors of its factors on, and rounds each partial sum; errors add up by absolute values
+    (worst: S too is the sum of the absolute values) or by squares, as independent errors do. The
+    partial sums of n terms, added one after the other, then come to u sqrt(n / 6) times the root of
+    the sum of squares: NumPy, which adds in parallel lanes, is better off than any tile kernel.
     """
     q, k, v, dout, key_table, value_table = arrays.views()
     batch = case.batch()
@@ -500,6 +502,9 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
 
     def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (np.abs(x) ** power @ np.abs(y) ** power) ** (1 / power)
+
+    def in_sequence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return product(x, y) * (1 if worst else np.sqrt(1 + x.shape[1] / 6))
 
     squares: dict[str, np.ndarray] = {"q": np.zeros(q.shape), "k": np.zeros(k.shape)}
     squares |= {"v": np.zeros(v.shape), "out": np.zeros((*q.shape[:-1], case.Dv))}
@@ -520,37 +525,44 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
                 qh, kh, scale=scale, visible=seen, key_table=wk, key_index=given.get("key_index")
             )
             p = reference.attention_probabilities(s, lse)
-            if worst:
-                s = np.abs(qh) @ np.abs(kh).T
-                if wk is not None:
-                    s = s + gather(np.abs(qh) @ np.abs(wk).T, given["key_index"])
-                s = s * abs(scale)
+            parts = in_sequence(qh, kh.T)
+            if wk is not None:
+                parts = add(parts, gather(in_sequence(qh, wk.T), given["key_index"]))
+            s = parts * abs(scale) if worst else add(np.where(seen, s, 0), parts * scale)
             S = 1 + np.max(np.abs(s), axis=1, initial=0, where=seen)[:, None]
             # Forward.
-            z, dp, dp_size = p @ vh, dh @ vh.T, product(dh, vh.T)
-            z_size = product(p * S, vh)
+            z, z_size = p @ vh, add(product(p * S, vh), in_sequence(p, vh))
+            dp, dp_size = dh @ vh.T, in_sequence(dh, vh.T)
             if wv is not None:
                 index = given["value_index"]
                 P = collect(p, index, len(wv))
-                z = z + P @ wv
-                z_size = add(z_size, product(P * S, wv))
+                z, z_size = z + P @ wv, add(z_size, product(P * S, wv), in_sequence(P, wv))
                 dp = dp + gather(dh @ np.asarray(wv, np.float64).T, index)
-                dp_size = add(dp_size, gather(product(dh, wv.T), index))
-                _table(squares["value_table"], h)[...] += product((P * S).T, dh) ** power
-            # Backward.
+                dp_size = add(dp_size, gather(in_sequence(dh, wv.T), index))
+                dwv = add(product((P * S).T, dh), in_sequence(P.T, dh))
+                _table(squares["value_table"], h)[...] += dwv**power
+            # Backward. The error of delta is the same along a row, and adds up there.
             delta = np.sum(dh * z, axis=1)[:, None]
-            delta_size = add(*np.moveaxis(dh * z_size, 1, 0))[:, None]
+            delta_size = add(*np.moveaxis(dh * z_size, 1, 0))[:, None] * abs(scale)
             dp = np.abs(dp) + np.abs(delta) if worst else dp - delta
-            ds = p * add(S * dp, dp_size, delta_size) * abs(scale)
-            dq = product(ds, kh)
+            ds = p * dp * scale
+            ds_size = add(ds * S, p * dp_size * scale)
+            dq = add(product(ds_size, kh), in_sequence(ds, kh), p @ kh * delta_size)
             if wk is not None:
-                dA = collect(ds**power, given["key_index"], len(wk)) ** (1 / power)
-                dq = add(dq, product(dA, wk))
-                _table(squares["key_table"], h)[...] += product(dA.T, qh) ** power
+                index = given["key_index"]
+                dA = collect(ds, index, len(wk))
+                dA_size = collect(ds_size**power, index, len(wk)) ** (1 / power)
+                dA_size = add(dA_size, collect(p, index, len(wk)) * delta_size)
+                dq = add(dq, product(dA_size, wk), in_sequence(dA, wk))
+                dwk = add(product(dA_size.T, qh), in_sequence(dA.T, qh))
+                _table(squares["key_table"], h)[...] += dwk**power
+            ds_size = add(ds_size, p * delta_size)
+            dk = add(product(ds_size.T, qh), in_sequence(ds.T, qh))
+            dv = add(product((p * S).T, dh), in_sequence(p.T, dh))
             reference.head_rows(squares["out"], *query)[...] = add(z_size, z) ** power
             reference.head_rows(squares["q"], *query)[...] = dq**power
-            reference.head_rows(squares["k"], *key)[...] = product(ds.T, qh) ** power
-            reference.head_rows(squares["v"], *key)[...] = product((p * S).T, dh) ** power
+            reference.head_rows(squares["k"], *key)[...] = dk**power
+            reference.head_rows(squares["v"], *key)[...] = dv**power
             row = squares["lse"][h] if q.ndim == 3 else squares["lse"][span.batch, h]
             row[span.query_row : span.query_row + span.queries] = S[:, 0] ** power
     return {name: x ** (1 / power) for name, x in merge_tied(case, squares).items()}
