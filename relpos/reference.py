@@ -17,15 +17,15 @@ and for the gradient dz of the results
     dq = scale dS k + dA wK       dk = scale dS^T q       dwK = dA^T q                          (6)
     dv = p^T dz                   dwV = P^T dz                                                  (7)
 
-Example of r with three queries, five keys, start = 2 (the default, keys - queries), left = 2, right = 1:
+Example of r: three queries, five keys, start = 2 (the default: keys - queries), left 2, right 1:
 
     i = 0   0 1 2 3 3
     i = 1   0 0 1 2 3
     i = 2   0 0 0 1 2
 
 Here n x m matrices are formed freely; the core never forms one. Nothing in this file is fast, and
-nothing in it shares code with the core. `dtype` runs the same formulas in float32: the error of that
-"plain formula" is what the core's error is measured against.
+nothing in it shares code with the core. `dtype` runs the same formulas in float32: the error of
+that "plain formula" is what the core's error is measured against.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def take_relation(rows: Array, index: npt.NDArray[np.int64]) -> Array:
 
 
 def sum_relation(x: Array, index: npt.NDArray[np.int64], T: int) -> Array:
-    """y_i[t] = sum of x_ij over the j with index_ij = t: (N, M) -> (N, T). Adjoint of take_relation."""
+    """y_i[t] = sum of x_ij over the j with index_ij = t: (N, M) -> (N, T). take_relation's adjoint."""
     sums = np.zeros((x.shape[0], T + 1), x.dtype)  # column T collects the pairs without relation
     cells = np.arange(x.shape[0])[:, None] * (T + 1) + index % (T + 1)
     np.add.at(sums.reshape(-1), cells.reshape(-1), x.reshape(-1))
@@ -114,7 +114,7 @@ def attention_scores(
     key_table: Array | None = None,
     key_index: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Array, Array]:
-    """s (N, M), -inf where not visible, and lse (N), -inf where a query sees no key: (1) and (2)."""
+    """s (N, M), -inf where not visible, and lse (N), -inf where a query sees none: (1) and (2)."""
     s = q @ k.T
     if key_table is not None and key_index is not None:
         s = s + take_relation(q @ key_table.T, key_index)
@@ -181,7 +181,7 @@ def attention_backward(
     scale: float | None = None,
     dtype: npt.DTypeLike = np.float64,
 ) -> dict[str, Array]:
-    """Gradients of sum(z * dout) by name ("q", "k", "v", "key_table", "value_table"), (4) to (7)."""
+    """Gradients of sum(z * dout), (4) to (7): "q", "k", "v", "key_table", "value_table"."""
     q, k, v, key_table, value_table, dout = _cast(dtype, q, k, v, key_table, value_table, dout)
     visible = np.ones((len(q), len(k)), bool) if visible is None else visible
     scale = default_scale(q.shape[-1]) if scale is None else scale
@@ -223,7 +223,7 @@ def _cast(dtype: npt.DTypeLike, *arrays: Array | None) -> tuple[Any, ...]:
 
 
 class Span(NamedTuple):
-    """One sequence: its rows in the query arrays and in the key arrays, and where query 0 stands."""
+    """One sequence: its rows in the query and in the key arrays, and where query 0 stands."""
 
     batch: int
     query_row: int
@@ -359,7 +359,7 @@ def batched_backward(
     key_table: Array | None = None,
     value_table: Array | None = None,
 ) -> dict[str, Array]:
-    """Gradients by name; those of tables summed over the batch, and over the heads that share them."""
+    """Gradients by name; a table's are summed over the batch and over the heads that share it."""
     gradients = {name: np.zeros(x.shape, batch.dtype) for name, x in (("q", q), ("k", k), ("v", v))}
     for name, table, band in (
         ("key_table", key_table, batch.key_band),
@@ -412,7 +412,7 @@ def gemm(
 
 
 def philox4x32(counter: Array, key: Array, rounds: int = 7) -> npt.NDArray[np.uint32]:
-    """Philox4x32 (Salmon et al. 2011): counter (..., 4) and key (..., 2), uint32 -> uint32 (..., 4).
+    """Philox4x32 (Salmon et al. 2011): counter (..., 4), key (..., 2), uint32 -> uint32 (..., 4).
 
     One round, with (hi, lo) the halves of a 64-bit product:
 

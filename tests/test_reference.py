@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle itself: maps against matrices written by hand, gradients against finite differences."""
+"""The oracle itself: maps against matrices written by hand, gradients by finite differences."""
 
 from __future__ import annotations
 
