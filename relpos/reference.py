@@ -93,7 +93,7 @@ def take_relation(rows: Array, index: npt.NDArray[np.int64]) -> Array:
 
 
 def sum_relation(x: Array, index: npt.NDArray[np.int64], T: int) -> Array:
-    """y_i[t] = sum of x_ij over the j with index_ij = t: (N, M) -> (N, T). take_relation's adjoint."""
+    """y_i[t] = sum of x_ij where index_ij = t: (N, M) -> (N, T). take_relation's adjoint."""
     sums = np.zeros((x.shape[0], T + 1), x.dtype)  # column T collects the pairs without relation
     cells = np.arange(x.shape[0])[:, None] * (T + 1) + index % (T + 1)
     np.add.at(sums.reshape(-1), cells.reshape(-1), x.reshape(-1))
