@@ -80,6 +80,11 @@ static real scale_of(const rp_attention *s) {
   return (real)(s->scale == 0 ? 1 / sqrt((double)s->D) : s->scale);
 }
 
+/* What subtracting row 0 of the key table takes from every score of this query. */
+static real score_shift(const rp_attention *s, const term *key, const real *q) {
+  return key->table && key->shifted ? scale_of(s) * dot(q, key->table, s->D) : (real)0;
+}
+
 /* ---- one strip ---------------------------------------------------------- */
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:

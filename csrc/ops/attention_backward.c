@@ -11,55 +11,77 @@
  *   (8)  dk_j = scale sum_i ds_ij q_i,    dwK[r] = scale sum_i dS_i[r] q_i
  *   (9)  dv_j = sum_i p_ij dz_i,          dwV[r] = sum_i P_i[r] dz_i    (3)
  *
- * (4) has the shape of (1): the same strip kernel, with values for keys, wV for wK and
- * -delta_i for -lse_i. With row 0 of wV subtracted, delta_i is dz_i . (z_i - wV[0]).
+ * With row 0 of wV subtracted, delta_i is dz_i . (z_i - wV[0]).
  *
  * The weights are computed again from the saved log-sum-exp, tile by tile.
+ *
+ * Two sides of one shape. (4) is (1) with dz for q, values for keys, wV for wK and
+ * -delta_i for -lse_i; (9) is (8) with dz for q and p for ds. So everything below is
+ * written once for a side, KEY (x = q) or VALUE (x = dz).
+ *
+ * Table row 0 of a shifted term has no column (band.h), but its gradient is summed as
+ * any other: one from the others' would be as wrong as all of them together. For a
+ * tile of keys, blocks of queries come in the order right of the band, across it, left
+ * of it. From the first block that lies wholly left, the tile's dk (dv) is gathered
+ * anew: its column sums are the gradient of row 0, for 1/16 of a row sum's cost. Left
+ * parts of the blocks before are gathered per row (head), as the tail is.
  */
 #include "ops/attention.h"
 #include "ops/table_sums.h"
 
+enum { KEY, VALUE, SIDES };
+
+/* What dk (dv) of a tile holds so far: nothing; blocks right of the band and across it;
+ * blocks left of it, alone; the same, and others were put into place before. */
+enum { TILE_EMPTY, TILE_MIXED, TILE_LEFT, TILE_LEFT_AGAIN };
+
+typedef struct side {
+  /* of a chunk of keys */
+  real *packed;        /* [tiles][width][TILE]: keys (scaled) or values, transposed */
+  real *gradient;      /* [keys][padded]: dk or dv */
+  unsigned char *tile; /* [tiles]: TILE_... */
+  /* of a block of queries */
+  real *copy;    /* [block][padded]: x, where it needs one */
+  real *product; /* [block][TILE] of one tile: scores, then p; dp, then ds */
+  real *start;   /* [block]: -lse_i or -delta_i */
+  packed_term table;
+  real *e, *buckets; /* [block][window] */
+  real *tail, *head; /* [block][LANES] */
+  window w;
+  dense x;
+} side;
+
 typedef struct backward_scratch {
-  real *keys, *values;          /* [tiles][D or Dv][TILE], transposed; keys scaled */
-  real *key_rows;               /* [keys][width], where they need a copy */
-  real *dk, *dv;                /* [keys][width or value width] */
-  real *q_rows, *dout_rows;     /* [block][width or value width], where they need a copy */
-  real *dq;                     /* [block][width] */
-  real *weights, *dscores;      /* [block][TILE]: p and ds of one tile */
-  real *score_start, *dp_start; /* [block]: -lse_i and -delta_i */
-  packed_term key_table, value_table;
-  real *key_e, *value_e;             /* [block][window] */
-  real *key_buckets, *value_buckets; /* [block][window]: dS and P */
-  real *key_tail, *value_tail;       /* [block][LANES] */
-  real *zeros;                       /* [block] */
+  side side[SIDES];
+  real *key_rows; /* [keys][padded], where they need a copy */
+  real *dq;       /* [block][padded] */
+  real *zeros;    /* [block] */
 } backward_scratch;
+
+static void take_side(rpi_arena *arena, const bounds *n, int64_t width, int64_t padded,
+                      int64_t columns, side *x) {
+  const int64_t real_bytes = sizeof(real), window_size = n->block * window_stride(columns);
+  x->packed = rpi_arena_take(arena, n->keys * width, real_bytes);
+  x->gradient = rpi_arena_take(arena, n->keys * padded, real_bytes);
+  x->tile = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+  x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
+  x->product = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
+  x->start = rpi_arena_take(arena, n->block, real_bytes);
+  take_packed(arena, columns, padded, &x->table);
+  x->e = rpi_arena_take(arena, window_size, real_bytes);
+  x->buckets = rpi_arena_take(arena, window_size, real_bytes);
+  x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
+  x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
+}
 
 static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, int64_t D, int64_t Dv) {
   backward_scratch local = {0};
   backward_scratch *const kept = rpi_arena_take(arena, 1, sizeof local);
   const int64_t real_bytes = sizeof(real);
-  local.keys = rpi_arena_take(arena, n->keys * D, real_bytes);
-  local.values = rpi_arena_take(arena, n->keys * Dv, real_bytes);
+  take_side(arena, n, D, n->width, n->key_columns, &local.side[KEY]);
+  take_side(arena, n, Dv, n->value_width, n->value_columns, &local.side[VALUE]);
   local.key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
-  local.dk = rpi_arena_take(arena, n->keys * n->width, real_bytes);
-  local.dv = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
-  local.q_rows = rpi_arena_take(arena, n->block * n->width, real_bytes);
-  local.dout_rows = rpi_arena_take(arena, n->block * n->value_width, real_bytes);
   local.dq = rpi_arena_take(arena, n->block * n->width, real_bytes);
-  local.weights = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  local.dscores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  local.score_start = rpi_arena_take(arena, n->block, real_bytes);
-  local.dp_start = rpi_arena_take(arena, n->block, real_bytes);
-  take_packed(arena, n->key_columns, n->width, &local.key_table);
-  take_packed(arena, n->value_columns, n->value_width, &local.value_table);
-  const int64_t key_window = n->block * window_stride(n->key_columns);
-  const int64_t value_window = n->block * window_stride(n->value_columns);
-  local.key_e = rpi_arena_take(arena, key_window, real_bytes);
-  local.value_e = rpi_arena_take(arena, value_window, real_bytes);
-  local.key_buckets = rpi_arena_take(arena, key_window, real_bytes);
-  local.value_buckets = rpi_arena_take(arena, value_window, real_bytes);
-  local.key_tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
-  local.value_tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block, real_bytes);
   if (kept && !arena->failed) {
     *kept = local;
@@ -75,170 +97,118 @@ typedef struct backward_item {
   int64_t head;
   rectangle r;
   bool first_for_queries, first_for_keys;
-  term key, value;
   bounds n;
-  const slot *sums;
+  /* of each side */
+  term term[SIDES];
+  int64_t width[SIDES], padded[SIDES];
+  real factor[SIDES]; /* of the packed keys and of E */
+  const table_sums *sums[SIDES];
 } backward_item;
 
-/* p and ds of a strip from its scores and dp - delta: (2) and (5). The sums of a
- * strip in the tail of a term are row sums. */
-RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds,
-                                      real *restrict p_tail, real *restrict ds_tail) {
+/* A block of queries. */
+typedef struct backward_block {
+  int64_t row0, rows; /* counted in the sequence */
+  dense keys;         /* of the chunk */
+} backward_block;
+
+/* Is the gradient of table row 0 gathered here? */
+static bool wants_head(const backward_item *item, int x) {
+  return item->term[x].table && item->term[x].shifted && item->sums[x]->lines;
+}
+static real *head_line(const table_sums *sums, int64_t padded) {
+  return sums->lines + columns_of(sums) * padded;
+}
+
+/* ---- a strip ------------------------------------------------------------- */
+
+/* p and ds of a strip from its scores and dp - delta: (2) and (5). */
+RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds) {
   _Pragma("omp simd") for (int64_t j = 0; j < count * RPI_TILE; j++) {
     s[j] = rpi_exp2(s[j]);
     ds[j] *= s[j];
   }
-  for (int64_t r = 0; p_tail && r < count; r++) {
-    real *const sum = p_tail + r * RPI_LANES;
-    rpi_store(sum, rpi_load(sum) + sum_row(s + r * RPI_TILE));
-  }
-  for (int64_t r = 0; ds_tail && r < count; r++) {
-    real *const sum = ds_tail + r * RPI_LANES;
-    rpi_store(sum, rpi_load(sum) + sum_row(ds + r * RPI_TILE));
+}
+
+RPI_NOINLINE void add_row_sums(int64_t count, const real *x, real *sums) {
+  for (int64_t r = 0; r < count; r++, sums += RPI_LANES) {
+    rpi_store(sums, rpi_load(sums) + sum_row(x + r * RPI_TILE));
   }
 }
 
-/* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights
- * are 0 whatever the scores. */
-static void start_rows(const backward_item *item, int64_t row0, int64_t count,
-                       backward_scratch *w) {
-  const rpi_attention_backward_args *const args = item->args;
-  const rpi_sequence *const seq = &item->seq;
-  const int64_t Dv = args->shape->Dv;
-  const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + row0;
-  const real *const shift = item->value.table && item->value.shifted ? item->value.table : NULL;
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t at = seq->query_row + row0 + i;
-    const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
-    const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
-    const real delta = dot(dz, z, Dv) - (shift ? dot(dz, shift, Dv) : (real)0);
-    w->score_start[i] = lse[i] == (real)-INFINITY ? lse[i] : -lse[i] * LOG2_E;
-    w->dp_start[i] = -delta;
-  }
-}
-
-/* What stays the same while a block of queries walks its chunk of keys. */
-typedef struct backward_view {
-  int64_t row0, rows; /* the block, counted in the sequence */
-  dense q, dout, k;
-  window key_window, value_window;
-} backward_view;
-
-/* A strip of queries on a tile of keys: p, ds, the buckets, and dq (7). */
-static void backward_strip(const backward_item *item, backward_scratch *w,
-                           const backward_view *view, int64_t i, int64_t j, int64_t tile_keys) {
-  const rp_attention *const s = item->args->shape;
-  const int64_t count = rpi_min(RPI_STRIP, view->rows - i);
-  const int64_t distance = item->r.key + j - (view->row0 + i + item->seq.start);
+/* Gathers a strip of ds (p) by relation: (6). left: the whole block lies left of the
+ * band, where the tile's own gradient is the sum. */
+static void collect_strip(const backward_item *item, side *x, int which, const real *weights,
+                          int64_t i, int64_t count, int64_t distance, int64_t tile_keys,
+                          bool left) {
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const window *const kw = &view->key_window, *const vw = &view->value_window;
-  const int64_t key_stride = window_stride(kw->columns), value_stride = window_stride(vw->columns);
-  real *const p = w->weights + i * RPI_TILE, *const ds = w->dscores + i * RPI_TILE;
-  const int key_meets = window_meets(kw, nearest, farthest);
-  const int value_meets = window_meets(vw, nearest, farthest);
-  const rpi_product scores = {.a = view->q.data + i * view->q.stride,
-                              .a_row = view->q.stride,
-                              .a_inner = 1,
-                              .b = w->keys + j * s->D,
-                              .b_stride = RPI_TILE,
-                              .c = p,
-                              .c_stride = RPI_TILE,
-                              .inner = s->D};
-  score_strip(kw, key_meets, w->key_e + i * key_stride, distance, count, &scores,
-              w->score_start + i);
-  const rpi_product slopes = {.a = view->dout.data + i * view->dout.stride,
-                              .a_row = view->dout.stride,
-                              .a_inner = 1,
-                              .b = w->values + j * s->Dv,
-                              .b_stride = RPI_TILE,
-                              .c = ds,
-                              .c_stride = RPI_TILE,
-                              .inner = s->Dv};
-  score_strip(vw, value_meets, w->value_e + i * value_stride, distance, count, &slopes,
-              w->dp_start + i);
-  if (tile_keys < RPI_TILE || (s->causal && farthest > 0)) {
-    mask_strip(count, 1 - distance, s->causal, tile_keys, p);
+  const int meets = window_meets(&x->w, nearest, farthest);
+  real *const head = wants_head(item, which) ? x->head + i * RPI_LANES : NULL;
+  real *const tail = x->tail + i * RPI_LANES;
+  if (meets == MEETS_BAND) {
+    band_store(&x->w, count, weights, RPI_LANES + distance - x->w.first,
+               x->buckets + i * window_stride(x->w.columns), tail, head);
+  } else if (meets == MEETS_TAIL) {
+    add_row_sums(count, weights, tail);
+  } else if (head && !left) {
+    add_row_sums(count, weights, head);
   }
-  real *const key_tail = w->key_tail + i * RPI_LANES, *const value_tail = w->value_tail + i * RPI_LANES;
-  differentiate_strip(count, p, ds, value_meets == MEETS_TAIL ? value_tail : NULL,
-                      key_meets == MEETS_TAIL ? key_tail : NULL);
-  if (key_meets == MEETS_BAND) {
-    band_store(kw, count, ds, RPI_LANES + distance - kw->first, w->key_buckets + i * key_stride,
-               key_tail);
+}
+
+/* A strip of queries on a tile of keys: p, ds, what they add to buckets, and dq (7). */
+static void backward_strip(const backward_item *item, backward_scratch *w,
+                           const backward_block *block, const bool *left, int64_t i, int64_t j,
+                           int64_t tile_keys) {
+  const int64_t count = rpi_min(RPI_STRIP, block->rows - i);
+  const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
+  const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
+  for (int which = 0; which < SIDES; which++) {
+    side *const x = &w->side[which];
+    const rpi_product product = {.a = x->x.data + i * x->x.stride,
+                                 .a_row = x->x.stride,
+                                 .a_inner = 1,
+                                 .b = x->packed + j * item->width[which],
+                                 .b_stride = RPI_TILE,
+                                 .c = x->product + i * RPI_TILE,
+                                 .c_stride = RPI_TILE,
+                                 .inner = item->width[which]};
+    score_strip(&x->w, window_meets(&x->w, nearest, farthest),
+                x->e + i * window_stride(x->w.columns), distance, count, &product, x->start + i);
   }
-  if (value_meets == MEETS_BAND) {
-    band_store(vw, count, p, RPI_LANES + distance - vw->first,
-               w->value_buckets + i * value_stride, value_tail);
+  real *const p = w->side[KEY].product + i * RPI_TILE;
+  real *const ds = w->side[VALUE].product + i * RPI_TILE;
+  const bool causal = item->args->shape->causal;
+  if (tile_keys < RPI_TILE || (causal && farthest > 0)) {
+    mask_strip(count, 1 - distance, causal, tile_keys, p);
   }
+  differentiate_strip(count, p, ds);
+  collect_strip(item, &w->side[KEY], KEY, ds, i, count, distance, tile_keys, left[KEY]);
+  collect_strip(item, &w->side[VALUE], VALUE, p, i, count, distance, tile_keys, left[VALUE]);
+  const int64_t width = item->padded[KEY];
   const rpi_product dq = {.a = ds,
                           .a_row = RPI_TILE,
                           .a_inner = 1,
-                          .b = view->k.data + j * view->k.stride,
-                          .b_stride = view->k.stride,
-                          .c = w->dq + i * item->n.width,
-                          .c_stride = item->n.width,
+                          .b = block->keys.data + j * block->keys.stride,
+                          .b_stride = block->keys.stride,
+                          .c = w->dq + i * width,
+                          .c_stride = width,
                           .inner = tile_keys};
-  rpi_strip_product(RPI_START_LOAD, count, item->n.width / RPI_LANES, &dq, NULL);
+  rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &dq, NULL);
 }
 
-/* c[columns][width] += bucketsᵀ . x: the table gradients of (8) and (9), and with p
- * or ds of a tile for buckets, dk and dv. */
-static void add_transposed(const real *a, int64_t a_stride, int64_t columns, const dense *x,
-                           int64_t count, int64_t width, real *c) {
+/* ---- a block ------------------------------------------------------------- */
+
+/* c[columns][width] += aᵀ . x: (8) and (9), for keys and for table rows alike. */
+static void add_transposed(const real *a, int64_t a_stride, int64_t columns, const real *x,
+                           int64_t x_stride, int64_t count, int64_t width, real *c) {
   const rpi_product product = {.a = a,
                                .a_row = 1,
                                .a_inner = a_stride,
-                               .b = x->data,
-                               .b_stride = x->stride,
+                               .b = x,
+                               .b_stride = x_stride,
                                .c = c,
                                .c_stride = width,
                                .inner = count};
   rpi_block_product(RPI_START_LOAD, columns, width / RPI_LANES, product, NULL);
-}
-
-/* After a block: dq from its buckets (7), and the partial table gradients. */
-static void backward_buckets(const backward_item *item, backward_scratch *w,
-                             const backward_view *view) {
-  const window *const kw = &view->key_window, *const vw = &view->value_window;
-  const int64_t width = item->n.width, value_width = item->n.value_width;
-  if (kw->columns) {
-    const int64_t stride = window_stride(kw->columns);
-    band_finish(kw, view->rows, w->key_buckets, w->key_tail);
-    const rpi_product dq = {.a = w->key_buckets + RPI_LANES,
-                            .a_row = stride,
-                            .a_inner = 1,
-                            .b = w->key_table.down,
-                            .b_stride = width,
-                            .c = w->dq,
-                            .c_stride = width,
-                            .inner = kw->columns};
-    rpi_block_product(RPI_START_LOAD, view->rows, width / RPI_LANES, dq, NULL);
-    const table_sums *const sums = &item->sums->key;
-    if (sums->lines) {
-      add_transposed(w->key_buckets + RPI_LANES, stride, kw->columns, &view->q, view->rows, width,
-                     sums->lines + (kw->first - sums->first) * width);
-    }
-  }
-  const table_sums *const sums = &item->sums->value;
-  if (vw->columns && sums->lines) {
-    const int64_t stride = window_stride(vw->columns);
-    band_finish(vw, view->rows, w->value_buckets, w->value_tail);
-    add_transposed(w->value_buckets + RPI_LANES, stride, vw->columns, &view->dout, view->rows,
-                   value_width, sums->lines + (vw->first - sums->first) * value_width);
-  }
-}
-
-/* The sum of dz over the rows that see a key: dwV[0] is that minus all other rows. */
-static void add_dout_sum(const backward_item *item, const backward_view *view,
-                         const backward_scratch *w) {
-  const int64_t value_width = item->n.value_width;
-  const table_sums *const sums = &item->sums->value;
-  real *const total = sums->lines + columns_of(sums) * value_width;
-  for (int64_t i = 0; i < view->rows; i++) {
-    if (w->score_start[i] == (real)-INFINITY) continue;
-    const real *const dz = view->dout.data + i * view->dout.stride;
-    for (int64_t c = 0; c < item->args->shape->Dv; c++) total[c] += dz[c];
-  }
 }
 
 /* out = factor * x, or out += factor * x, for the rows of a gradient. */
@@ -256,97 +226,200 @@ static void put_rows(const rp_rows_out *out, int64_t batch, int64_t head, int64_
   }
 }
 
-/* A block of queries against the item's chunk of keys. */
-static void backward_block(const backward_item *item, backward_scratch *w, int64_t block,
-                           dense keys) {
+/* Adds dk (dv) of a tile to its place. */
+static void put_tile(const backward_item *item, const side *x, int which, int64_t j,
+                     bool overwrite) {
+  const rp_attention_gradients *const g = item->args->gradients;
+  put_rows(which == KEY ? &g->k : &g->v, item->seq.key_batch, item->head,
+           item->seq.key_row + item->r.key + j, rpi_min(RPI_TILE, item->r.keys - j),
+           item->width[which], x->gradient + j * item->padded[which], item->padded[which],
+           which == KEY ? scale_of(item->args->shape) : (real)1, overwrite);
+}
+
+/* A block wholly left of the band opens a new account for the tile's gradient. */
+static bool turn_left(const backward_item *item, side *x, int which, int64_t j,
+                      int64_t farthest) {
+  unsigned char *const state = &x->tile[j / RPI_TILE];
+  if (!wants_head(item, which) || farthest >= item->term[which].first) {
+    *state = TILE_MIXED;
+    return false;
+  }
+  if (*state == TILE_MIXED) {
+    real *const gradient = x->gradient + j * item->padded[which];
+    const int64_t keys = rpi_min(RPI_TILE, item->r.keys - j);
+    put_tile(item, x, which, j, item->first_for_keys);
+    memset(gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
+    *state = TILE_LEFT_AGAIN;
+  } else if (*state == TILE_EMPTY) {
+    *state = TILE_LEFT;
+  }
+  return true;
+}
+
+/* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights
+ * are 0 whatever the scores. */
+static void start_rows(const backward_item *item, const backward_block *block,
+                       backward_scratch *w) {
   const rpi_attention_backward_args *const args = item->args;
-  const rp_attention *const s = args->shape;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t width = item->n.width, value_width = item->n.value_width;
-  const int64_t count = rpi_min(item->n.block, item->r.rows - block);
-  const int64_t row0 = item->r.query + block, at = seq->query_row + row0;
-  const reach r = reach_of(seq, s->causal, row0, count, item->r.key, item->r.keys);
-  const backward_view view = {
-      .row0 = row0,
-      .rows = count,
-      .q = dense_rows(row_of(&args->q, seq->query_batch, item->head, at),
-                      args->q.row_stride, count, s->D, width, w->q_rows),
-      .dout = dense_rows(row_of(&args->dout, seq->query_batch, item->head, at),
-                         args->dout.row_stride, count, s->Dv, value_width, w->dout_rows),
-      .k = keys,
-      .key_window = window_of(&item->key, r.nearest, r.farthest),
-      .value_window = window_of(&item->value, r.nearest, r.farthest),
-  };
-  const window *const kw = &view.key_window, *const vw = &view.value_window;
-  start_rows(item, row0, count, w);
+  const int64_t Dv = args->shape->Dv;
+  const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
+  const term *const value = &item->term[VALUE];
+  const real *const shift = value->table && value->shifted ? value->table : NULL;
+  for (int64_t i = 0; i < block->rows; i++) {
+    const int64_t at = seq->query_row + block->row0 + i;
+    const real *const q = row_of(&args->q, seq->query_batch, item->head, at);
+    const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
+    const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
+    const real shifted = score_shift(args->shape, &item->term[KEY], q);
+    w->side[KEY].start[i] =
+        lse[i] == (real)-INFINITY ? lse[i] : (shifted - lse[i]) * LOG2_E;
+    w->side[VALUE].start[i] = (shift ? dot(dz, shift, Dv) : (real)0) - dot(dz, z, Dv);
+  }
+}
+
+/* Makes a block ready to walk: x, E, empty buckets. */
+static void open_side(const backward_item *item, const backward_block *block, side *x, int which,
+                      const real *zeros) {
+  const rpi_attention_backward_args *const args = item->args;
+  const rp_rows *const from = which == KEY ? &args->q : &args->dout;
+  const int64_t count = block->rows, width = item->width[which], padded = item->padded[which];
+  const reach r = reach_of(&item->seq, args->shape->causal, block->row0, count, item->r.key,
+                           item->r.keys);
+  x->x = dense_rows(row_of(from, item->seq.query_batch, item->head,
+                           item->seq.query_row + block->row0),
+                    from->row_stride, count, width, padded, x->copy);
+  x->w = window_of(&item->term[which], r.nearest, r.farthest);
+  if (wants_head(item, which)) memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
+  if (x->w.columns == 0) return;
+  const int64_t buckets = count * window_stride(x->w.columns);
+  pack_window(&item->term[which], &x->w, item->factor[which], padded, &x->table);
+  band_scores(&x->table, x->x.data, x->x.stride, count, width, item->factor[which], zeros, x->e);
+  memset(x->buckets, 0, (size_t)buckets * sizeof(real));
+  memset(x->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
+}
+
+/* After a block: its buckets times x go to the table's gradient. */
+static void close_side(const backward_item *item, const backward_block *block, side *x,
+                       int which) {
+  const table_sums *const sums = item->sums[which];
+  const int64_t padded = item->padded[which], stride = window_stride(x->w.columns);
+  if (x->w.columns) band_finish(&x->w, block->rows, x->buckets, x->tail);
+  if (x->w.columns && sums->lines) {
+    add_transposed(x->buckets + RPI_LANES, stride, x->w.columns, x->x.data, x->x.stride,
+                   block->rows, padded, sums->lines + (x->w.first - sums->first) * padded);
+  }
+  if (!wants_head(item, which)) return;
+  real *const line = head_line(sums, padded);
+  for (int64_t i = 0; i < block->rows; i++) {
+    const real head = sum_lanes(x->head + i * RPI_LANES);
+    if (head == 0) continue; /* most rows have none; a NaN is not 0 */
+    const real *const row = x->x.data + i * x->x.stride;
+    for (int64_t c = 0; c < padded; c++) line[c] += head * row[c];
+  }
+}
+
+/* A block of queries against the item's chunk of keys. */
+static void backward_rows(const backward_item *item, backward_scratch *w,
+                          const backward_block *block) {
+  const rp_attention *const s = item->args->shape;
+  const int64_t count = block->rows, width = item->padded[KEY];
+  start_rows(item, block, w);
+  for (int which = 0; which < SIDES; which++) {
+    open_side(item, block, &w->side[which], which, w->zeros);
+  }
   memset(w->dq, 0, (size_t)(count * width) * sizeof(real));
-  if (kw->columns) {
-    pack_window(&item->key, kw, scale_of(s) * LOG2_E, width, &w->key_table);
-    band_scores(&w->key_table, view.q.data, view.q.stride, count, s->D, scale_of(s) * LOG2_E,
-                w->zeros, w->key_e);
-    memset(w->key_buckets, 0, (size_t)(count * window_stride(kw->columns)) * sizeof(real));
-    memset(w->key_tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
-  }
-  if (vw->columns) {
-    pack_window(&item->value, vw, 1, value_width, &w->value_table);
-    band_scores(&w->value_table, view.dout.data, view.dout.stride, count, s->Dv, 1,
-                w->zeros, w->value_e);
-    memset(w->value_buckets, 0, (size_t)(count * window_stride(vw->columns)) * sizeof(real));
-    memset(w->value_tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
-  }
-  if (item->first_for_queries && item->sums->value.lines) add_dout_sum(item, &view, w);
   for (int64_t j = 0; j < item->r.keys; j += RPI_TILE) {
     const int64_t tile_keys = rpi_min(RPI_TILE, item->r.keys - j);
+    const reach r = reach_of(&item->seq, s->causal, block->row0, count, item->r.key + j, tile_keys);
+    if (r.farthest < r.nearest) break; /* causal, and all hidden from here on */
     /* the first strip with a query that sees the tile's first key */
-    int64_t begin = 0;
-    if (s->causal) {
-      const int64_t hidden = item->r.key + j - (row0 + seq->start);
-      if (hidden >= count) break;
-      begin = rpi_max(hidden, 0) / RPI_STRIP * RPI_STRIP;
+    const int64_t hidden = item->r.key + j - (block->row0 + item->seq.start);
+    const int64_t begin = s->causal ? rpi_max(hidden, 0) / RPI_STRIP * RPI_STRIP : 0;
+    bool left[SIDES];
+    for (int which = 0; which < SIDES; which++) {
+      left[which] = turn_left(item, &w->side[which], which, j, r.farthest);
     }
     for (int64_t i = begin; i < count; i += RPI_STRIP) {
-      backward_strip(item, w, &view, i, j, tile_keys);
+      backward_strip(item, w, block, left, i, j, tile_keys);
     }
-    const dense q = {view.q.data + begin * view.q.stride, view.q.stride};
-    const dense dout = {view.dout.data + begin * view.dout.stride, view.dout.stride};
-    add_transposed(w->weights + begin * RPI_TILE, RPI_TILE, tile_keys, &dout, count - begin,
-                   value_width, w->dv + j * value_width);
-    add_transposed(w->dscores + begin * RPI_TILE, RPI_TILE, tile_keys, &q, count - begin, width,
-                   w->dk + j * width);
+    for (int which = 0; which < SIDES; which++) {
+      const side *const x = &w->side[which];
+      const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
+      add_transposed(weights + begin * RPI_TILE, RPI_TILE, tile_keys,
+                     x->x.data + begin * x->x.stride, x->x.stride, count - begin,
+                     item->padded[which], x->gradient + j * item->padded[which]);
+    }
   }
-  backward_buckets(item, w, &view);
-  put_rows(&args->gradients->q, seq->query_batch, item->head, at, count, s->D, w->dq, width,
-           scale_of(s), item->first_for_queries);
+  for (int which = 0; which < SIDES; which++) {
+    close_side(item, block, &w->side[which], which);
+  }
+  const side *const key = &w->side[KEY];
+  if (key->w.columns) {
+    const rpi_product dq = {.a = key->buckets + RPI_LANES,
+                            .a_row = window_stride(key->w.columns),
+                            .a_inner = 1,
+                            .b = key->table.down,
+                            .b_stride = width,
+                            .c = w->dq,
+                            .c_stride = width,
+                            .inner = key->w.columns};
+    rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, dq, NULL);
+  }
+  put_rows(&item->args->gradients->q, item->seq.query_batch, item->head,
+           item->seq.query_row + block->row0, count, s->D, w->dq, width, scale_of(s),
+           item->first_for_queries);
+}
+
+/* ---- a pair of chunks ---------------------------------------------------- */
+
+static void open_keys(const backward_item *item, side *x, int which) {
+  const rp_rows *const from = which == KEY ? &item->args->k : &item->args->v;
+  const int64_t keys = rpi_max(item->r.keys, 0), width = item->width[which];
+  memset(x->gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
+  for (int64_t j = 0; j < keys; j += RPI_TILE) {
+    x->tile[j / RPI_TILE] = TILE_EMPTY;
+    rpi_pack_transposed(row_of(from, item->seq.key_batch, item->head,
+                               item->seq.key_row + item->r.key + j),
+                        from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
+                        x->packed + j * width, RPI_TILE, RPI_TILE);
+  }
+}
+
+/* Puts dk (dv), and what lies left of the band into the gradient of table row 0. */
+static void close_keys(const backward_item *item, side *x, int which) {
+  const int64_t padded = item->padded[which];
+  for (int64_t j = 0; j < item->r.keys; j += RPI_TILE) {
+    const int state = x->tile[j / RPI_TILE];
+    put_tile(item, x, which, j, item->first_for_keys && state != TILE_LEFT_AGAIN);
+    if (state < TILE_LEFT) continue;
+    real *const line = head_line(item->sums[which], padded);
+    for (int64_t row = j; row < rpi_min(j + RPI_TILE, item->r.keys); row++) {
+      for (int64_t c = 0; c < padded; c++) line[c] += x->gradient[row * padded + c];
+    }
+  }
 }
 
 static void backward_pair(const backward_item *item, backward_scratch *w) {
-  const rpi_attention_backward_args *const args = item->args;
-  const rp_attention *const s = args->shape;
-  const rpi_sequence *const seq = &item->seq;
+  const rp_attention *const s = item->args->shape;
   const rectangle *const r = &item->r;
-  const int64_t width = item->n.width, value_width = item->n.value_width, key0 = seq->key_row + r->key;
-  const rp_rows *const k = &args->k, *const v = &args->v;
-  const bool hidden = s->causal && r->key > r->query + r->rows - 1 + seq->start;
+  const bool hidden = s->causal && r->key > r->query + r->rows - 1 + item->seq.start;
   if (hidden && !item->first_for_keys && !item->first_for_queries) return;
-  memset(w->dk, 0, (size_t)(rpi_max(r->keys, 0) * width) * sizeof(real));
-  memset(w->dv, 0, (size_t)(rpi_max(r->keys, 0) * value_width) * sizeof(real));
-  for (int64_t j = 0; !hidden && j < r->keys; j += RPI_TILE) {
-    const int64_t present = rpi_min(RPI_TILE, r->keys - j);
-    rpi_pack_transposed(row_of(k, seq->key_batch, item->head, key0 + j), k->row_stride, present,
-                        s->D, scale_of(s) * LOG2_E, w->keys + j * s->D, RPI_TILE, RPI_TILE);
-    rpi_pack_transposed(row_of(v, seq->key_batch, item->head, key0 + j), v->row_stride, present,
-                        s->Dv, 1, w->values + j * s->Dv, RPI_TILE, RPI_TILE);
+  for (int which = 0; which < SIDES; which++) open_keys(item, &w->side[which], which);
+  const rp_rows *const k = &item->args->k;
+  const dense keys =
+      dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
+                 k->row_stride, rpi_max(r->keys, 0), s->D, item->padded[KEY], w->key_rows);
+  for (int64_t done = 0; done < r->rows; done += item->n.block) {
+    const backward_block block = {.row0 = r->query + done,
+                                  .rows = rpi_min(item->n.block, r->rows - done),
+                                  .keys = keys};
+    backward_rows(item, w, &block);
   }
-  const dense keys = dense_rows(row_of(k, seq->key_batch, item->head, key0), k->row_stride,
-                               rpi_max(r->keys, 0), s->D, width, w->key_rows);
-  for (int64_t block = 0; block < r->rows; block += item->n.block) {
-    backward_block(item, w, block, keys);
-  }
-  put_rows(&args->gradients->k, seq->key_batch, item->head, key0, r->keys, s->D, w->dk, width,
-           scale_of(s), item->first_for_keys);
-  put_rows(&args->gradients->v, seq->key_batch, item->head, key0, r->keys, s->Dv, w->dv,
-           value_width, 1, item->first_for_keys);
+  for (int which = 0; which < SIDES; which++) close_keys(item, &w->side[which], which);
 }
+
+/* ---- the call ------------------------------------------------------------ */
 
 typedef struct backward_call {
   const rpi_attention_backward_args *args;
@@ -375,29 +448,32 @@ static void clear_padding(const backward_item *item, const pair *p, int64_t quer
 static void backward_task(void *context, int64_t task, int worker) {
   const backward_call *const call = context;
   const rp_attention *const s = call->args->shape;
-  const slot *const sums = &call->list.slots[task];
-  sums_clear(&sums->key, call->n.width);
-  sums_clear(&sums->value, call->n.value_width);
-  pair p = sums->begin;
-  for (int64_t done = 0; done < sums->items; done++) {
+  const slot *const at = &call->list.slots[task];
+  sums_clear(&at->key, call->n.width);
+  sums_clear(&at->value, call->n.value_width);
+  pair p = at->begin;
+  for (int64_t done = 0; done < at->items; done++) {
     const rpi_sequence seq = sequence_of(s, p.b);
     const int64_t queries = query_chunks(s, &seq).count, keys = key_chunks(s, &seq).count;
-    const backward_item item = {.args = call->args,
-                                .seq = seq,
-                                .head = sums->head,
-                                .r = rectangle_of(s, &seq, &p),
-                                .first_for_queries = first_for_queries(&p, keys),
-                                .first_for_keys = first_for_keys(&p, queries),
-                                .key = term_of(&s->key, sums->head, s->D, call->nearest),
-                                .value = term_of(&s->value, sums->head, s->Dv, call->nearest),
-                                .n = call->n,
-                                .sums = sums};
+    const backward_item item = {
+        .args = call->args,
+        .seq = seq,
+        .head = at->head,
+        .r = rectangle_of(s, &seq, &p),
+        .first_for_queries = first_for_queries(&p, keys),
+        .first_for_keys = first_for_keys(&p, queries),
+        .n = call->n,
+        .term = {term_of(&s->key, at->head, s->D, call->nearest),
+                 term_of(&s->value, at->head, s->Dv, call->nearest)},
+        .width = {s->D, s->Dv},
+        .padded = {call->n.width, call->n.value_width},
+        .factor = {scale_of(s) * LOG2_E, 1},
+        .sums = {&at->key, &at->value},
+    };
     backward_pair(&item, call->scratch[worker]);
     clear_padding(&item, &p, queries, keys);
     p = pair_after(s, call->list.phase, &p);
   }
-  sums_close(&sums->key, call->n.width);
-  sums_close(&sums->value, call->n.value_width);
 }
 
 /* The one list of what backward needs, for counting and for carving. */

@@ -167,7 +167,7 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   const int meets = window_meets(vw, nearest, farthest);
   weigh_strip(count, w->strip, state.sum, meets == MEETS_TAIL ? tail : NULL);
   if (meets == MEETS_BAND) {
-    band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets, tail);
+    band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets, tail, NULL);
   }
   const rpi_product weighted = {.a = w->strip,
                                 .a_row = RPI_TILE,
@@ -253,8 +253,12 @@ static void forward_finish(const forward_item *item, const running *state) {
         for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
       }
     }
-    if (lse) {
-      lse[item->query + i] = sum == 0 ? (real)-INFINITY : (state->max[i] + rpi_log2(sum)) * LN_2;
+    if (lse && sum == 0) {
+      lse[item->query + i] = (real)-INFINITY;
+    } else if (lse) { /* of the scores as they are: with the row that band.h subtracts */
+      const real *const q = row_of(&args->q, seq->query_batch, item->head,
+                                   seq->query_row + item->query + i);
+      lse[item->query + i] = (state->max[i] + rpi_log2(sum)) * LN_2 + score_shift(args->shape, &item->key, q);
     }
   }
 }

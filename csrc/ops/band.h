@@ -180,21 +180,28 @@ static const real band_step[2 * RPI_LANES + 1] = {
 #endif
 };
 
-/* Stores a strip of weights x[rows][RPI_TILE] into the rows of buckets, and adds
- * what belongs to the tail to tail[rows][RPI_LANES]. offset: as rpi_start's. */
+/* Stores a strip of weights x[rows][RPI_TILE] into the rows of buckets, adds what
+ * belongs to the tail to tail[rows][RPI_LANES], and where head is given what lies
+ * before the first column to head[rows][RPI_LANES]. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict x, int64_t offset,
-                             real *restrict buckets, real *restrict tail) {
+                             real *restrict buckets, real *restrict tail, real *restrict head) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
-  for (int64_t r = 0; r < rows; r++, x += RPI_TILE, buckets += stride, tail += RPI_LANES) {
-    rpi_register sum = rpi_load(tail);
+  for (int64_t r = 0; r < rows; r++) {
+    real *const row = buckets + r * stride, *const end = tail + r * RPI_LANES;
+    rpi_register after = rpi_load(end), before = {0};
     _Pragma("GCC unroll 4") for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
       const int64_t at = rpi_min(rpi_max(offset - r + v, 0), last);
-      const rpi_register weight = rpi_load(x + v);
-      rpi_store(buckets + at, weight);
+      const rpi_register weight = rpi_load(x + r * RPI_TILE + v);
+      rpi_store(row + at, weight);
       /* lane l is in the tail from column at + l - LANES = columns - 1 on */
-      sum += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
+      after += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
+      if (head) before += weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES));
     }
-    if (w->tail) rpi_store(tail, sum);
+    if (w->tail) rpi_store(end, after);
+    if (head) {
+      real *const begin = head + r * RPI_LANES;
+      rpi_store(begin, rpi_load(begin) + before);
+    }
   }
 }
 

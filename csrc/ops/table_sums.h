@@ -11,8 +11,7 @@
  *   table gradient += sums 0, then sums 1, then sums 2          tasks own table rows
  *
  * The last line of the sums is for table row 0, which has no column of its own where
- * it is subtracted from the others (band.h): minus all of them, and for values plus
- * the sum of dz.
+ * it is subtracted from the others (band.h).
  */
 #ifndef RPI_TABLE_SUMS_H
 #define RPI_TABLE_SUMS_H
@@ -148,14 +147,6 @@ static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradie
 
 static void sums_clear(const table_sums *t, int64_t width) {
   if (t->lines) memset(t->lines, 0, (size_t)((columns_of(t) + 1) * width) * sizeof(real));
-}
-
-/* The last line becomes what the slot adds to table row 0 of a shifted term. */
-static void sums_close(const table_sums *t, int64_t width) {
-  const int64_t lines = t->lines ? columns_of(t) : 0;
-  for (int64_t line = 0; line < lines; line++) {
-    for (int64_t c = 0; c < width; c++) t->lines[lines * width + c] -= t->lines[line * width + c];
-  }
 }
 
 /* The reduction of one term. */
