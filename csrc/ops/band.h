@@ -54,15 +54,17 @@ typedef struct term {
 /* nearest: the smallest distance any visible pair of the call has. */
 static term term_of(const rp_relation *relation, int64_t head, int64_t width, int64_t nearest) {
   const bool clip = relation->beyond == RP_BEYOND_CLIP;
+  /* k = 0, clipped: every distance is row 0, none has a column. */
+  const bool one = clip && relation->left + relation->right == 0;
   return (term){
       .table = relation->table ? relation->table + head * relation->head_stride : NULL,
       .stride = relation->row_stride,
       .width = width,
       .left = relation->left,
-      .first = clip ? 1 - relation->left : -relation->left,
+      .first = one ? INT64_MAX : clip ? 1 - relation->left : -relation->left,
       .last = relation->right,
       .clip = clip,
-      .shifted = clip && nearest <= -relation->left,
+      .shifted = one || (clip && nearest <= -relation->left),
   };
 }
 
@@ -73,9 +75,7 @@ typedef struct window {
 } window;
 
 static window window_of(const term *t, int64_t nearest, int64_t farthest) {
-  if (!t->table || farthest < nearest) return (window){0};
-  /* k = 0 has one relation, row 0, and no column. */
-  if (t->last < t->first) return (window){0};
+  if (!t->table || farthest < nearest || t->last < t->first) return (window){0};
   const bool tail = t->clip && farthest >= t->last;
   const int64_t first = tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
   const int64_t end = rpi_min(t->last, farthest) + 1;
