@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of the house, as tests: who may include whom, what is exported, what is not done.
+
+`python tests/test_layout.py` prints the guide lines (long files, long functions), which nothing
+fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+HEADER = CSRC / "include" / "relpos" / "relpos.h"
+EXPORTED = ROOT / "tests" / "exported_symbols.txt"
+
+# A file includes from its own floor or below. isa/ stands above ops/ here, because an instruction
+# set compiles the operations' sources; the public header is on no floor: everyone may see it.
+FLOORS = {"include": 0, "base": 0, "ops": 1, "isa": 2, "api": 3}
+GUIDE_FILE, GUIDE_FUNCTION = 400, 60
+BUILT = ("build", "dist", ".venv", "lib", "include", "relpos.egg-info", "__pycache__")
+
+
+def tracked() -> list[Path]:
+    """Every file of the project: those git knows, or all of an unpacked sdist."""
+    if (ROOT / ".git").exists():
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        paths = [ROOT / name for name in names.splitlines()]
+    else:
+        paths = [p for p in ROOT.rglob("*") if not set(p.relative_to(ROOT).parts[:-1]) & set(BUILT)]
+    return sorted(path for path in paths if path.is_file())
+
+
+def core_files() -> list[Path]:
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".c", ".h"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code(path: Path) -> str:
+    """A C file without comments and strings, its lines where they were."""
+
+    def blank(match: re.Match[str]) -> str:
+        return '""' if match[0].startswith('"') else "\n" * match[0].count("\n") or " "
+
+    pattern = r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"'
+    text = re.sub(r"(?m)^(\s*#\s*include).*$", r"\1", path.read_text())
+    return re.sub(pattern, blank, text, flags=re.DOTALL)
+
+
+def found(pattern: str, files: list[Path]) -> list[str]:
+    """Places in the code where the pattern is, as file:line: text."""
+    return [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in files
+        for number, line in enumerate(code(path).splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def calls(*functions: str) -> str:
+    return rf"(?<![\w.>])({'|'.join(functions)})\s*\("
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# ---- floors --------------------------------------------------------------------------------------
+
+
+def floor_of(path: Path) -> int:
+    part = path.relative_to(CSRC).parts[0]
+    return FLOORS["api" if part.startswith("api") else part]
+
+
+def test_includes_point_down() -> None:
+    upward, unknown = [], []
+    for path in core_files():
+        for name in re.findall(r'(?m)^\s*#\s*include\s+"([^"]+)"', path.read_text()):
+            target = next((p for p in (CSRC / name, CSRC / "include" / name) if p.exists()), None)
+            if target is None:
+                unknown.append(f"{name_of(path)} includes {name}, which is not under csrc/")
+            elif floor_of(target) > floor_of(path):
+                upward.append(f"{name_of(path)} includes {name}")
+    assert unknown == []
+    assert upward == []
+
+
+def test_the_binding_comes_in_by_the_front_door() -> None:
+    includes = re.findall(r'#\s*include\s+"([^"]+)"', (ROOT / "relpos" / "_core.c").read_text())
+    assert includes == ["relpos/relpos.h"]
+
+
+def test_headers_of_the_base_stand_alone() -> None:
+    """A header of base/ needs no other include before it."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    for header in sorted((CSRC / "base").glob("*.h")):
+        flags = ("-std=c11", "-Wall", "-Werror", f"-I{CSRC}", f"-I{CSRC / 'include'}")
+        run(*compiler, *flags, "-fsyntax-only", "-x", "c", header)
+
+
+# ---- one list of sources -------------------------------------------------------------------------
+
+
+def test_core_mk_lists_every_source() -> None:
+    text = (CSRC / "core.mk").read_text().replace("\\\n", " ")
+    lists = dict(re.findall(r"(?m)^(\w+) *= *(.*)$", text))
+    listed = lists["CORE_SOURCES"].split()
+    assert len(set(listed)) == len(listed)
+    here = {p.relative_to(CSRC).as_posix() for p in core_files() if p.suffix == ".c"}
+    operations = {name for name in here if name.startswith("ops/")}
+    assert here - operations == set(listed)
+    table = (CSRC / "isa" / "table.h").read_text()
+    assert operations == set(re.findall(r'#include "(ops/\w+\.c)"', table))
+    assert lists["CORE_PUBLIC_HEADERS"].split() == ["include/relpos/relpos.h"]
+
+
+def test_every_base_file_has_its_test() -> None:
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "c").glob("test_*.c")}
+    missing = {path.stem for path in (CSRC / "base").glob("*.c")} - tested
+    assert missing <= {"blas"}, missing  # blas: with the products, in test_gemm.c
+
+
+# ---- what libcore shows and needs ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_exported_symbols(libraries: dict[str, Path], kind: str) -> None:
+    """A symbol more is a promise more, one less a break: change the list on purpose."""
+    lines = run("nm", "-D", "--defined-only", libraries[kind]).splitlines()
+    assert sorted(line.split()[-1] for line in lines) == EXPORTED.read_text().split()
+
+
+def test_exported_symbols_are_those_of_the_header() -> None:
+    declared = re.findall(r"RP_API[^;]*?\b(rp_\w+)\s*\(", HEADER.read_text())
+    assert sorted(declared) == EXPORTED.read_text().split()
+
+
+@pytest.mark.parametrize("kind", ["f32", "f64"])
+def test_libcore_needs_nothing_but_libc(libraries: dict[str, Path], kind: str) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.*?)\]", run("readelf", "-d", libraries[kind]))
+    allowed = r"(libc|libm|libpthread|libdl|ld-linux[\w-]*|libasan|libubsan|libtsan)\.so\.\d+"
+    assert needed and [name for name in needed if not re.fullmatch(allowed, name)] == []
+
+
+def test_shared_names_have_the_prefix() -> None:
+    """In libcore.a every name that crosses files is rp_ or rpi_: it is linked into programs."""
+    run("make", "-j2", "all")
+    lines = run("nm", "--defined-only", "-g", ROOT / "build" / "release" / "libcore.a").splitlines()
+    names = {line.split()[-1] for line in lines if len(line.split()) == 3}
+    assert names and [name for name in sorted(names) if not re.match(r"rpi?_", name)] == []
+
+
+# ---- the public header ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "default", "language"), [("CC", "cc", "c11"), ("CXX", "c++", "c++17")]
+)
+def test_the_public_header_compiles_alone(variable: str, default: str, language: str) -> None:
+    compiler = shlex.split(os.environ.get(variable, default))
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"no {language} compiler here: {compiler[0]}")
+    strict = ("-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror")
+    kind = "c++" if language.startswith("c++") else "c"
+    run(*compiler, f"-std={language}", *strict, "-fsyntax-only", "-x", kind, HEADER)
+
+
+# ---- what the core does not do -------------------------------------------------------------------
+
+
+def test_nothing_is_switched_off() -> None:
+    assert found(r"#\s*if\s+[01]\b", core_files()) == []
+
+
+def test_the_core_neither_prints_nor_exits() -> None:
+    printing = calls(
+        "printf", "fprintf", "vprintf", "vfprintf", "puts", "fputs", "putchar", "perror"
+    )
+    assert found(printing, core_files()) == []
+    assert (
+        found(calls("exit", "_exit", "_Exit", "quick_exit", "abort", "raise"), core_files()) == []
+    )
+
+
+def test_arguments_are_checked_not_asserted() -> None:
+    assert found(r"\bassert\s*\(", sorted(CSRC.glob("api*.c"))) == []
+
+
+def test_memory_comes_from_one_place() -> None:
+    allocating = ("malloc", "calloc", "realloc", "free", "aligned_alloc", "posix_memalign", "mmap")
+    copying = ("strdup", "strndup", "asprintf", "alloca")
+    others = [path for path in core_files() if path != CSRC / "base" / "memory.c"]
+    assert found(calls(*allocating, *copying), others) == []
+
+
+def test_files_are_opened_in_one_place() -> None:
+    opening = calls("open", "openat", "creat", "fopen", "fdopen", "freopen", "opendir", "tmpfile")
+    others = [path for path in core_files() if path != CSRC / "base" / "file.c"]
+    assert found(opening, others) == []
+
+
+def test_libraries_are_opened_in_one_place() -> None:
+    others = [path for path in core_files() if path != CSRC / "base" / "blas.c"]
+    assert found(calls("dlopen", "dlsym", "dladdr", "dlmopen"), others) == []
+
+
+def test_threads_are_made_in_one_place() -> None:
+    others = [path for path in core_files() if path != CSRC / "base" / "threads.c"]
+    assert found(calls("pthread_create", "thrd_create", "fork"), others) == []
+    assert found(r"#\s*pragma omp (?!simd)|_Pragma\(\"omp (?!simd)", core_files()) == []
+
+
+def test_no_fast_math() -> None:
+    for name in ("Makefile", "setup.py", "csrc/core.mk"):
+        lines = (ROOT / name).read_text().splitlines()
+        flags = " ".join(line for line in lines if not line.lstrip().startswith("#"))
+        assert not re.search(r"-ffast-math|-Ofast|-funsafe|-fopenmp(?!-simd)", flags), name
+
+
+# ---- heads, sizes, left-overs --------------------------------------------------------------------
+
+
+def test_every_source_names_its_licence() -> None:
+    suffixes = (".c", ".h", ".py", ".pyi", ".mk")
+    sources = [
+        p for p in tracked() if p.suffix in suffixes or name_of(p) in ("Makefile", ".ci/run")
+    ]
+    heads = {name_of(p): "".join(p.read_text().splitlines(keepends=True)[:2]) for p in sources}
+    line = "SPDX-License-Identifier: Apache-2.0"
+    assert [name for name, head in heads.items() if line not in head] == []
+
+
+def test_core_files_say_what_they_are() -> None:
+    """The SPDX line, an empty one, then `name.c: what it computes` (isa/*.c: which machine)."""
+    silent = []
+    for path in core_files():
+        lines = path.read_text().splitlines()
+        if path.parent.name != "isa" and not lines[2].startswith(f" * {path.name}: "):
+            silent.append(name_of(path))
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("README.md", 120),
+        ("setup.py", 120),
+        ("relpos/_core.c", 900),
+        ("csrc/include/relpos/relpos.h", 400),
+    ],
+)
+def test_small_files_stay_small(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def test_no_path_of_a_machine() -> None:
+    machine = re.compile(r"(?<![\w.])/(home|root|Users|work|opt)/\w")
+    places = [
+        f"{name_of(path)}:{number}: {line.strip()[:100]}"
+        for path in tracked()
+        if path.suffix not in (".png", ".svg")
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if machine.search(line)
+    ]
+    assert places == []
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
+    sources = [p for p in tracked() if p.suffix in (".c", ".h", ".py", ".md", ".mk")]
+    assert [name_of(p) for p in sources if marks.search(p.read_text())] == []
+
+
+def test_tracked_files_are_light() -> None:
+    assert [name_of(p) for p in tracked() if p.stat().st_size > 600_000] == []
+
+
+# ---- guide lines ---------------------------------------------------------------------------------
+
+
+def long_functions(path: Path) -> list[tuple[int, str]]:
+    """(lines, name) of the functions of a C file beyond the guide line: those that open with a
+    brace at the end of an unindented line and close with one in the first column."""
+    result, begin, name = [], 0, ""
+    lines = code(path).splitlines()
+    for number, line in enumerate(lines):
+        if not begin and re.match(r"[\w].*\)\s*\{$|\s+.*\)\s*\{$", line):
+            head = " ".join(lines[max(number - 4, 0) : number + 1])
+            heads = re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\)\s*\{$", head)
+            indented = line[0].isspace() and not re.match(r"\w", lines[max(number - 1, 0)])
+            if heads and not indented:
+                begin, name = number + 1, heads[-1]
+        elif begin and line == "}":
+            if number + 1 - begin > GUIDE_FUNCTION:
+                result.append((number + 1 - begin, name))
+            begin = 0
+    return result
+
+
+def guide_lines() -> list[str]:
+    lines = []
+    for path in tracked():
+        if path.suffix not in (".c", ".h", ".py"):
+            continue
+        size = len(path.read_text().splitlines())
+        if size > GUIDE_FILE:
+            lines.append(f"{name_of(path)}: {size} lines (guide line {GUIDE_FILE})")
+        if path.suffix != ".py":
+            for length, name in long_functions(path):
+                lines.append(f"{name_of(path)}: {name} has {length} lines ({GUIDE_FUNCTION})")
+    return lines
+
+
+if __name__ == "__main__":
+    print(*guide_lines(), sep="\n")
