@@ -3,8 +3,8 @@
  * gemm.c: C[rows, columns] = A . B (+ C) (+ bias), the matrix product of every layer.
  *
  *   rows <= 32, B given as [columns, inner]   dots: our own, B read once and in order
- *   rows <= 32, B given as [inner, columns]   strips: our own, straight on B
- *   otherwise                                 BLAS (base/blas.h) on blocks of C, or,
+ *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows
+ *   more                                      BLAS (base/blas.h) on blocks of C, or,
  *                                             without one, blocks of our own:
  *
  *        inner  +------------------+      per GEMM_INNER of inner and GEMM_WIDTH
@@ -30,9 +30,14 @@
 #define GEMM_INNER 256
 #define GEMM_WIDTH (256 / RPI_REAL_BYTES)
 
-/* Below this many rows packing B, or letting BLAS pack it, costs more than it
- * saves. */
-#define GEMM_FEW_ROWS 32
+/* Up to this many rows packing B, or letting BLAS pack it, costs more than it saves:
+ * with B transposed, whose packing is dearer, and with B as it lies. */
+#define GEMM_FEW_ROWS_TRANSPOSED 32
+#define GEMM_FEW_ROWS_PLAIN 16
+
+/* The part of C in which few rows are added up: near the first-level cache, and wide
+ * enough to read B in long pieces. Half of it cost a quarter at 16 rows. */
+#define GEMM_FEW_BYTES 32768
 
 /* Sums held at once by the dots kernel: a whole number of vectors of sums. */
 #define GEMM_DOTS (RPI_LANES > 8 ? RPI_LANES : 8)
@@ -261,6 +266,72 @@ static void gemm_dots_task(void *context, int64_t task, int worker) {
   }
 }
 
+/* C[rows] += A[rows, depth] . B[depth] over whole vectors of columns: C is loaded and
+ * stored once for `depth` rows of B, the numbers of A stay in registers. One row of A
+ * took 5.9 ms with tile.h's strips for a B of 512 x 32768, which hop from row to row
+ * of B, and 2.5 with this. */
+RPI_INLINE void gemm_add(const int rows, const int depth, const rpi_product *p, int64_t vectors,
+                         bool ahead) {
+  rpi_register x[8][8];
+  _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+    _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) {
+      x[r][k] = (rpi_register){0} + p->a[r * p->a_row + k * p->a_inner];
+    }
+  }
+  const real *const b = p->b;
+  real *const c = p->c;
+  const int64_t b_stride = p->b_stride, c_stride = p->c_stride;
+  for (int64_t j = 0; j < vectors * RPI_LANES; j += RPI_LANES) {
+    rpi_register y[8];
+    _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) {
+      y[k] = rpi_load(b + k * b_stride + j);
+      if (ahead) __builtin_prefetch(b + (k + depth) * b_stride + j, 0, 2);
+    }
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+      rpi_register sum = rpi_load(c + r * c_stride + j);
+      _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) sum += x[r][k] * y[k];
+      rpi_store(c + r * c_stride + j, sum);
+    }
+  }
+}
+
+typedef void (*gemm_add_fn)(const rpi_product *p, int64_t vectors, bool ahead);
+
+#define GEMM_ADD_FN(rows, depth)                                                             \
+  RPI_NOINLINE void gemm_add_##rows##_##depth(const rpi_product *p, int64_t vectors,         \
+                                              bool ahead) {                                  \
+    gemm_add(rows, depth, p, vectors, ahead);                                                \
+  }
+GEMM_ADD_FN(1, 1)
+GEMM_ADD_FN(2, 1)
+GEMM_ADD_FN(4, 1)
+GEMM_ADD_FN(1, 4)
+GEMM_ADD_FN(2, 4)
+GEMM_ADD_FN(4, 4)
+GEMM_ADD_FN(1, 8)
+GEMM_ADD_FN(2, 8)
+
+/* All of inner, for so few columns that C stays in the cache. B is read along its rows,
+ * a few of them side by side, and the first strip asks for the next few. */
+static void gemm_add_columns(rpi_product p, int64_t rows, int64_t vectors) {
+  static const gemm_add_fn adds[3][3] = {{gemm_add_1_1, gemm_add_2_1, gemm_add_4_1},
+                                         {gemm_add_1_4, gemm_add_2_4, gemm_add_4_4},
+                                         {gemm_add_1_8, gemm_add_2_8, NULL}};
+  const int64_t inner = p.inner, most = rows <= 2 ? 8 : 4;
+  for (int64_t k = 0, depth; k < inner; k += depth) {
+    depth = inner - k >= most ? most : 1;
+    const bool ahead = k + 2 * depth <= inner;
+    rpi_product part = p;
+    part.b = p.b + k * p.b_stride;
+    for (int64_t row = 0, strip; row < rows; row += strip) {
+      strip = rows - row >= 4 ? 4 : rows - row >= 2 ? 2 : 1;
+      part.a = p.a + row * p.a_row + k * p.a_inner;
+      part.c = p.c + row * p.c_stride;
+      adds[depth / 4][strip / 2](&part, vectors, ahead && row == 0);
+    }
+  }
+}
+
 /* Few rows times B as it lies: only its last columns, less than a vector, are packed. */
 static void gemm_few_rows_task(void *context, int64_t task, int worker) {
   (void)worker;
@@ -277,8 +348,9 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
                    .c_stride = g->c_stride,
                    .inner = g->inner};
   const int64_t whole = at.columns / RPI_LANES * RPI_LANES, rest = at.columns - whole;
-  for (int64_t j = 0; j < whole; j += GEMM_WIDTH, p.b += GEMM_WIDTH, p.c += GEMM_WIDTH) {
-    gemm_strips(p, at.rows, rpi_min(GEMM_WIDTH, whole - j));
+  const int64_t span = rpi_round_up(GEMM_FEW_BYTES / RPI_REAL_BYTES / at.rows, RPI_LANES);
+  for (int64_t j = 0; j < whole; j += span, p.b += span, p.c += span) {
+    gemm_add_columns(p, at.rows, rpi_min(span, whole - j) / RPI_LANES);
   }
   if (rest == 0) return;
   _Alignas(64) real panel[GEMM_INNER * RPI_LANES];
@@ -303,8 +375,8 @@ static int64_t gemm_part(int64_t length, int64_t most, int64_t step) {
 /* BLAS counts in int, and has opinions on an empty sum. */
 static bool gemm_fits_blas(const rpi_gemm_args *g) {
   const int64_t most = INT32_MAX;
-  return g->inner > 0 && g->rows <= most && g->columns <= most && g->inner <= most && g->a_stride <= most &&
-         g->b_stride <= most && g->c_stride <= most;
+  return g->inner > 0 && g->rows <= most && g->columns <= most && g->inner <= most &&
+         g->a_stride <= most && g->b_stride <= most && g->c_stride <= most;
 }
 
 /* Blocks for BLAS or our own product: large, because each packs its part of A or B for
@@ -327,13 +399,17 @@ static void gemm_cut(gemm_job *job) {
 
 static rp_status gemm(const rpi_gemm_args *args) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
-  gemm_job job = {.args = args};
+  gemm_job job = {.args = args, .block_rows = args->rows};
   rpi_task task;
-  if (args->rows <= GEMM_FEW_ROWS && !(args->transpose_a && args->transpose_b)) {
-    /* A task reads at least 128 KiB of B: some 5 us. */
+  if (args->transpose_b && !args->transpose_a && args->rows <= GEMM_FEW_ROWS_TRANSPOSED) {
+    /* A task reads at least 128 KiB of B, some 5 us. */
     const int64_t most = rpi_max(GEMM_WIDTH, 32768 / rpi_max(args->inner, 1));
-    task = args->transpose_b ? gemm_dots_task : gemm_few_rows_task;
-    job.block_rows = args->rows;
+    task = gemm_dots_task;
+    job.block_columns = gemm_part(args->columns, most, GEMM_WIDTH);
+  } else if (!args->transpose_b && args->rows <= GEMM_FEW_ROWS_PLAIN) {
+    /* B is read along its rows: wide pieces. */
+    const int64_t most = rpi_min(1024, rpi_max(256, args->columns / 16));
+    task = gemm_few_rows_task;
     job.block_columns = gemm_part(args->columns, most, GEMM_WIDTH);
   } else {
     job.blas = gemm_fits_blas(args) ? rpi_blas_gemm() : NULL;
