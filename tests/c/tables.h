@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * tables.h: the operation tables that this machine can run, for tests that call them
+ * directly, and what tests know about how they were built.
+ */
+#ifndef TABLES_H
+#define TABLES_H
+
+#include <stdlib.h>
+
+#include "base/cpu.h"
+#include "isa/dispatch.h"
+
+/* Under a sanitizer, under an emulator: the same checks on fewer and smaller shapes. */
+static inline bool is_small_run(void) { return getenv("RELPOS_TEST_SMALL") != NULL; }
+
+/* The i-th table that can run here, the plainest first; NULL beyond the last. */
+static inline const rp_ops *table_at(int i) {
+  static const struct {
+    int feature;
+    const rp_ops *ops;
+  } tables[] = {
+      {RPI_CPU_PORTABLE, &rpi_ops_portable},
+#if defined(__x86_64__)
+      {RPI_CPU_AVX2, &rpi_ops_avx2},
+      {RPI_CPU_AVX512, &rpi_ops_avx512},
+#elif defined(__aarch64__)
+      {RPI_CPU_NEON, &rpi_ops_neon},
+#endif
+  };
+  for (size_t t = 0; t < sizeof tables / sizeof tables[0]; t++) {
+    if ((rpi_cpu_features() & tables[t].feature) != 0 && i-- == 0) return tables[t].ops;
+  }
+  return NULL;
+}
+
+#endif

@@ -1,0 +1,499 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_api_attention.c: api_attention.c. Every check has a call that fails it, with its
+ * status and a sentence that names the argument; empty calls succeed; and where memory
+ * runs out, nothing leaks. What the numbers must be is test_attention.c's.
+ */
+#include "base/memory.h"
+#include "check.h"
+#include "tables.h"
+
+#include <stdlib.h>
+
+enum { B = 2, H = 3, N = 5, M = 7, D = 4, DV = 6, LEFT = 2, RIGHT = 1, T = LEFT + 1 + RIGHT };
+#define BEYOND ((INT64_C(1) << 40) + 1) /* sizes end at 2^40 */
+#define HUGE_STRIDE (INT64_C(1) << 62)
+
+/* One valid call; each test spoils one thing of it. */
+typedef struct call {
+  rp_attention a;
+  rp_rows q, k, v, out_in, dout;
+  rp_rows_out out;
+  rp_attention_gradients g;
+  rp_real *lse;
+  void *workspace;
+  int64_t workspace_bytes;
+} call;
+
+static rp_real q_data[B * H * N * D], k_data[B * H * M * D], v_data[B * H * M * DV];
+static rp_real out_data[B * H * N * DV], dout_data[B * H * N * DV], lse_data[B * H * N];
+static rp_real dq_data[B * H * N * D], dk_data[B * H * M * D], dv_data[B * H * M * DV];
+static rp_real key_table[H * T * D], value_table[H * T * DV];
+static void *workspace;
+static int64_t forward_bytes, backward_bytes, most_bytes;
+
+static rp_rows rows(const rp_real *data, int64_t count, int64_t width) {
+  return (rp_rows){data, H * count * width, count * width, width};
+}
+static rp_rows_out rows_out(rp_real *data, int64_t count, int64_t width) {
+  return (rp_rows_out){data, H * count * width, count * width, width};
+}
+
+static call valid(void) {
+  call c = {.a = rp_attention_default(),
+            .q = rows(q_data, N, D),
+            .k = rows(k_data, M, D),
+            .v = rows(v_data, M, DV),
+            .out = rows_out(out_data, N, DV),
+            .out_in = rows(out_data, N, DV),
+            .dout = rows(dout_data, N, DV),
+            .g = {rows_out(dq_data, N, D), rows_out(dk_data, M, D), rows_out(dv_data, M, DV),
+                  NULL, NULL},
+            .lse = lse_data,
+            .workspace = workspace,
+            .workspace_bytes = most_bytes};
+  c.a.B = B;
+  c.a.H = H;
+  c.a.N = N;
+  c.a.M = M;
+  c.a.D = D;
+  c.a.Dv = DV;
+  c.a.key = (rp_relation){key_table, T * D, D, LEFT, RIGHT, RP_BEYOND_CLIP};
+  c.a.value = (rp_relation){value_table, 0, DV, LEFT, RIGHT, RP_BEYOND_NONE};
+  return c;
+}
+
+static rp_status forward(const call *c) {
+  return rp_attention_forward(&c->a, c->q, c->k, c->v, c->out, c->lse, c->workspace,
+                              c->workspace_bytes);
+}
+
+static rp_status backward(const call *c) {
+  return rp_attention_backward(&c->a, c->q, c->k, c->v, c->out_in, c->lse, c->dout, &c->g,
+                               c->workspace, c->workspace_bytes);
+}
+
+/* A shape that every function must refuse. */
+static void refused(const rp_attention *a, rp_status status, const char *sentence) {
+  call c = valid();
+  c.a = *a;
+  int64_t f = -7, b = -7;
+  CHECK_INT(rp_attention_workspace(a, &f, &b), status);
+  CHECK_TEXT(rp_last_error(), sentence);
+  CHECK(f == -7 && b == -7);
+  CHECK_INT(forward(&c), status);
+  CHECK_TEXT(rp_last_error(), sentence);
+  CHECK_INT(backward(&c), status);
+  CHECK_TEXT(rp_last_error(), sentence);
+}
+
+/* Spoils fields of a valid shape. */
+#define REFUSED(status, sentence, ...)                                                             \
+  do {                                                                                             \
+    rp_attention a = valid().a;                                                                    \
+    __VA_ARGS__;                                                                                   \
+    refused(&a, (status), (sentence));                                                             \
+  } while (0)
+
+/* Spoils a valid call of one pass. */
+#define PASS_REFUSED(pass, status, sentence, ...)                                                  \
+  do {                                                                                             \
+    call c = valid();                                                                              \
+    __VA_ARGS__;                                                                                   \
+    CHECK_INT(pass(&c), (status));                                                                 \
+    CHECK_TEXT(rp_last_error(), (sentence));                                                       \
+  } while (0)
+#define FORWARD_REFUSED(status, sentence, ...) PASS_REFUSED(forward, status, sentence, __VA_ARGS__)
+#define BACKWARD_REFUSED(status, sentence, ...)                                                    \
+  PASS_REFUSED(backward, status, sentence, __VA_ARGS__)
+#define BOTH_REFUSED(status, sentence, ...)                                                        \
+  FORWARD_REFUSED(status, sentence, __VA_ARGS__);                                                  \
+  BACKWARD_REFUSED(status, sentence, __VA_ARGS__)
+
+/* ---- the shape ---------------------------------------------------------------- */
+
+static void test_valid(void) {
+  const call c = valid();
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+}
+
+static void test_default(void) {
+  const rp_attention a = rp_attention_default();
+  const rp_attention zero = {.struct_size = sizeof zero};
+  CHECK(memcmp(&a, &zero, sizeof a) == 0);
+}
+
+static void test_struct(void) {
+  CHECK_INT(rp_attention_workspace(NULL, NULL, NULL), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: a is NULL");
+  call c = valid();
+  CHECK_INT(rp_attention_forward(NULL, c.q, c.k, c.v, c.out, c.lse, c.workspace, most_bytes),
+            RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: a is NULL");
+  CHECK_INT(rp_attention_backward(NULL, c.q, c.k, c.v, c.out_in, c.lse, c.dout, &c.g, c.workspace,
+                                  most_bytes),
+            RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: a is NULL");
+  REFUSED(RP_ERROR_ARGUMENT, "struct_size=0", a.struct_size = 0);
+  REFUSED(RP_ERROR_ARGUMENT, "rp_attention_default()", a.struct_size++);
+}
+
+static void test_sizes(void) {
+  REFUSED(RP_ERROR_SHAPE, "attention: B=-1", a.B = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: H=-1", a.H = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: N=-1", a.N = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: M=-1", a.M = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: D=0", a.D = 0);
+  REFUSED(RP_ERROR_SHAPE, "attention: Dv=0", a.Dv = 0);
+  REFUSED(RP_ERROR_SHAPE, "attention: B=", a.B = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: H=", a.H = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: N=", a.N = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: M=", a.M = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: D=", a.D = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: Dv=1099511627777, must be from 1 to 2^40", a.Dv = BEYOND);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: scale=", a.scale = INFINITY);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: scale=", a.scale = NAN);
+}
+
+static void test_lengths(void) {
+  const int64_t long_queries[B] = {0, N + 1}, negative[B] = {-1, 0}, good[B] = {N, 0};
+  const int64_t long_keys[B] = {M + 1, 0}, good_keys[B] = {0, M}, between[B] = {6, 6};
+  const int64_t packed[B + 1] = {0, 1, N};
+  REFUSED(RP_ERROR_SHAPE, "attention: lengths[1]=6, must be from 0 to N=5",
+          a.lengths = long_queries);
+  REFUSED(RP_ERROR_SHAPE, "attention: lengths[0]=-1", a.lengths = negative);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_lengths[0]=8, must be from 0 to M=7",
+          a.key_lengths = long_keys);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_lengths[0]=-1", a.key_lengths = negative);
+  REFUSED(RP_ERROR_SHAPE, "attention: lengths[0]=6, must be from 0 to M=5", /* of the keys too */
+          a.lengths = between, a.N = 7, a.M = 5);
+  REFUSED(RP_ERROR_ARGUMENT, "both lengths and offsets", a.lengths = good, a.offsets = packed);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: key_lengths is given with packed keys",
+          a.key_lengths = good_keys, a.offsets = packed);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: key_lengths is given with packed keys",
+          a.key_lengths = good_keys, a.key_offsets = packed);
+  call c = valid();
+  c.a.lengths = good;
+  c.a.key_lengths = good_keys;
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+}
+
+static void test_offsets(void) {
+  const int64_t late[B + 1] = {1, 2, 3}, falling[B + 1] = {0, 3, 2}, far[B + 1] = {0, 1, BEYOND};
+  REFUSED(RP_ERROR_SHAPE, "attention: offsets[0]=1, must be 0", a.offsets = late);
+  REFUSED(RP_ERROR_SHAPE, "attention: offsets[2]=2 after 3", a.offsets = falling);
+  REFUSED(RP_ERROR_SHAPE, "attention: offsets[2]=", a.offsets = far);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_offsets[0]=1, must be 0", a.key_offsets = late);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_offsets[2]=2 after 3", a.key_offsets = falling);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_offsets[2]=", a.key_offsets = far);
+}
+
+static void test_starts(void) {
+  const int64_t before[B] = {0, -BEYOND}, behind[B] = {BEYOND, 0};
+  REFUSED(RP_ERROR_ARGUMENT, "attention: query_start[1]=-", a.query_start = before);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: query_start[0]=", a.query_start = behind);
+}
+
+static void test_relations(void) {
+  REFUSED(RP_ERROR_ARGUMENT, "attention: key.left=-1", a.key.left = -1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: key.left=", a.key.left = BEYOND);
+  REFUSED(RP_ERROR_ARGUMENT, "right=-1", a.key.right = -1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: value.left=", a.value.right = BEYOND);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: key.beyond=2", a.key.beyond = 2);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: value.beyond=-1", a.value.beyond = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: key.row_stride=3, must be at least the row's width 4",
+          a.key.row_stride = D - 1);
+  REFUSED(RP_ERROR_SHAPE, "attention: value.row_stride=5, must be at least the row's width 6",
+          a.value.row_stride = DV - 1);
+  REFUSED(RP_ERROR_SHAPE, "attention: key.row_stride=", a.key.row_stride = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: key: ", a.key.left = BEYOND - 1,
+          a.key.row_stride = INT64_C(1) << 30);
+  REFUSED(RP_ERROR_SHAPE, "attention: key.head_stride=15", a.key.head_stride = T * D - 1);
+  REFUSED(RP_ERROR_SHAPE, "attention: value.head_stride=-1", a.value.head_stride = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: key.head_stride=", a.key.head_stride = HUGE_STRIDE);
+  /* Without a table nothing else of a term is looked at. */
+  call c = valid();
+  c.a.key = (rp_relation){NULL, -1, -1, -1, -1, 77};
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  /* The last row of a table may end with its width. */
+  c = valid();
+  c.a.value.row_stride = DV + 1;
+  c.a.value.left = c.a.value.right = 1;
+  c.a.value.head_stride = 2 * (DV + 1) + DV;
+  CHECK_INT(forward(&c), RP_OK);
+}
+
+/* ---- arrays -------------------------------------------------------------------- */
+
+static void test_missing_arrays(void) {
+  BOTH_REFUSED(RP_ERROR_ARGUMENT, "attention: q is NULL", c.q.data = NULL);
+  BOTH_REFUSED(RP_ERROR_ARGUMENT, "attention: k is NULL", c.k.data = NULL);
+  BOTH_REFUSED(RP_ERROR_ARGUMENT, "attention: v is NULL", c.v.data = NULL);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out is NULL", c.out.data = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out is NULL", c.out_in.data = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: dout is NULL", c.dout.data = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: lse is NULL", c.lse = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.q is NULL", c.g.q.data = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.k is NULL", c.g.k.data = NULL);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.v is NULL", c.g.v.data = NULL);
+  const call c = valid();
+  CHECK_INT(rp_attention_backward(&c.a, c.q, c.k, c.v, c.out_in, c.lse, c.dout, NULL, c.workspace,
+                                  most_bytes),
+            RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: gradients is NULL");
+  call without = valid(); /* forward's is optional */
+  without.lse = NULL;
+  CHECK_INT(forward(&without), RP_OK);
+}
+
+static void test_input_strides(void) {
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: q has a stride of -1", c.q.batch_stride = -1);
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: k has a stride of -1", c.k.head_stride = -1);
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: v has a stride of -1", c.v.row_stride = -1);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: out has a stride of -1", c.out_in.row_stride = -1);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: dout has a stride of -1", c.dout.row_stride = -1);
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: q: its size overflows", c.q.batch_stride = HUGE_STRIDE);
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: k: its size overflows", c.k.head_stride = HUGE_STRIDE);
+  BOTH_REFUSED(RP_ERROR_SHAPE, "attention: v: its size overflows", c.v.row_stride = HUGE_STRIDE);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: dout: its size overflows",
+                   c.dout.row_stride = INT64_MAX / 4);
+  /* Inputs may be shared: one row for every key, one array for every head. */
+  call c = valid();
+  c.k.row_stride = c.v.head_stride = c.q.batch_stride = 0;
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+}
+
+static void test_output_strides(void) {
+  FORWARD_REFUSED(RP_ERROR_SHAPE, "attention: out has a stride of 5", c.out.row_stride = DV - 1);
+  FORWARD_REFUSED(RP_ERROR_SHAPE, "attention: out has a stride of 0", c.out.head_stride = 0);
+  FORWARD_REFUSED(RP_ERROR_SHAPE, "must not overlap", c.out.batch_stride -= DV);
+  FORWARD_REFUSED(RP_ERROR_SHAPE, "attention: out has a stride of -6", c.out.row_stride = -DV);
+  FORWARD_REFUSED(RP_ERROR_SHAPE, "attention: out: its size overflows",
+                  c.out.batch_stride = HUGE_STRIDE);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.q has a stride", c.g.q.row_stride--);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.k has a stride", c.g.k.head_stride--);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.v has a stride", c.g.v.batch_stride--);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.v: its size", c.g.v.batch_stride =
+                                                                           HUGE_STRIDE);
+  /* A stride that is never taken may be anything. */
+  call c = valid();
+  c.a.B = 1;
+  c.q.batch_stride = c.k.batch_stride = c.v.batch_stride = c.out.batch_stride = -1;
+  CHECK_INT(forward(&c), RP_OK);
+}
+
+static void test_workspace(void) {
+  FORWARD_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=",
+                  c.workspace_bytes = forward_bytes - 1);
+  BACKWARD_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=",
+                   c.workspace_bytes = backward_bytes - 1);
+  BOTH_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=0", c.workspace_bytes = 0);
+  BOTH_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=-1", c.workspace_bytes = -1);
+  BOTH_REFUSED(RP_ERROR_ARGUMENT, "attention: workspace is NULL", c.workspace = NULL);
+  BOTH_REFUSED(RP_ERROR_ARGUMENT, "aligned to 64 bytes", c.workspace = (char *)workspace + 32);
+  call c = valid();
+  c.workspace_bytes = forward_bytes;
+  CHECK_INT(forward(&c), RP_OK);
+  c.workspace_bytes = backward_bytes;
+  CHECK_INT(backward(&c), RP_OK);
+  CHECK_INT(rp_attention_workspace(&c.a, NULL, NULL), RP_OK);
+  /* Sizes whose workspace cannot be counted. */
+  rp_attention a = valid().a;
+  a.D = a.Dv = BEYOND - 1;
+  a.N = a.M = 100000;
+  a.key.table = a.value.table = NULL;
+  CHECK_INT(rp_set_threads(1024), RP_OK);
+  int64_t f = -7, b = -7;
+  CHECK_INT(rp_attention_workspace(&a, &f, NULL), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "attention: the workspace's size overflows");
+  CHECK_INT(rp_attention_workspace(&a, NULL, &b), RP_ERROR_SHAPE);
+  CHECK(f == -7 && b == -7);
+  CHECK_INT(rp_set_threads(2), RP_OK);
+}
+
+/* ---- empty calls ----------------------------------------------------------------- */
+
+/* What an empty call must not touch is NULL. */
+static void test_empty(void) {
+  call c = valid();
+  for (int which = 0; which < 2; which++) { /* no sequence; no head */
+    c = valid();
+    *(which == 0 ? &c.a.B : &c.a.H) = 0;
+    int64_t f = -1, b = -1;
+    CHECK_INT(rp_attention_workspace(&c.a, &f, &b), RP_OK);
+    CHECK(f == 0 && b == 0);
+    c.q = c.k = c.v = c.out_in = c.dout = (rp_rows){0};
+    c.out = c.g.q = c.g.k = c.g.v = (rp_rows_out){0};
+    c.lse = NULL;
+    c.workspace = NULL;
+    c.workspace_bytes = 0;
+    CHECK_INT(forward(&c), RP_OK);
+    CHECK_INT(backward(&c), RP_OK);
+  }
+  c = valid(); /* no queries: keys take no gradient */
+  c.a.N = 0;
+  c.q.data = c.out_in.data = c.dout.data = NULL;
+  c.out.data = c.g.q.data = c.lse = NULL;
+  for (int i = 0; i < B * H * M * D; i++) dk_data[i] = 3;
+  for (int i = 0; i < B * H * M * DV; i++) dv_data[i] = 3;
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  bool zero = true;
+  for (int i = 0; i < B * H * M * D; i++) zero = zero && dk_data[i] == 0;
+  for (int i = 0; i < B * H * M * DV; i++) zero = zero && dv_data[i] == 0;
+  CHECK(zero);
+  c = valid(); /* no keys: zeros, -inf, no gradient */
+  c.a.M = 0;
+  c.k.data = c.v.data = NULL;
+  c.g.k.data = c.g.v.data = NULL;
+  for (int i = 0; i < B * H * N * DV; i++) out_data[i] = 3;
+  for (int i = 0; i < B * H * N * D; i++) dq_data[i] = 3;
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  for (int i = 0; i < B * H * N * DV; i++) zero = zero && out_data[i] == 0;
+  for (int i = 0; i < B * H * N * D; i++) zero = zero && dq_data[i] == 0;
+  for (int i = 0; i < B * H * N; i++) zero = zero && lse_data[i] == (rp_real)-INFINITY;
+  CHECK(zero);
+  c = valid(); /* neither, padded and packed */
+  c.a.N = c.a.M = 0;
+  const int64_t none[B + 1] = {0};
+  for (int packed = 0; packed < 2; packed++) {
+    c.a.offsets = packed ? none : NULL;
+    CHECK_INT(forward(&c), RP_OK);
+    CHECK_INT(backward(&c), RP_OK);
+  }
+}
+
+/* ---- the simple call --------------------------------------------------------------- */
+
+static rp_status shaw(int64_t b, int64_t h, int64_t n, int64_t d, int64_t k) {
+  return rp_shaw_attention(b, h, n, d, k, 0, q_data, q_data, q_data, key_table, value_table,
+                           out_data);
+}
+
+static void test_shaw(void) {
+  CHECK_INT(shaw(B, H, N, D, 1), RP_OK);
+  CHECK_INT(shaw(0, H, N, D, 1), RP_OK);
+  CHECK_INT(shaw(B, 0, N, D, 1), RP_OK);
+  CHECK_INT(shaw(B, H, 0, D, 1), RP_OK);
+  CHECK_INT(rp_shaw_attention(B, H, N, D, 0, 1, q_data, q_data, q_data, NULL, NULL, out_data),
+            RP_OK);
+  static const struct {
+    int64_t b, h, n, d, k;
+    rp_status status;
+    const char *sentence;
+  } bad[] = {
+      {-1, H, N, D, 1, RP_ERROR_SHAPE, "B=-1"},
+      {B, -1, N, D, 1, RP_ERROR_SHAPE, "H=-1"},
+      {B, H, -1, D, 1, RP_ERROR_SHAPE, "N=-1"},
+      {B, H, N, 0, 1, RP_ERROR_SHAPE, "D=0"},
+      {B, H, N, D, -1, RP_ERROR_ARGUMENT, "k=-1"},
+      {B, H, N, D, BEYOND, RP_ERROR_ARGUMENT, "left=1099511627777"},
+      {1, BEYOND - 1, BEYOND - 1, BEYOND - 1, 0, RP_ERROR_SHAPE, "overflow"},
+  };
+  for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+    CHECK_INT(shaw(bad[i].b, bad[i].h, bad[i].n, bad[i].d, bad[i].k), bad[i].status);
+    CHECK_TEXT(rp_last_error(), bad[i].sentence);
+  }
+  for (int missing = 0; missing < 4; missing++) {
+    static const char *const names[] = {"q is NULL", "k is NULL", "v is NULL", "out is NULL"};
+    CHECK_INT(rp_shaw_attention(B, H, N, D, 1, 0, missing == 0 ? NULL : q_data,
+                                missing == 1 ? NULL : q_data, missing == 2 ? NULL : q_data,
+                                key_table, value_table, missing == 3 ? NULL : out_data),
+              RP_ERROR_ARGUMENT);
+    CHECK_TEXT(rp_last_error(), names[missing]);
+  }
+}
+
+/* ---- memory runs out ---------------------------------------------------------------- */
+
+typedef struct ledger {
+  int64_t calls, fail_at, held;
+} ledger;
+
+static void *allocate(void *context, size_t bytes) {
+  ledger *const l = context;
+  if (l->calls++ == l->fail_at) return NULL;
+  const size_t rounded = (bytes / RPI_ALIGN + 1) * RPI_ALIGN;
+  void *const memory = aligned_alloc(RPI_ALIGN, rounded);
+  l->held += memory != NULL;
+  return memory;
+}
+
+static void release(void *context, void *memory) {
+  ledger *const l = context;
+  l->held -= memory != NULL;
+  free(memory);
+}
+
+/* Every allocation of a call fails in turn, until one call meets no failure; what may be
+ * refused must come back, and the call after that must succeed. */
+static void test_memory(void) {
+  for (int64_t fail_at = 0;; fail_at++) {
+    ledger l = {.fail_at = fail_at};
+    const rpi_allocator allocator = {allocate, release, &l};
+    rpi_set_allocator(&allocator);
+    const rp_status status = shaw(B, H, N, D, 1);
+    const bool failed = l.calls > fail_at;
+    CHECK_INT(status, failed ? RP_ERROR_MEMORY : RP_OK);
+    if (failed) CHECK_TEXT(rp_last_error(), "attention: no memory for a workspace of");
+    CHECK_INT(l.held, 0);
+    rpi_set_allocator(NULL);
+    if (!failed) {
+      CHECK_INT(fail_at, l.calls);
+      CHECK(l.calls >= 1);
+      break;
+    }
+    if (!CHECK(fail_at < 100)) break;
+  }
+  CHECK_INT(shaw(B, H, N, D, 1), RP_OK);
+}
+
+/* The calls with a workspace allocate nothing. */
+static void test_no_memory_needed(void) {
+  ledger l = {.fail_at = 0};
+  const rpi_allocator allocator = {allocate, release, &l};
+  rpi_set_allocator(&allocator);
+  const call c = valid();
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  CHECK_INT(shaw(B, H, N, D, -1), RP_ERROR_ARGUMENT); /* nor does a refusal */
+  CHECK_INT(l.calls, 0);
+  rpi_set_allocator(NULL);
+}
+
+int main(void) {
+  for (int i = 0; i < B * H * N * D; i++) q_data[i] = (rp_real)(i % 5) - 2;
+  for (int i = 0; i < B * H * M * D; i++) k_data[i] = (rp_real)(i % 7) / 3;
+  for (int i = 0; i < B * H * M * DV; i++) v_data[i] = (rp_real)(i % 3);
+  most_bytes = 0;
+  CHECK_INT(rp_set_threads(2), RP_OK);
+  const call c = valid();
+  if (!CHECK_INT(rp_attention_workspace(&c.a, &forward_bytes, &backward_bytes), RP_OK)) return 1;
+  most_bytes = forward_bytes > backward_bytes ? forward_bytes : backward_bytes;
+  workspace = rpi_allocate((size_t)most_bytes);
+  if (!CHECK(workspace != NULL)) return 1;
+  test_valid();
+  test_default();
+  test_struct();
+  test_sizes();
+  test_lengths();
+  test_offsets();
+  test_starts();
+  test_relations();
+  test_missing_arrays();
+  test_input_strides();
+  test_output_strides();
+  test_workspace();
+  test_empty();
+  test_shaw();
+  test_memory();
+  test_no_memory_needed();
+  rpi_release(workspace);
+  rp_set_threads(0);
+  return check_report();
+}
