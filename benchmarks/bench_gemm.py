@@ -5,8 +5,9 @@
 
 Compiles c/bench_gemm.c with a C compiler against libcore.a (`make`). The shapes are those of the
 paper's base model: 2048 tokens through its layers and back, and 1 to 32 rows, as in decoding, with
-weights that come from memory. Three processes take turns at each shape; a side's time is the
-least of its rounds' medians, because all three are disturbed by whatever else the machine does.
+weights that come from memory. Three processes take turns at each shape. A side's time is the median
+of the rounds in which others took no more than 5 % of the machine; a line whose figures come from
+fewer than three such rounds is marked NOT QUIET (see README.md on what that does to torch).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import turns
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BUILD = ROOT / "build" / "release"
+QUIET = 0.05  # share of the machine that others may take in a round that counts
 
 # rows, columns, inner, transpose_a, transpose_b, copies of B
 Shape = tuple[int, int, int, int, int, int]
@@ -72,6 +74,12 @@ class Side:
         assert self.process.stdin is not None
         print(request, file=self.process.stdin, flush=True)
         return float(self._line().split()[0])
+
+    def ticks(self) -> int:
+        """CPU time so far, in the kernel's clock ticks."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        user, system = stat.rsplit(")", 1)[1].split()[11:13]
+        return int(user) + int(system)
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -121,6 +129,31 @@ def library_path() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": str(scipy_openblas32.get_lib_dir())}
 
 
+def machine_ticks() -> int:
+    """What all processes took, and the hypervisor."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
+    return user + nice + system + irq + softirq + steal
+
+
+def measure(sides: list[Side], request: str, rounds: int) -> tuple[list[float], int]:
+    """Median seconds of each side over the quiet rounds (or the quietest three); how many."""
+    seen: list[tuple[float, list[float]]] = []
+    for _ in range(3 * rounds):
+        begin = time.perf_counter()
+        others = sum(side.ticks() for side in sides) - machine_ticks()
+        seconds = [side.ask(request) for side in sides]
+        others += machine_ticks() - sum(side.ticks() for side in sides)
+        ticks = (time.perf_counter() - begin) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+        seen.append((others / ticks, seconds))
+        if sum(share <= QUIET for share, _ in seen) >= rounds:
+            break
+    seen.sort(key=lambda r: r[0])
+    quiet = sum(share <= QUIET for share, _ in seen)
+    used = [seconds for _, seconds in seen[: max(quiet, 3)]]
+    return [median(column) for column in zip(*used, strict=True)], quiet
+
+
 def row(label: str, shape: Shape, seconds: list[float], bandwidth: float) -> str:
     rows, columns, inner, *_ = shape
     work, weights = 2e-9 * rows * columns * inner, 4e-9 * columns * inner
@@ -155,11 +188,10 @@ def main() -> None:
     results = []
     for label, shape in [*TRAINING.items(), *few_rows()]:
         request = " ".join(map(str, shape))
-        rounds = [[s.ask(request) for s in sides.values()] for _ in range(options.rounds)]
-        seconds = [min(column) for column in zip(*rounds, strict=True)]
-        print(row(label, shape, seconds, bandwidth), flush=True)
+        seconds, quiet = measure(list(sides.values()), request, options.rounds)
+        print(row(label, shape, seconds, bandwidth), "" if quiet >= 3 else "NOT QUIET", flush=True)
         times = dict(zip(sides, seconds, strict=True))
-        results.append({"label": label, "shape": shape, "seconds": times})
+        results.append({"label": label, "shape": shape, "seconds": times, "quiet_rounds": quiet})
     if options.output:
         record = {"command": " ".join(sys.argv), "machine": turns.machine(), "sides": names}
         record |= {"memory_gb_s": bandwidth, "results": results}
