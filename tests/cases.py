@@ -491,6 +491,7 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
     (worst: S too is the sum of the absolute values) or by squares, as independent errors do. The
     partial sums of n terms, added one after the other, then come to u sqrt(n / 6) times the root of
     the sum of squares: NumPy, which adds in parallel lanes, is better off than any tile kernel.
+    Tables count as what is summed, their rows less row 0 (csrc/ops/band.h), where that is larger.
     """
     q, k, v, dout, key_table, value_table = arrays.views()
     batch = case.batch()
@@ -505,6 +506,9 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
 
     def in_sequence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return product(x, y) * (1 if worst else np.sqrt(1 + x.shape[1] / 6))
+
+    def against_row_0(table: np.ndarray) -> np.ndarray:
+        return np.maximum(np.abs(table), np.abs(table - table[0]))
 
     squares: dict[str, np.ndarray] = {"q": np.zeros(q.shape), "k": np.zeros(k.shape)}
     squares |= {"v": np.zeros(v.shape), "out": np.zeros((*q.shape[:-1], case.Dv))}
@@ -525,9 +529,10 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
                 qh, kh, scale=scale, visible=seen, key_table=wk, key_index=given.get("key_index")
             )
             p = reference.attention_probabilities(s, lse)
+            wk_size, wv_size = (None if t is None else against_row_0(t) for t in (wk, wv))
             parts = in_sequence(qh, kh.T)
             if wk is not None:
-                parts = add(parts, gather(in_sequence(qh, wk.T), given["key_index"]))
+                parts = add(parts, gather(in_sequence(qh, wk_size.T), given["key_index"]))
             s = parts * abs(scale) if worst else add(np.where(seen, s, 0), parts * scale)
             S = 1 + np.max(np.abs(s), axis=1, initial=0, where=seen)[:, None]
             # Forward.
@@ -536,9 +541,9 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
             if wv is not None:
                 index = given["value_index"]
                 P = collect(p, index, len(wv))
-                z, z_size = z + P @ wv, add(z_size, product(P * S, wv), in_sequence(P, wv))
+                z, z_size = z + P @ wv, add(z_size, product(P * S, wv_size), in_sequence(P, wv_size))
                 dp = dp + gather(dh @ np.asarray(wv, np.float64).T, index)
-                dp_size = add(dp_size, gather(in_sequence(dh, wv.T), index))
+                dp_size = add(dp_size, gather(in_sequence(dh, wv_size.T), index))
                 dwv = add(product((P * S).T, dh), in_sequence(P.T, dh))
                 _table(squares["value_table"], h)[...] += dwv**power
             # Backward. The error of delta is the same along a row, and adds up there.
@@ -553,7 +558,7 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
                 dA = collect(ds, index, len(wk))
                 dA_size = collect(ds_size**power, index, len(wk)) ** (1 / power)
                 dA_size = add(dA_size, collect(p, index, len(wk)) * delta_size)
-                dq = add(dq, product(dA_size, wk), in_sequence(dA, wk))
+                dq = add(dq, product(dA_size, wk_size), in_sequence(dA, wk_size))
                 dwk = add(product(dA_size.T, qh), in_sequence(dA.T, qh))
                 _table(squares["key_table"], h)[...] += dwk**power
             ds_size = add(ds_size, p * delta_size)
@@ -581,7 +586,8 @@ def compare(name: str, got: np.ndarray, truth: Oracle) -> str | None:
     float32   2 times (results) or 3 times (gradients) the error of the plain float32 formula,
               largest against largest, plus a floor; and root mean square against the same.
 
-    The floor is u noise for the mean square and 4 u noise for the largest. Where few independent
+    The floor is u noise for the mean square and 6 u noise for the largest: a run compares some
+    1e8 numbers, and the largest of that many normal errors is 5.7 deviations out. Where few independent
     roundings make the plain error (few rows, or a softmax with one winner) it may be small by luck,
     and says little about what is possible: there the mean square is not compared, and the floor is
     sqrt(n) u size, what n roundings of random sign amount to (Higham & Mary 2019). NaN and
@@ -607,7 +613,7 @@ def compare(name: str, got: np.ndarray, truth: Oracle) -> str | None:
         factor = 2 if name in ("out", "lse") else 3
         stable = truth.rows >= 64 and _independent(plain_error, name) >= 32
         noise = np.where(np.isfinite(truth.noise[name]), truth.noise[name], 0)
-        floor = 4 * noise if stable else np.sqrt(truth.terms) * finite_size
+        floor = 6 * noise if stable else np.sqrt(truth.terms) * finite_size
         bound = factor * plain_error.max(initial=0) + unit * floor + tiny
         if stable:
             square_bound = factor * np.sqrt(np.mean(plain_error**2)) + tiny

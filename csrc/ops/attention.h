@@ -38,7 +38,6 @@
 #define RPI_RAISE 8 /* log2 of the factor a score may exceed the running maximum by */
 
 static const real LOG2_E = (real)1.4426950408889634074;
-static const real LN_2 = (real)0.69314718055994530942;
 
 /* Rows of numbers that a product can read: their own memory where that is dense and
  * a multiple of vectors wide, else a padded copy. Copying rows that are far apart

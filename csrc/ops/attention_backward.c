@@ -121,11 +121,18 @@ static real *head_line(const table_sums *sums, int64_t padded) {
 
 /* ---- a strip ------------------------------------------------------------- */
 
-/* p and ds of a strip from its scores and dp - delta: (2) and (5). */
-RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds) {
-  _Pragma("omp simd") for (int64_t j = 0; j < count * RPI_TILE; j++) {
-    s[j] = rpi_exp2(s[j]);
-    ds[j] *= s[j];
+/* p and ds of a strip from its scores and dp - delta: (2) and (5). -lse_i is added
+ * here, to the finished score: accumulators that started from it would round each of
+ * their D steps at its size, eleven times the error of the plain formula where scores
+ * are small. */
+RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds,
+                                      const real *restrict negated_lse) {
+  for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
+    const real start = negated_lse[r];
+    _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) {
+      s[j] = rpi_exp2(s[j] + start);
+      ds[j] *= s[j];
+    }
   }
 }
 
@@ -172,7 +179,8 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
                                  .c_stride = RPI_TILE,
                                  .inner = item->width[which]};
     score_strip(&x->w, window_meets(&x->w, nearest, farthest),
-                x->e + i * window_stride(x->w.columns), distance, count, &product, x->start + i);
+                x->e + i * window_stride(x->w.columns), distance, count, &product,
+                which == KEY ? w->zeros : x->start + i);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
@@ -180,7 +188,7 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   if (tile_keys < RPI_TILE || (causal && farthest > 0)) {
     mask_strip(count, 1 - distance, causal, tile_keys, p);
   }
-  differentiate_strip(count, p, ds);
+  differentiate_strip(count, p, ds, w->side[KEY].start + i);
   collect_strip(item, &w->side[KEY], KEY, ds, i, count, distance, tile_keys, left[KEY]);
   collect_strip(item, &w->side[VALUE], VALUE, p, i, count, distance, tile_keys, left[VALUE]);
   const int64_t width = item->padded[KEY];
@@ -256,6 +264,16 @@ static bool turn_left(const backward_item *item, side *x, int which, int64_t j,
   return true;
 }
 
+/* dz . (z - wV[0]): the difference first, it is small where weights lie on row 0. */
+static real dot_shifted(const real *restrict dz, const real *restrict z,
+                        const real *restrict shift, int64_t width) {
+  real sum = 0;
+  _Pragma("omp simd reduction(+ : sum)") for (int64_t c = 0; c < width; c++) {
+    sum += dz[c] * (z[c] - shift[c]);
+  }
+  return sum;
+}
+
 /* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights
  * are 0 whatever the scores. */
 static void start_rows(const backward_item *item, const backward_block *block,
@@ -271,10 +289,10 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const real *const q = row_of(&args->q, seq->query_batch, item->head, at);
     const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
     const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
-    const real shifted = score_shift(args->shape, &item->term[KEY], q);
+    const double own = (double)score_shift(args->shape, &item->term[KEY], q) - (double)lse[i];
     w->side[KEY].start[i] =
-        lse[i] == (real)-INFINITY ? lse[i] : (shifted - lse[i]) * LOG2_E;
-    w->side[VALUE].start[i] = (shift ? dot(dz, shift, Dv) : (real)0) - dot(dz, z, Dv);
+        lse[i] == (real)-INFINITY ? lse[i] : (real)(own * 1.4426950408889634074);
+    w->side[VALUE].start[i] = -(shift ? dot_shifted(dz, z, shift, Dv) : dot(dz, z, Dv));
   }
 }
 

@@ -258,7 +258,9 @@ static void forward_finish(const forward_item *item, const running *state) {
     } else if (lse) { /* of the scores as they are: with the row that band.h subtracts */
       const real *const q = row_of(&args->q, seq->query_batch, item->head,
                                    seq->query_row + item->query + i);
-      lse[item->query + i] = (state->max[i] + rpi_log2(sum)) * LN_2 + score_shift(args->shape, &item->key, q);
+      /* in double: this one number scales every weight of backward */
+      const double own = ((double)state->max[i] + log2((double)sum)) * 0.69314718055994530942;
+      lse[item->query + i] = (real)(own + (double)score_shift(args->shape, &item->key, q));
     }
   }
 }

@@ -23,8 +23,9 @@
  * softmax (each row of scores moves by one constant), and makes the far left plain
  * attention: its bias is 0. What is left are T - 1 columns (32 for k = 16: two
  * vectors, not three). For the values the same subtraction is undone by adding row
- * 0 once, because weights sum to 1. It is done where some visible pair reaches row
- * 0, so that a row nobody reaches gets a gradient of exactly zero.
+ * 0 once, because weights sum to 1. It is done where some visible pair lies beyond the
+ * left end: else row 0 is a column like any other, and a row that nobody reaches gets a
+ * gradient of exactly zero.
  *
  * The tail. With clip, every d >= last shares the last column. Strips of queries
  * wholly there start from one constant per row, and their weights are row sums,
@@ -56,15 +57,16 @@ static term term_of(const rp_relation *relation, int64_t head, int64_t width, in
   const bool clip = relation->beyond == RP_BEYOND_CLIP;
   /* k = 0, clipped: every distance is row 0, none has a column. */
   const bool one = clip && relation->left + relation->right == 0;
+  const bool shifted = one || (clip && nearest < -relation->left);
   return (term){
       .table = relation->table ? relation->table + head * relation->head_stride : NULL,
       .stride = relation->row_stride,
       .width = width,
       .left = relation->left,
-      .first = one ? INT64_MAX : clip ? 1 - relation->left : -relation->left,
+      .first = one ? INT64_MAX : shifted ? 1 - relation->left : -relation->left,
       .last = relation->right,
       .clip = clip,
-      .shifted = one || (clip && nearest <= -relation->left),
+      .shifted = shifted,
   };
 }
 

@@ -20,7 +20,6 @@
 #ifdef RP_REAL_IS_DOUBLE
 
 static inline real rpi_exp2(real x) { return exp2(x); }
-static inline real rpi_log2(real x) { return log2(x); }
 
 #else
 
@@ -44,7 +43,6 @@ static inline real rpi_exp2(real x) {
   memcpy(&scale, &bits, sizeof scale);
   return power * scale;
 }
-static inline real rpi_log2(real x) { return log2f(x); }
 
 #endif
 
