@@ -131,6 +131,13 @@ def test_inline_commands_name_what_exists() -> None:
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
+def test_the_tests_that_pages_name_exist() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*"))
+    for page in PAGES:
+        for name in re.findall(r"\btest_\w+(?!\w*\.)", page.read_text()):
+            assert f"def {name}" in sources, f"{page.name}: {name}"
+
+
 # ---- programs ------------------------------------------------------------------------------------
 
 
