@@ -57,6 +57,29 @@ static dense dense_rows(const real *data, int64_t stride, int64_t count, int64_t
   return (dense){copy, padded};
 }
 
+/* A strip wholly in the tail of a term meets one relation only: it is plain attention
+ * with that relation's vector added to every key (value). */
+static dense tail_rows(const term *t, const dense *from, int64_t count, int64_t padded, real *to) {
+  const real *const last = t->table + (t->last + t->left) * t->stride;
+  const real *const row0 = t->shifted ? t->table : NULL;
+  for (int64_t r = 0; r < count; r++) {
+    const real *const row = from->data + r * from->stride;
+    for (int64_t c = 0; c < t->width; c++) {
+      to[r * padded + c] = row[c] + (row0 ? last[c] - row0[c] : last[c]);
+    }
+    for (int64_t c = t->width; c < padded; c++) to[r * padded + c] = 0;
+  }
+  return (dense){to, padded};
+}
+
+/* Does any strip of queries from `query` on lie wholly in the tail? */
+static bool reaches_tail(const term *t, const rpi_sequence *seq, int64_t query, int64_t key,
+                         int64_t keys) {
+  if (!t->table || !t->clip || keys <= 0 || t->last < t->first) return false;
+  const int64_t last_tile = key + (keys - 1) / RPI_TILE * RPI_TILE;
+  return last_tile - (query + seq->start) >= t->last;
+}
+
 static const real *row_of(const rp_rows *x, int64_t batch, int64_t head, int64_t row) {
   return x->data + batch * x->batch_stride + head * x->head_stride + row * x->row_stride;
 }

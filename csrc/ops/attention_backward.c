@@ -19,21 +19,25 @@
  * -delta_i for -lse_i; (9) is (8) with dz for q and p for ds. So everything below is
  * written once for a side, KEY (x = q) or VALUE (x = dz).
  *
- * Table row 0 of a shifted term has no column (band.h), but its gradient is summed as
- * any other: one from the others' would be as wrong as all of them together. For a
- * tile of keys, blocks of queries come in the order right of the band, across it, left
- * of it. From the first block that lies wholly left, the tile's dk (dv) is gathered
- * anew: its column sums are the gradient of row 0, for 1/16 of a row sum's cost. Left
- * parts of the blocks before are gathered per row (head), as the tail is.
+ * For a tile of keys, blocks of queries come in the order right of the band, across it,
+ * left of it. While they lie wholly right, the column sums of the tile's dk (dv) are the
+ * gradient of the last relation, and dq takes keys with that relation's vector added: no
+ * row sums. From the first block wholly left on, dk (dv) is gathered anew, and its column
+ * sums are the gradient of table row 0, which has no column where it is subtracted
+ * (band.h). (From the others' it would be as wrong as all of them together.) In blocks
+ * across the band, what lies left and right is gathered per row: head and tail.
  */
 #include "ops/attention.h"
 #include "ops/table_sums.h"
 
 enum { KEY, VALUE, SIDES };
 
-/* What dk (dv) of a tile holds so far: nothing; blocks right of the band and across it;
- * blocks left of it, alone; the same, and others were put into place before. */
-enum { TILE_EMPTY, TILE_MIXED, TILE_LEFT, TILE_LEFT_AGAIN };
+/* Where a block lies, seen from a tile. */
+enum { RIGHT, ACROSS, LEFT };
+
+/* What dk (dv) of a tile holds so far: nothing; only blocks to the right of the band; any
+ * up to those across it; only those to the left; the same, and others were put before. */
+enum { TILE_EMPTY, TILE_RIGHT, TILE_MIXED, TILE_LEFT, TILE_LEFT_AGAIN };
 
 typedef struct side {
   /* of a chunk of keys */
@@ -49,11 +53,13 @@ typedef struct side {
   real *tail, *head; /* [block][LANES] */
   window w;
   dense x;
+  bool collects; /* some tile lies across the band: there are buckets */
 } side;
 
 typedef struct backward_scratch {
   side side[SIDES];
   real *key_rows; /* [keys][padded], where they need a copy */
+  real *tail_key_rows; /* the same, with the last relation's vector added */
   real *dq;       /* [block][padded] */
   real *zeros;    /* [block] */
 } backward_scratch;
@@ -81,6 +87,7 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, int64_
   take_side(arena, n, D, n->width, n->key_columns, &local.side[KEY]);
   take_side(arena, n, Dv, n->value_width, n->value_columns, &local.side[VALUE]);
   local.key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
+  local.tail_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.dq = rpi_arena_take(arena, n->block * n->width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block, real_bytes);
   if (kept && !arena->failed) {
@@ -108,7 +115,7 @@ typedef struct backward_item {
 /* A block of queries. */
 typedef struct backward_block {
   int64_t row0, rows; /* counted in the sequence */
-  dense keys;         /* of the chunk */
+  dense keys, tail_keys; /* of the chunk */
 } backward_block;
 
 /* Is the gradient of table row 0 gathered here? */
@@ -117,6 +124,14 @@ static bool wants_head(const backward_item *item, int x) {
 }
 static real *head_line(const table_sums *sums, int64_t padded) {
   return sums->lines + columns_of(sums) * padded;
+}
+
+/* Adds dk (dv) of a tile, up to now, to a line of the table's gradient. */
+static void add_tile(const backward_item *item, const side *x, int which, int64_t j, real *line) {
+  const int64_t padded = item->padded[which], end = rpi_min(j + RPI_TILE, item->r.keys);
+  for (int64_t row = j; row < end; row++) {
+    for (int64_t c = 0; c < padded; c++) line[c] += x->gradient[row * padded + c];
+  }
 }
 
 /* ---- a strip ------------------------------------------------------------- */
@@ -142,11 +157,9 @@ RPI_NOINLINE void add_row_sums(int64_t count, const real *x, real *sums) {
   }
 }
 
-/* Gathers a strip of ds (p) by relation: (6). left: the whole block lies left of the
- * band, where the tile's own gradient is the sum. */
+/* Gathers a strip of ds (p) by relation: (6), for a block across the band. */
 static void collect_strip(const backward_item *item, side *x, int which, const real *weights,
-                          int64_t i, int64_t count, int64_t distance, int64_t tile_keys,
-                          bool left) {
+                          int64_t i, int64_t count, int64_t distance, int64_t tile_keys) {
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const int meets = window_meets(&x->w, nearest, farthest);
   real *const head = wants_head(item, which) ? x->head + i * RPI_LANES : NULL;
@@ -156,14 +169,14 @@ static void collect_strip(const backward_item *item, side *x, int which, const r
                x->buckets + i * window_stride(x->w.columns), tail, head);
   } else if (meets == MEETS_TAIL) {
     add_row_sums(count, weights, tail);
-  } else if (head && !left) {
+  } else if (head) {
     add_row_sums(count, weights, head);
   }
 }
 
 /* A strip of queries on a tile of keys: p, ds, what they add to buckets, and dq (7). */
 static void backward_strip(const backward_item *item, backward_scratch *w,
-                           const backward_block *block, const bool *left, int64_t i, int64_t j,
+                           const backward_block *block, const int *lies, int64_t i, int64_t j,
                            int64_t tile_keys) {
   const int64_t count = rpi_min(RPI_STRIP, block->rows - i);
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
@@ -189,14 +202,19 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
     mask_strip(count, 1 - distance, causal, tile_keys, p);
   }
   differentiate_strip(count, p, ds, w->side[KEY].start + i);
-  collect_strip(item, &w->side[KEY], KEY, ds, i, count, distance, tile_keys, left[KEY]);
-  collect_strip(item, &w->side[VALUE], VALUE, p, i, count, distance, tile_keys, left[VALUE]);
+  if (lies[KEY] == ACROSS) {
+    collect_strip(item, &w->side[KEY], KEY, ds, i, count, distance, tile_keys);
+  }
+  if (lies[VALUE] == ACROSS) {
+    collect_strip(item, &w->side[VALUE], VALUE, p, i, count, distance, tile_keys);
+  }
+  const dense *const keys = lies[KEY] == RIGHT ? &block->tail_keys : &block->keys;
   const int64_t width = item->padded[KEY];
   const rpi_product dq = {.a = ds,
                           .a_row = RPI_TILE,
                           .a_inner = 1,
-                          .b = block->keys.data + j * block->keys.stride,
-                          .b_stride = block->keys.stride,
+                          .b = keys->data + j * keys->stride,
+                          .b_stride = keys->stride,
                           .c = w->dq + i * width,
                           .c_stride = width,
                           .inner = tile_keys};
@@ -244,15 +262,23 @@ static void put_tile(const backward_item *item, const side *x, int which, int64_
            which == KEY ? scale_of(item->args->shape) : (real)1, overwrite);
 }
 
-/* A block wholly left of the band opens a new account for the tile's gradient. */
-static bool turn_left(const backward_item *item, side *x, int which, int64_t j,
-                      int64_t farthest) {
+/* Where a block lies, and what that means for dk (dv) of the tile. */
+static int turn_tile(const backward_item *item, side *x, int which, int64_t j, const reach *r) {
+  const term *const t = &item->term[which];
+  const table_sums *const sums = item->sums[which];
   unsigned char *const state = &x->tile[j / RPI_TILE];
-  if (!wants_head(item, which) || farthest >= item->term[which].first) {
-    *state = TILE_MIXED;
-    return false;
+  if (x->w.tail && r->nearest >= t->last) {
+    *state = TILE_RIGHT;
+    return RIGHT;
   }
-  if (*state == TILE_MIXED) {
+  if (*state == TILE_RIGHT && sums->lines) {
+    add_tile(item, x, which, j, sums->lines + (t->last - sums->first) * item->padded[which]);
+  }
+  if (!wants_head(item, which) || r->farthest >= t->first) {
+    *state = TILE_MIXED;
+    return ACROSS;
+  }
+  if (*state == TILE_RIGHT || *state == TILE_MIXED) {
     real *const gradient = x->gradient + j * item->padded[which];
     const int64_t keys = rpi_min(RPI_TILE, item->r.keys - j);
     put_tile(item, x, which, j, item->first_for_keys);
@@ -261,7 +287,7 @@ static bool turn_left(const backward_item *item, side *x, int which, int64_t j,
   } else if (*state == TILE_EMPTY) {
     *state = TILE_LEFT;
   }
-  return true;
+  return LEFT;
 }
 
 /* dz . (z - wV[0]): the difference first, it is small where weights lie on row 0. */
@@ -308,12 +334,15 @@ static void open_side(const backward_item *item, const backward_block *block, si
                            item->seq.query_row + block->row0),
                     from->row_stride, count, width, padded, x->copy);
   x->w = window_of(&item->term[which], r.nearest, r.farthest);
-  if (wants_head(item, which)) memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
+  const term *const t = &item->term[which];
+  const bool one_side = r.farthest < t->first || (x->w.tail && r.nearest >= t->last);
+  x->collects = t->table && !one_side;
+  if (x->collects) memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   if (x->w.columns == 0) return;
-  const int64_t buckets = count * window_stride(x->w.columns);
   pack_window(&item->term[which], &x->w, item->factor[which], padded, &x->table);
   band_scores(&x->table, x->x.data, x->x.stride, count, width, item->factor[which], zeros, x->e);
-  memset(x->buckets, 0, (size_t)buckets * sizeof(real));
+  if (!x->collects) return;
+  memset(x->buckets, 0, (size_t)(count * window_stride(x->w.columns)) * sizeof(real));
   memset(x->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
 }
 
@@ -322,6 +351,7 @@ static void close_side(const backward_item *item, const backward_block *block, s
                        int which) {
   const table_sums *const sums = item->sums[which];
   const int64_t padded = item->padded[which], stride = window_stride(x->w.columns);
+  if (!x->collects) return;
   if (x->w.columns) band_finish(&x->w, block->rows, x->buckets, x->tail);
   if (x->w.columns && sums->lines) {
     add_transposed(x->buckets + RPI_LANES, stride, x->w.columns, x->x.data, x->x.stride,
@@ -354,12 +384,12 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
     /* the first strip with a query that sees the tile's first key */
     const int64_t hidden = item->r.key + j - (block->row0 + item->seq.start);
     const int64_t begin = s->causal ? rpi_max(hidden, 0) / RPI_STRIP * RPI_STRIP : 0;
-    bool left[SIDES];
+    int lies[SIDES];
     for (int which = 0; which < SIDES; which++) {
-      left[which] = turn_left(item, &w->side[which], which, j, r.farthest);
+      lies[which] = turn_tile(item, &w->side[which], which, j, &r);
     }
     for (int64_t i = begin; i < count; i += RPI_STRIP) {
-      backward_strip(item, w, block, left, i, j, tile_keys);
+      backward_strip(item, w, block, lies, i, j, tile_keys);
     }
     for (int which = 0; which < SIDES; which++) {
       const side *const x = &w->side[which];
@@ -373,7 +403,7 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
     close_side(item, block, &w->side[which], which);
   }
   const side *const key = &w->side[KEY];
-  if (key->w.columns) {
+  if (key->collects && key->w.columns) {
     const rpi_product dq = {.a = key->buckets + RPI_LANES,
                             .a_row = window_stride(key->w.columns),
                             .a_inner = 1,
@@ -404,16 +434,17 @@ static void open_keys(const backward_item *item, side *x, int which) {
   }
 }
 
-/* Puts dk (dv), and what lies left of the band into the gradient of table row 0. */
+/* Puts dk (dv), and what a tile in the end holds of one relation alone. */
 static void close_keys(const backward_item *item, side *x, int which) {
   const int64_t padded = item->padded[which];
+  const table_sums *const sums = item->sums[which];
   for (int64_t j = 0; j < item->r.keys; j += RPI_TILE) {
     const int state = x->tile[j / RPI_TILE];
     put_tile(item, x, which, j, item->first_for_keys && state != TILE_LEFT_AGAIN);
-    if (state < TILE_LEFT) continue;
-    real *const line = head_line(item->sums[which], padded);
-    for (int64_t row = j; row < rpi_min(j + RPI_TILE, item->r.keys); row++) {
-      for (int64_t c = 0; c < padded; c++) line[c] += x->gradient[row * padded + c];
+    if (state >= TILE_LEFT) add_tile(item, x, which, j, head_line(sums, padded));
+    if (state == TILE_RIGHT && sums->lines) {
+      add_tile(item, x, which, j,
+               sums->lines + (item->term[which].last - sums->first) * padded);
     }
   }
 }
@@ -428,10 +459,16 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   const dense keys =
       dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
                  k->row_stride, rpi_max(r->keys, 0), s->D, item->padded[KEY], w->key_rows);
+  dense tail_keys = {0};
+  if (reaches_tail(&item->term[KEY], &item->seq, r->query, r->key, r->keys)) {
+    tail_keys =
+        tail_rows(&item->term[KEY], &keys, r->keys, item->padded[KEY], w->tail_key_rows);
+  }
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
     const backward_block block = {.row0 = r->query + done,
                                   .rows = rpi_min(item->n.block, r->rows - done),
-                                  .keys = keys};
+                                  .keys = keys,
+                                  .tail_keys = tail_keys};
     backward_rows(item, w, &block);
   }
   for (int which = 0; which < SIDES; which++) close_keys(item, &w->side[which], which);

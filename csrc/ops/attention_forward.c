@@ -20,6 +20,7 @@ typedef struct running {
 typedef struct forward_scratch {
   real *keys;   /* [tiles][D][TILE], scaled */
   real *values; /* [keys][value width], where they need a copy */
+  real *tail_values; /* the same, with the last relation's vector added */
   running state;
   packed_term key_table, value_table;
   real *e;       /* [block][window] */
@@ -35,6 +36,7 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, int64_t 
   const int64_t real_bytes = sizeof(real);
   local.keys = rpi_arena_take(arena, n->keys * D, real_bytes);
   local.values = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
+  local.tail_values = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
   local.state.max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.negated_max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.sum = rpi_arena_take(arena, n->queries * RPI_LANES, real_bytes);
@@ -92,16 +94,12 @@ RPI_NOINLINE void raise_maximum(int64_t count, real *s, running state, int64_t v
   }
 }
 
-/* Weights (2) of a strip in place of its scores, added up into sum, and into tail
- * where the whole strip lies in the tail of the value term. */
-RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum,
-                              real *restrict tail) {
+/* Weights (2) of a strip in place of its scores, added up into sum. */
+RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) row[j] = rpi_exp2(row[j]);
-    const rpi_register part = sum_row(row);
-    rpi_store(sum + r * RPI_LANES, rpi_load(sum + r * RPI_LANES) + part);
-    if (tail) rpi_store(tail + r * RPI_LANES, rpi_load(tail + r * RPI_LANES) + part);
+    rpi_store(sum + r * RPI_LANES, rpi_load(sum + r * RPI_LANES) + sum_row(row));
   }
 }
 
@@ -129,8 +127,9 @@ typedef struct forward_view {
   int64_t key;        /* the first key of the chunk of keys */
   const real *q;
   int64_t q_stride;
-  dense values;
+  dense values, tail_values; /* the latter for strips in the tail of the value term */
   window key_window, value_window;
+  bool collects; /* some strip lies across the band: there are buckets */
 } forward_view;
 
 /* A strip of queries on a tile of keys: scores (1), weights (2), weighted values (3). */
@@ -144,7 +143,7 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   if (s->causal && nearest > 0) return;
   const running state = running_at(&w->state, view->block + i, width);
-  const int64_t bucket_stride = vw->columns ? window_stride(vw->columns) : 0;
+  const int64_t bucket_stride = view->collects ? window_stride(vw->columns) : 0;
   real *const tail = w->tail + i * RPI_LANES, *const buckets = w->buckets + i * bucket_stride;
   const rpi_product scores = {.a = view->q + i * view->q_stride,
                               .a_row = view->q_stride,
@@ -165,15 +164,16 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
     raise_maximum(count, w->strip, state, width, buckets, bucket_stride, tail);
   }
   const int meets = window_meets(vw, nearest, farthest);
-  weigh_strip(count, w->strip, state.sum, meets == MEETS_TAIL ? tail : NULL);
+  weigh_strip(count, w->strip, state.sum);
   if (meets == MEETS_BAND) {
     band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets, tail, NULL);
   }
+  const dense *const values = meets == MEETS_TAIL ? &view->tail_values : &view->values;
   const rpi_product weighted = {.a = w->strip,
                                 .a_row = RPI_TILE,
                                 .a_inner = 1,
-                                .b = view->values.data + j * view->values.stride,
-                                .b_stride = view->values.stride,
+                                .b = values->data + j * values->stride,
+                                .b_stride = values->stride,
                                 .c = state.out,
                                 .c_stride = width,
                                 .inner = tile_keys};
@@ -182,13 +182,14 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
 
 /* A block of queries against one chunk of keys. */
 static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
-                          int64_t keys, dense values) {
+                          int64_t keys, dense values, dense tail_values) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
   const int64_t width = item->n.value_width, row0 = item->query + block;
   const int64_t count = rpi_min(item->n.block, item->count - block);
   const reach r = reach_of(seq, s->causal, row0, count, key, keys);
   if (r.farthest < r.nearest) return;
+  const window value_window = window_of(&item->value, r.nearest, r.farthest);
   const forward_view view = {
       .row0 = row0,
       .rows = count,
@@ -197,8 +198,11 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
       .q = row_of(&item->args->q, seq->query_batch, item->head, seq->query_row + row0),
       .q_stride = item->args->q.row_stride,
       .values = values,
+      .tail_values = tail_values,
       .key_window = window_of(&item->key, r.nearest, r.farthest),
-      .value_window = window_of(&item->value, r.nearest, r.farthest),
+      .value_window = value_window,
+      .collects = value_window.columns &&
+                  !(value_window.tail && r.nearest >= item->value.last),
   };
   const window *const kw = &view.key_window, *const vw = &view.value_window;
   const int64_t bucket_stride = window_stride(vw->columns);
@@ -207,7 +211,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
     pack_window(&item->key, kw, factor, item->n.width, &w->key_table);
     band_scores(&w->key_table, view.q, view.q_stride, count, s->D, factor, w->zeros, w->e);
   }
-  if (vw->columns) {
+  if (view.collects) {
     pack_window(&item->value, vw, 1, width, &w->value_table);
     memset(w->buckets, 0, (size_t)(count * bucket_stride) * sizeof(real));
     memset(w->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
@@ -217,7 +221,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
       forward_strip(item, w, &view, i, j, rpi_min(RPI_TILE, keys - j));
     }
   }
-  if (vw->columns) {
+  if (view.collects) {
     band_finish(vw, count, w->buckets, w->tail);
     const rpi_product related = {.a = w->buckets + RPI_LANES,
                                  .a_row = bucket_stride,
@@ -286,8 +290,12 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     }
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
                                    v->row_stride, keys, s->Dv, width, w->values);
+    dense tail_values = {0};
+    if (reaches_tail(&item->value, seq, item->query, key, keys)) {
+      tail_values = tail_rows(&item->value, &values, keys, width, w->tail_values);
+    }
     for (int64_t block = 0; block < item->count; block += item->n.block) {
-      forward_block(item, w, block, key, keys, values);
+      forward_block(item, w, block, key, keys, values, tail_values);
     }
   }
   forward_finish(item, state);
