@@ -34,8 +34,7 @@ BUILT = (
 def tracked() -> list[Path]:
     """Every file of the project: those git knows, or all of an unpacked sdist."""
     if (ROOT / ".git").exists():
-        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        names = run("git", "ls-files")
         paths = [ROOT / name for name in names.splitlines()]
     else:
         paths = [path for path in ROOT.rglob("*") if not re.match(BUILT, name_of(path))]
