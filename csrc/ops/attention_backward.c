@@ -293,11 +293,14 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
 /* dz . (z - wV[0]): the difference first, it is small where weights lie on row 0. */
 static real dot_shifted(const real *restrict dz, const real *restrict z,
                         const real *restrict shift, int64_t width) {
-  real sum = 0;
-  _Pragma("omp simd reduction(+ : sum)") for (int64_t c = 0; c < width; c++) {
-    sum += dz[c] * (z[c] - shift[c]);
+  rpi_register sum = {0};
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    sum += rpi_load(dz + c) * (rpi_load(z + c) - rpi_load(shift + c));
   }
-  return sum;
+  real total = sum_lanes((const real *)&sum);
+  for (; c < width; c++) total += dz[c] * (z[c] - shift[c]);
+  return total;
 }
 
 /* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights

@@ -128,10 +128,21 @@ static void pack_window(const term *t, const window *w, real factor, int64_t pad
                       padded, padded);
 }
 
-RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t width) {
+RPI_INLINE real sum_lanes(const real *lanes) {
   real sum = 0;
-  _Pragma("omp simd reduction(+ : sum)") for (int64_t c = 0; c < width; c++) sum += x[c] * y[c];
+  _Pragma("omp simd reduction(+ : sum)") for (int l = 0; l < RPI_LANES; l++) sum += lanes[l];
   return sum;
+}
+
+/* One vector of sums, whatever the width: GCC's own reduction over a width it does not
+ * know spends more on its tails than on 64 numbers. */
+RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t width) {
+  rpi_register sum = {0};
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) sum += rpi_load(x + c) * rpi_load(y + c);
+  real total = sum_lanes((const real *)&sum);
+  for (; c < width; c++) total += x[c] * y[c];
+  return total;
 }
 
 /* E = x . tableᵀ for a block of rows, padded as drawn above. zeros: rows zeros. */
@@ -205,12 +216,6 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict
       rpi_store(begin, rpi_load(begin) + before);
     }
   }
-}
-
-RPI_INLINE real sum_lanes(const real *lanes) {
-  real sum = 0;
-  _Pragma("omp simd reduction(+ : sum)") for (int l = 0; l < RPI_LANES; l++) sum += lanes[l];
-  return sum;
 }
 
 /* Puts the tails into the last buckets: they are complete then. */
