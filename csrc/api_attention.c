@@ -90,7 +90,8 @@ static rp_status check_shape(const rp_attention *a) {
   RPI_TRY(check_offsets("key_offsets", a->key_offsets, a->B));
   RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->N, "N"));
   RPI_TRY(check_lengths("key_lengths", a->key_lengths, a->B, a->M, "M"));
-  if (!packed_keys && !a->key_lengths) RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->M, "M"));
+  if (!packed_keys && !a->key_lengths)
+    RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->M, "M"));
   for (int64_t b = 0; a->query_start && b < a->B; b++) {
     RPI_CHECK(a->query_start[b] >= -LIMIT && a->query_start[b] <= LIMIT, RP_ERROR_ARGUMENT,
               "attention: query_start[%lld]=%lld, must be within 2^40 of 0", (wide)b,
@@ -217,8 +218,8 @@ rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_r
   return ops->attention_forward(&args);
 }
 
-rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
-                                rp_rows out, const rp_real *lse, rp_rows dout,
+rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v, rp_rows out,
+                                const rp_real *lse, rp_rows dout,
                                 const rp_attention_gradients *gradients, void *workspace,
                                 int64_t workspace_bytes) {
   RPI_TRY(check_shape(a));

@@ -97,7 +97,8 @@ static void shape_text(char *text, size_t room, const char *axes, const sizes *s
     if (*axis == 'C') name = "B + 1";
     char size[24] = "";
     if (s->of[(int)*axis] >= 0) snprintf(size, sizeof size, "=%lld", (long long)s->of[(int)*axis]);
-    const int n = snprintf(text + used, room - used, "%s%s%s", axis == axes ? "(" : ", ", name, size);
+    const int n =
+        snprintf(text + used, room - used, "%s%s%s", axis == axes ? "(" : ", ", name, size);
     used += (size_t)n;
   }
   snprintf(text + used, room - used, axes[1] == '\0' ? ",)" : ")");
@@ -272,8 +273,10 @@ typedef struct job {
 } job;
 
 static int choose_axes(job *j) {
-  const int bhnd = PyUnicode_Check(j->layout) && PyUnicode_CompareWithASCIIString(j->layout, "bhnd") == 0;
-  const int bnhd = PyUnicode_Check(j->layout) && PyUnicode_CompareWithASCIIString(j->layout, "bnhd") == 0;
+  const int bhnd =
+      PyUnicode_Check(j->layout) && PyUnicode_CompareWithASCIIString(j->layout, "bhnd") == 0;
+  const int bnhd =
+      PyUnicode_Check(j->layout) && PyUnicode_CompareWithASCIIString(j->layout, "bnhd") == 0;
   if (!bhnd && !bnhd) {
     PyErr_Format(PyExc_ValueError, "layout: expected 'bhnd' or 'bnhd', got %R", j->layout);
     return 0;
@@ -281,7 +284,8 @@ static int choose_axes(job *j) {
   axis_words *w = &j->axes;
   w->q = bhnd ? "BHND" : "BNHD", w->out = bhnd ? "BHNE" : "BNHE", w->lse = "BHN";
   w->k = bhnd ? "BHMD" : "BMHD", w->v = bhnd ? "BHME" : "BMHE";
-  if (j->offsets != Py_None) w->q = "XHD", w->out = "XHE", w->lse = "HX", w->k = "XHD", w->v = "XHE";
+  if (j->offsets != Py_None)
+    w->q = "XHD", w->out = "XHE", w->lse = "HX", w->k = "XHD", w->v = "XHE";
   if (j->key_offsets != Py_None) w->k = "YHD", w->v = "YHE";
   return 1;
 }
@@ -302,8 +306,8 @@ static int take_offsets(PyObject *object, const char *name, sizes *s, const int6
   if (!take_integers(object, name, "C", s, to)) return 0;
   if (*to == NULL) return 1;
   if (s->of['C'] == 0) {
-    PyErr_Format(PyExc_ValueError, "%s: expected B + 1 numbers from 0 to the number of tokens, got none",
-                 name);
+    PyErr_Format(PyExc_ValueError,
+                 "%s: expected B + 1 numbers from 0 to the number of tokens, got none", name);
     return 0;
   }
   s->of['B'] = s->of['C'] - 1;
@@ -337,8 +341,9 @@ static int take_relation(PyObject *object, const char *name, char rows_axis, cha
   if (!take(table, name, is_per_head ? per_head : shared, TAKE_DISTINCT, s, &rows)) return 0;
   const int64_t last = s->of[(int)rows_axis] - 1;
   if (left < 0 || right < 0 || left > last || right != last - left) {
-    PyErr_Format(PyExc_ValueError, "%s: a band from -%lld to %lld needs left + 1 + right rows, got %lld",
-                 name, left, right, (long long)(last + 1));
+    PyErr_Format(PyExc_ValueError,
+                 "%s: a band from -%lld to %lld needs left + 1 + right rows, got %lld", name, left,
+                 right, (long long)(last + 1));
     return 0;
   }
   to->table = rows.data;
@@ -562,9 +567,9 @@ static PyObject *build_info(PyObject *module, PyObject *args) {
 static int module_exec(PyObject *module) {
   if (PyArray_ImportNumPyAPI() < 0) return -1;
   module_state *state = PyModule_GetState(module);
-  state->device_error = PyErr_NewExceptionWithDoc(
-      "relpos.DeviceError", "The device, or the library behind it, failed.", PyExc_RuntimeError,
-      NULL);
+  state->device_error = PyErr_NewExceptionWithDoc("relpos.DeviceError",
+                                                  "The device, or the library behind it, failed.",
+                                                  PyExc_RuntimeError, NULL);
   if (state->device_error == NULL) return -1;
   if (PyModule_AddObjectRef(module, "DeviceError", state->device_error) < 0) return -1;
   if (PyModule_AddIntConstant(module, "BEYOND_CLIP", RP_BEYOND_CLIP) < 0) return -1;
@@ -604,14 +609,9 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "relpos._core",
-    .m_size = sizeof(module_state),
-    .m_methods = methods,
-    .m_slots = slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,   .m_name = "relpos._core", .m_size = sizeof(module_state),
+    .m_methods = methods,    .m_slots = slots,         .m_traverse = module_traverse,
+    .m_clear = module_clear, .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__core(void);

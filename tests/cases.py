@@ -541,7 +541,10 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
             if wv is not None:
                 index = given["value_index"]
                 P = collect(p, index, len(wv))
-                z, z_size = z + P @ wv, add(z_size, product(P * S, wv_size), in_sequence(P, wv_size))
+                z, z_size = (
+                    z + P @ wv,
+                    add(z_size, product(P * S, wv_size), in_sequence(P, wv_size)),
+                )
                 dp = dp + gather(dh @ np.asarray(wv, np.float64).T, index)
                 dp_size = add(dp_size, gather(in_sequence(dh, wv_size.T), index))
                 dwv = add(product((P * S).T, dh), in_sequence(P.T, dh))

@@ -598,7 +598,6 @@ def _call_forward(
     return status, out.view
 
 
-
 def _set(path: str, value: Any) -> Callable[[Attention], None]:
     def change(call: Attention) -> None:
         target: Any = call

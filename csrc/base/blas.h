@@ -35,10 +35,10 @@ enum { RPI_BLAS_ROW_MAJOR = 101, RPI_BLAS_PLAIN = 111, RPI_BLAS_TRANSPOSED = 112
 #define RPI_BLAS_CALLERS 64
 
 /* cblas_sgemm, or cblas_dgemm where rp_real is double. */
-typedef void (*rpi_blas_gemm_fn)(int order, int transpose_a, int transpose_b, int rows,
-                                 int columns, int inner, rp_real alpha, const rp_real *a,
-                                 int a_stride, const rp_real *b, int b_stride, rp_real beta,
-                                 rp_real *c, int c_stride);
+typedef void (*rpi_blas_gemm_fn)(int order, int transpose_a, int transpose_b, int rows, int columns,
+                                 int inner, rp_real alpha, const rp_real *a, int a_stride,
+                                 const rp_real *b, int b_stride, rp_real beta, rp_real *c,
+                                 int c_stride);
 
 /* NULL: there is none. Thread-safe; the same answer for the life of the process. */
 rpi_blas_gemm_fn rpi_blas_gemm(void);

@@ -25,10 +25,9 @@ static unsigned enabled_registers(void) {
 int rpi_cpu_features(void) {
   const unsigned leaf1_ecx = bit(12) | bit(27) | bit(28) | bit(29); /* FMA OSXSAVE AVX F16C */
   const unsigned avx2_ebx = bit(3) | bit(5) | bit(8);               /* BMI AVX2 BMI2 */
-  const unsigned avx512_ebx =
-      bit(16) | bit(17) | bit(28) | bit(30) | bit(31); /* F DQ CD BW VL */
-  const unsigned avx_registers = bit(1) | bit(2);      /* XMM YMM */
-  const unsigned avx512_registers = avx_registers | bit(5) | bit(6) | bit(7); /* masks ZMM */
+  const unsigned avx512_ebx = bit(16) | bit(17) | bit(28) | bit(30) | bit(31); /* F DQ CD BW VL */
+  const unsigned avx_registers = bit(1) | bit(2);                              /* XMM YMM */
+  const unsigned avx512_registers = avx_registers | bit(5) | bit(6) | bit(7);  /* masks ZMM */
 
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & leaf1_ecx) != leaf1_ecx) {

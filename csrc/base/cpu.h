@@ -9,12 +9,7 @@
 #ifndef RPI_CPU_H
 #define RPI_CPU_H
 
-enum {
-  RPI_CPU_PORTABLE = 1,
-  RPI_CPU_AVX2 = 2,
-  RPI_CPU_AVX512 = 4,
-  RPI_CPU_NEON = 8
-};
+enum { RPI_CPU_PORTABLE = 1, RPI_CPU_AVX2 = 2, RPI_CPU_AVX512 = 4, RPI_CPU_NEON = 8 };
 
 int rpi_cpu_features(void);
 

@@ -11,8 +11,7 @@
 #include "relpos/relpos.h"
 
 /* Keeps the sentence for this thread and returns the status. */
-rp_status rpi_fail(rp_status status, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
+rp_status rpi_fail(rp_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Fails the calling function unless the condition holds. */
 #define RPI_CHECK(condition, status, ...)                                                          \

@@ -71,9 +71,7 @@ static const rpi_io system_io = {system_open,  system_read,   system_write,  sys
                                  system_close, system_rename, system_remove, NULL};
 static const rpi_io *io = &system_io;
 
-void rpi_set_io(const rpi_io *replacement) {
-  io = replacement != NULL ? replacement : &system_io;
-}
+void rpi_set_io(const rpi_io *replacement) { io = replacement != NULL ? replacement : &system_io; }
 
 /* ---- calls that a signal may interrupt ------------------------------------- */
 
@@ -164,8 +162,8 @@ static rp_status read_descriptor(int descriptor, const char *path, int64_t limit
                 (long long)limit);
       capacity = capacity == 0 ? FIRST_READ : capacity > limit / 2 ? limit + 1 : capacity * 2;
       if (capacity > limit) capacity = limit + 1;
-      RPI_CHECK(grow(buffer, *used, capacity), RP_ERROR_MEMORY,
-                "no memory for %lld bytes of '%s'", (long long)capacity, path);
+      RPI_CHECK(grow(buffer, *used, capacity), RP_ERROR_MEMORY, "no memory for %lld bytes of '%s'",
+                (long long)capacity, path);
     }
     const int64_t part = read_fully(descriptor, *buffer + *used, capacity - *used);
     if (part < 0) return fail_file("read", path, errno);

@@ -48,7 +48,7 @@ bool rpi_multiply(int64_t a, int64_t b, int64_t *product);
 bool rpi_add(int64_t a, int64_t b, int64_t *sum);
 
 typedef struct rpi_arena {
-  char *base; /* NULL: only count */
+  char *base;   /* NULL: only count */
   int64_t size; /* bytes at base; of a counting arena: the most ever used */
   int64_t used;
   bool failed; /* a take overflowed or did not fit */

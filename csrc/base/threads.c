@@ -241,8 +241,8 @@ static void wait_until_empty(void) {
 /* A new generation: all workers look at the gate again. */
 static void publish(int limit, bool open) {
   const uint64_t generation = generation_of(atomic_load(&pool.gate)) + UINT64_C(1);
-  atomic_store(&pool.gate, generation << GENERATION_SHIFT | (uint64_t)limit << LIMIT_SHIFT |
-                               (open ? OPEN : 0));
+  atomic_store(&pool.gate,
+               generation << GENERATION_SHIFT | (uint64_t)limit << LIMIT_SHIFT | (open ? OPEN : 0));
   if (atomic_load(&pool.sleepers) == 0) return;
   pthread_mutex_lock(&pool.lock);
   pthread_cond_broadcast(&pool.work);

@@ -64,8 +64,7 @@ static bool is_known(const char *name) {
 
 rp_status rpi_ops_get(const rp_ops **ops) {
   pthread_once(&once, choose);
-  RPI_CHECK(chosen != NULL, RP_ERROR_ARGUMENT,
-            "RELPOS_ISA: '%s' %s; available here: %s", requested,
+  RPI_CHECK(chosen != NULL, RP_ERROR_ARGUMENT, "RELPOS_ISA: '%s' %s; available here: %s", requested,
             is_known(requested) ? "cannot run on this machine" : "is unknown", available);
   *ops = chosen;
   return RP_OK;

@@ -48,7 +48,7 @@ typedef struct dense {
 } dense;
 
 static dense dense_rows(const real *data, int64_t stride, int64_t count, int64_t width,
-                       int64_t padded, real *copy) {
+                        int64_t padded, real *copy) {
   if (stride == width && width == padded) return (dense){data, stride};
   for (int64_t r = 0; r < count; r++) {
     memcpy(copy + r * padded, data + r * stride, (size_t)width * sizeof(real));

@@ -58,10 +58,10 @@ typedef struct side {
 
 typedef struct backward_scratch {
   side side[SIDES];
-  real *key_rows; /* [keys][padded], where they need a copy */
+  real *key_rows;      /* [keys][padded], where they need a copy */
   real *tail_key_rows; /* the same, with the last relation's vector added */
-  real *dq;       /* [block][padded] */
-  real *zeros;    /* [block] */
+  real *dq;            /* [block][padded] */
+  real *zeros;         /* [block] */
 } backward_scratch;
 
 static void take_side(rpi_arena *arena, const bounds *n, int64_t width, int64_t padded,
@@ -114,7 +114,7 @@ typedef struct backward_item {
 
 /* A block of queries. */
 typedef struct backward_block {
-  int64_t row0, rows; /* counted in the sequence */
+  int64_t row0, rows;    /* counted in the sequence */
   dense keys, tail_keys; /* of the chunk */
 } backward_block;
 
@@ -291,8 +291,8 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
 }
 
 /* dz . (z - wV[0]): the difference first, it is small where weights lie on row 0. */
-static real dot_shifted(const real *restrict dz, const real *restrict z,
-                        const real *restrict shift, int64_t width) {
+static real dot_shifted(const real *restrict dz, const real *restrict z, const real *restrict shift,
+                        int64_t width) {
   rpi_register sum = {0};
   int64_t c = 0;
   for (; c + RPI_LANES <= width; c += RPI_LANES) {
@@ -331,11 +331,11 @@ static void open_side(const backward_item *item, const backward_block *block, si
   const rpi_attention_backward_args *const args = item->args;
   const rp_rows *const from = which == KEY ? &args->q : &args->dout;
   const int64_t count = block->rows, width = item->width[which], padded = item->padded[which];
-  const reach r = reach_of(&item->seq, args->shape->causal, block->row0, count, item->r.key,
-                           item->r.keys);
-  x->x = dense_rows(row_of(from, item->seq.query_batch, item->head,
-                           item->seq.query_row + block->row0),
-                    from->row_stride, count, width, padded, x->copy);
+  const reach r =
+      reach_of(&item->seq, args->shape->causal, block->row0, count, item->r.key, item->r.keys);
+  x->x =
+      dense_rows(row_of(from, item->seq.query_batch, item->head, item->seq.query_row + block->row0),
+                 from->row_stride, count, width, padded, x->copy);
   x->w = window_of(&item->term[which], r.nearest, r.farthest);
   const term *const t = &item->term[which];
   const bool one_side = r.farthest < t->first || (x->w.tail && r.nearest >= t->last);
@@ -350,8 +350,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
 }
 
 /* After a block: its buckets times x go to the table's gradient. */
-static void close_side(const backward_item *item, const backward_block *block, side *x,
-                       int which) {
+static void close_side(const backward_item *item, const backward_block *block, side *x, int which) {
   const table_sums *const sums = item->sums[which];
   const int64_t padded = item->padded[which], stride = window_stride(x->w.columns);
   if (!x->collects) return;
@@ -430,10 +429,10 @@ static void open_keys(const backward_item *item, side *x, int which) {
   memset(x->gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
     x->tile[j / RPI_TILE] = TILE_EMPTY;
-    rpi_pack_transposed(row_of(from, item->seq.key_batch, item->head,
-                               item->seq.key_row + item->r.key + j),
-                        from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
-                        x->packed + j * width, RPI_TILE, RPI_TILE);
+    rpi_pack_transposed(
+        row_of(from, item->seq.key_batch, item->head, item->seq.key_row + item->r.key + j),
+        from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
+        x->packed + j * width, RPI_TILE, RPI_TILE);
   }
 }
 
@@ -446,8 +445,7 @@ static void close_keys(const backward_item *item, side *x, int which) {
     put_tile(item, x, which, j, item->first_for_keys && state != TILE_LEFT_AGAIN);
     if (state >= TILE_LEFT) add_tile(item, x, which, j, head_line(sums, padded));
     if (state == TILE_RIGHT && sums->lines) {
-      add_tile(item, x, which, j,
-               sums->lines + (item->term[which].last - sums->first) * padded);
+      add_tile(item, x, which, j, sums->lines + (item->term[which].last - sums->first) * padded);
     }
   }
 }
@@ -464,8 +462,7 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
                  k->row_stride, rpi_max(r->keys, 0), s->D, item->padded[KEY], w->key_rows);
   dense tail_keys = {0};
   if (reaches_tail(&item->term[KEY], &item->seq, r->query, r->key, r->keys)) {
-    tail_keys =
-        tail_rows(&item->term[KEY], &keys, r->keys, item->padded[KEY], w->tail_key_rows);
+    tail_keys = tail_rows(&item->term[KEY], &keys, r->keys, item->padded[KEY], w->tail_key_rows);
   }
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
     const backward_block block = {.row0 = r->query + done,

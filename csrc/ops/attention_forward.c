@@ -18,8 +18,8 @@ typedef struct running {
 } running;
 
 typedef struct forward_scratch {
-  real *keys;   /* [tiles][D][TILE], scaled */
-  real *values; /* [keys][value width], where they need a copy */
+  real *keys;        /* [tiles][D][TILE], scaled */
+  real *values;      /* [keys][value width], where they need a copy */
   real *tail_values; /* the same, with the last relation's vector added */
   running state;
   packed_term key_table, value_table;
@@ -201,8 +201,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
       .tail_values = tail_values,
       .key_window = window_of(&item->key, r.nearest, r.farthest),
       .value_window = value_window,
-      .collects = value_window.columns &&
-                  !(value_window.tail && r.nearest >= item->value.last),
+      .collects = value_window.columns && !(value_window.tail && r.nearest >= item->value.last),
   };
   const window *const kw = &view.key_window, *const vw = &view.value_window;
   const int64_t bucket_stride = window_stride(vw->columns);
@@ -260,8 +259,8 @@ static void forward_finish(const forward_item *item, const running *state) {
     if (lse && sum == 0) {
       lse[item->query + i] = (real)-INFINITY;
     } else if (lse) { /* of the scores as they are: with the row that band.h subtracts */
-      const real *const q = row_of(&args->q, seq->query_batch, item->head,
-                                   seq->query_row + item->query + i);
+      const real *const q =
+          row_of(&args->q, seq->query_batch, item->head, seq->query_row + item->query + i);
       /* in double: this one number scales every weight of backward */
       const double own = ((double)state->max[i] + log2((double)sum)) * 0.69314718055994530942;
       lse[item->query + i] = (real)(own + (double)score_shift(args->shape, &item->key, q));
@@ -289,7 +288,7 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
                           w->keys + j * D, RPI_TILE, RPI_TILE);
     }
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
-                                   v->row_stride, keys, s->Dv, width, w->values);
+                                    v->row_stride, keys, s->Dv, width, w->values);
     dense tail_values = {0};
     if (reaches_tail(&item->value, seq, item->query, key, keys)) {
       tail_values = tail_rows(&item->value, &values, keys, width, w->tail_values);
@@ -305,8 +304,8 @@ typedef struct forward_call {
   const rpi_attention_args *args;
   bounds n;
   int64_t nearest;
-  const int64_t *first_item;  /* [B + 1]: items of the sequences before, over all heads */
-  forward_scratch **scratch;  /* [workers] */
+  const int64_t *first_item; /* [B + 1]: items of the sequences before, over all heads */
+  forward_scratch **scratch; /* [workers] */
 } forward_call;
 
 static void forward_task(void *context, int64_t task, int worker) {

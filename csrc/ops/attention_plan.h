@@ -27,7 +27,7 @@
 
 #define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */
 #define RPI_QUERY_CHUNK 1024 /* the queries that one packing of keys serves */
-#define RPI_BLOCK 96  /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
+#define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t *const key_offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -103,10 +103,10 @@ static reach reach_of(const rpi_sequence *seq, bool causal, int64_t query, int64
 
 /* Sizes that bound every chunk and window of a call. */
 typedef struct bounds {
-  int64_t queries, keys;             /* rows of the largest chunks */
-  int64_t block;                     /* rows of the largest block of queries */
+  int64_t queries, keys;              /* rows of the largest chunks */
+  int64_t block;                      /* rows of the largest block of queries */
   int64_t key_columns, value_columns; /* of the widest window of a block */
-  int64_t width, value_width;        /* D and Dv, rounded up to vectors */
+  int64_t width, value_width;         /* D and Dv, rounded up to vectors */
 } bounds;
 
 static int64_t widest_window(const rp_relation *relation, int64_t rows, int64_t keys) {

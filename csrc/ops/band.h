@@ -27,9 +27,11 @@
  * left end: else row 0 is a column like any other, and a row that nobody reaches gets a
  * gradient of exactly zero.
  *
- * The tail. With clip, every d >= last shares the last column. Strips of queries
- * wholly there start from one constant per row, and their weights are row sums,
- * collected in vectors (tail) and put into the last bucket at the end.
+ * The tail. With clip, every d >= last shares the last column. A strip of queries wholly
+ * there is plain attention again, with one constant per row and the last relation's vector
+ * added to every key (value): see tail_rows. What strips across the band have in the tail
+ * is collected per row, in vectors, and put into the last bucket at the end; so is, where
+ * backward asks for it, what they have before the first column (head).
  *
  * Windows. Only the columns that a block and a run of keys can reach are made, so
  * no buffer here grows with the clip distance: an unclipped table costs rows +
@@ -63,7 +65,9 @@ static term term_of(const rp_relation *relation, int64_t head, int64_t width, in
       .stride = relation->row_stride,
       .width = width,
       .left = relation->left,
-      .first = one ? INT64_MAX : shifted ? 1 - relation->left : -relation->left,
+      .first = one       ? INT64_MAX
+               : shifted ? 1 - relation->left
+                         : -relation->left,
       .last = relation->right,
       .clip = clip,
       .shifted = shifted,
@@ -79,7 +83,8 @@ typedef struct window {
 static window window_of(const term *t, int64_t nearest, int64_t farthest) {
   if (!t->table || farthest < nearest || t->last < t->first) return (window){0};
   const bool tail = t->clip && farthest >= t->last;
-  const int64_t first = tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
+  const int64_t first =
+      tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
   const int64_t end = rpi_min(t->last, farthest) + 1;
   if (end <= first) return (window){0};
   return (window){.first = first, .columns = end - first, .tail = tail};
@@ -109,8 +114,7 @@ typedef struct packed_term {
 
 static void pack_window(const term *t, const window *w, real factor, int64_t padded_width,
                         packed_term *packed) {
-  if (packed->table == t->table && packed->w.first == w->first &&
-      packed->w.columns == w->columns) {
+  if (packed->table == t->table && packed->w.first == w->first && packed->w.columns == w->columns) {
     return;
   }
   packed->table = t->table;
@@ -180,16 +184,16 @@ static void band_scores(const packed_term *packed, const real *x, int64_t x_stri
 /* Zeros, then ones: a load at LANES - n has n zeros, then ones. */
 static const real band_step[2 * RPI_LANES + 1] = {
 #define RPI_ONE(l) [RPI_LANES + (l)] = 1
-    RPI_ONE(0), RPI_ONE(1), RPI_ONE(2),
+    RPI_ONE(0),  RPI_ONE(1),  RPI_ONE(2),
 #if RPI_LANES >= 4
-    RPI_ONE(3), RPI_ONE(4),
+    RPI_ONE(3),  RPI_ONE(4),
 #endif
 #if RPI_LANES >= 8
-    RPI_ONE(5), RPI_ONE(6), RPI_ONE(7), RPI_ONE(8),
+    RPI_ONE(5),  RPI_ONE(6),  RPI_ONE(7),  RPI_ONE(8),
 #endif
 #if RPI_LANES >= 16
-    RPI_ONE(9), RPI_ONE(10), RPI_ONE(11), RPI_ONE(12), RPI_ONE(13), RPI_ONE(14), RPI_ONE(15),
-    RPI_ONE(16),
+    RPI_ONE(9),  RPI_ONE(10), RPI_ONE(11), RPI_ONE(12),
+    RPI_ONE(13), RPI_ONE(14), RPI_ONE(15), RPI_ONE(16),
 #endif
 };
 

@@ -26,7 +26,8 @@ static inline real rpi_exp2(real x) { return exp2(x); }
 static inline real rpi_exp2(real x) {
   /* Written so that a NaN stays: the comparison is false for it. */
   x = x < -127.0f ? -127.0f : x;
-  const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, kept in the low bits */
+  const float magic =
+      12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, kept in the low bits */
   const float shifted = x + magic;
   const float f = x - (shifted - magic);
   float power = 0.0001534581206788414f;

@@ -157,8 +157,8 @@ static void gemm_blas_task(void *context, int64_t task, int worker) {
   if (g->bias != NULL) gemm_begin(g, at);
   job->blas(RPI_BLAS_ROW_MAJOR, g->transpose_a ? RPI_BLAS_TRANSPOSED : RPI_BLAS_PLAIN,
             g->transpose_b ? RPI_BLAS_TRANSPOSED : RPI_BLAS_PLAIN, (int)at.rows, (int)at.columns,
-            (int)g->inner, 1, gemm_a_at(g, at.row, 0), (int)g->a_stride,
-            gemm_b_at(g, 0, at.column), (int)g->b_stride, g->accumulate || g->bias != NULL,
+            (int)g->inner, 1, gemm_a_at(g, at.row, 0), (int)g->a_stride, gemm_b_at(g, 0, at.column),
+            (int)g->b_stride, g->accumulate || g->bias != NULL,
             g->c + at.row * g->c_stride + at.column, (int)g->c_stride);
 }
 
@@ -218,8 +218,7 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
 }
 
 /* Each its own function, as tile.h's strips and for the same reason. */
-typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column,
-                             gemm_ahead ahead);
+typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_ahead ahead);
 
 #define GEMM_DOTS_FN(name, rows, columns)                                                          \
   RPI_NOINLINE void name(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_ahead ahead) {  \
@@ -297,10 +296,9 @@ RPI_INLINE void gemm_add(const int rows, const int depth, const rpi_product *p, 
 
 typedef void (*gemm_add_fn)(const rpi_product *p, int64_t vectors, bool ahead);
 
-#define GEMM_ADD_FN(rows, depth)                                                             \
-  RPI_NOINLINE void gemm_add_##rows##_##depth(const rpi_product *p, int64_t vectors,         \
-                                              bool ahead) {                                  \
-    gemm_add(rows, depth, p, vectors, ahead);                                                \
+#define GEMM_ADD_FN(rows, depth)                                                                   \
+  RPI_NOINLINE void gemm_add_##rows##_##depth(const rpi_product *p, int64_t vectors, bool ahead) { \
+    gemm_add(rows, depth, p, vectors, ahead);                                                      \
   }
 GEMM_ADD_FN(1, 1)
 GEMM_ADD_FN(2, 1)

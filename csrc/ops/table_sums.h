@@ -58,7 +58,9 @@ static table_sums widened(table_sums sums, const term *t, const reach *r) {
   return sums;
 }
 
-static int64_t pair_cost(const rectangle *r) { return rpi_max(r->rows, 0) * rpi_max(r->keys, 0) + 1; }
+static int64_t pair_cost(const rectangle *r) {
+  return rpi_max(r->rows, 0) * rpi_max(r->keys, 0) + 1;
+}
 
 static pair pair_after(const rp_attention *s, int64_t phase, const pair *p) {
   return pair_from(s, phase, p->b, p->query_chunk + 1);

@@ -49,11 +49,9 @@ RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1)
 /* Interleave the lower and the upper halves of two vectors: a0 b0 a1 b1 ... */
 #if RPI_LANES == 16
 #define RPI_LOW(a, b)                                                                              \
-  __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, \
-                          4, 20, 5, 21, 6, 22, 7, 23)
+  __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define RPI_HIGH(a, b)                                                                             \
-  __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, \
-                          12, 28, 13, 29, 14, 30, 15, 31)
+  __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #elif RPI_LANES == 8
 #define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
 #define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
@@ -170,8 +168,8 @@ RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, con
 typedef void (*rpi_strip_fn)(const rpi_product *p, const rpi_start *start, int64_t column);
 
 #define RPI_STRIP_FN(rows, vectors, mode)                                                          \
-  RPI_NOINLINE void rpi_strip_##rows##_##vectors##_##mode(const rpi_product *p,                    \
-                                                          const rpi_start *start, int64_t column) { \
+  RPI_NOINLINE void rpi_strip_##rows##_##vectors##_##mode(                                         \
+      const rpi_product *p, const rpi_start *start, int64_t column) {                              \
     rpi_strip(rows, vectors, RPI_START_##mode, p, start, column);                                  \
   }
 #define RPI_STRIP_ROWS(vectors, mode)                                                              \
@@ -182,25 +180,19 @@ typedef void (*rpi_strip_fn)(const rpi_product *p, const rpi_start *start, int64
   RPI_STRIP_FN(5, vectors, mode)                                                                   \
   RPI_STRIP_FN(6, vectors, mode)
 #define RPI_STRIP_ENTRY(vectors, mode)                                                             \
-  {                                                                                                \
-    rpi_strip_1_##vectors##_##mode, rpi_strip_2_##vectors##_##mode,                                \
-        rpi_strip_3_##vectors##_##mode, rpi_strip_4_##vectors##_##mode,                            \
-        rpi_strip_5_##vectors##_##mode, rpi_strip_6_##vectors##_##mode                             \
-  }
+  {rpi_strip_1_##vectors##_##mode, rpi_strip_2_##vectors##_##mode, rpi_strip_3_##vectors##_##mode, \
+   rpi_strip_4_##vectors##_##mode, rpi_strip_5_##vectors##_##mode, rpi_strip_6_##vectors##_##mode}
 
 #if RPI_VECTORS == 4
 #define RPI_STRIP_MODE(mode)                                                                       \
   RPI_STRIP_ROWS(1, mode)                                                                          \
   RPI_STRIP_ROWS(2, mode) RPI_STRIP_ROWS(3, mode) RPI_STRIP_ROWS(4, mode)
 #define RPI_STRIP_TABLE(mode)                                                                      \
-  {                                                                                                \
-    RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode), RPI_STRIP_ENTRY(3, mode),                  \
-        RPI_STRIP_ENTRY(4, mode)                                                                   \
-  }
+  {RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode), RPI_STRIP_ENTRY(3, mode),                   \
+   RPI_STRIP_ENTRY(4, mode)}
 #elif RPI_VECTORS == 2
 #define RPI_STRIP_MODE(mode) RPI_STRIP_ROWS(1, mode) RPI_STRIP_ROWS(2, mode)
-#define RPI_STRIP_TABLE(mode)                                                                      \
-  { RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode) }
+#define RPI_STRIP_TABLE(mode) {RPI_STRIP_ENTRY(1, mode), RPI_STRIP_ENTRY(2, mode)}
 #else
 #error "RPI_VECTORS must be 2 or 4"
 #endif
