@@ -412,7 +412,8 @@ def versions(options: argparse.Namespace) -> Json:
     if not options.without_ours and not options.noise:
         import relpos
 
-        found["relpos_from"] = str(Path(relpos.__file__).parent)
+        tree = Path(relpos.__file__).parent == Path(__file__).parent.parent / "relpos"
+        found["relpos_from"] = "tree" if tree else "installed"
         found |= {f"relpos_{name}": value for name, value in relpos.build_info().items()}
     return found
 
