@@ -2,7 +2,12 @@
 #
 #   make                    libcore.so and libcore.a in build/release/
 #   make test               build and run tests/c
-#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/
+#   make test-f64           the same with double, in build/f64
+#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/, on smaller shapes
+#   make isas               the same with RELPOS_ISA set to each instruction set in turn
+#   make neon               the same for AArch64 with CROSS=aarch64-linux-gnu- under QEMU
+#   make sanitized          libcore.so and libcore_f64.so under ASan and UBSan, for
+#                           tests/test_sanitizers.py
 #   make f64                libcore_f64.so and .a: the same sources with double (tests only)
 #   make examples           examples/c against the static library
 #   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
@@ -14,6 +19,7 @@
 #                           that library
 #   WERROR=1                warnings are errors
 #   BUILD=folder            build there instead of build/<variant>
+#   RUN=command             runs the test programs: an emulator, a debugger
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
 
 include csrc/core.mk
@@ -22,6 +28,8 @@ CC ?= cc
 AR ?= ar
 PKG_CONFIG ?= pkg-config
 VARIANT ?= release
+CROSS ?= aarch64-linux-gnu-
+QEMU ?= qemu-aarch64
 BLAS ?= auto
 PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
@@ -41,7 +49,9 @@ VARIANT_FLAGS_asan := $(SANITIZE_COMMON) -fsanitize=address
 VARIANT_FLAGS_ubsan := $(SANITIZE_COMMON) -fsanitize=undefined -fno-sanitize-recover=all
 VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread
 VARIANT_FLAGS_f64 := -UNDEBUG -DRP_REAL_IS_DOUBLE
-ifeq ($(VARIANT),f64)
+VARIANT_FLAGS_sanitized := $(SANITIZE_COMMON) -fsanitize=address,undefined -fno-sanitize-recover=all
+VARIANT_FLAGS_sanitized_f64 := $(VARIANT_FLAGS_sanitized) -DRP_REAL_IS_DOUBLE
+ifneq ($(filter %f64,$(VARIANT)),)
 NAME := core_f64
 endif
 VARIANT_FLAGS := $(VARIANT_FLAGS_$(VARIANT))
@@ -85,7 +95,7 @@ SHARED := $(BUILD)/lib$(NAME).so
 TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
 EXAMPLES := $(patsubst examples/c/%.c,$(BUILD)/examples/%,$(sort $(wildcard examples/c/*.c)))
 
-.PHONY: all test asan ubsan tsan f64 examples install clean force
+.PHONY: all test test-f64 asan ubsan tsan sanitized isas neon f64 examples install clean force
 .DELETE_ON_ERROR:
 
 all: $(STATIC) $(SHARED)
@@ -133,12 +143,43 @@ $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 
 test: $(TESTS)
 	@failed=; for t in $(TESTS); do \
-	  printf '%-28s ' $$(basename $$t); $$t || failed="$$failed $$(basename $$t)"; \
+	  printf '%-28s ' $$(basename $$t); $(RUN) $$t || failed="$$failed $$(basename $$t)"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-asan ubsan tsan:
-	$(MAKE) VARIANT=$@ test
+test-f64:
+	$(MAKE) VARIANT=f64 test
+
+# TSan needs its memory at fixed places, which the randomised layout of newer kernels may
+# take: setarch, where it is, turns that off.
+SETARCH := $(shell command -v setarch >/dev/null && setarch -R true 2>/dev/null && echo setarch -R)
+asan ubsan:
+	RELPOS_TEST_SMALL=1 $(MAKE) VARIANT=$@ test
+tsan:
+	RELPOS_TEST_SMALL=1 $(SETARCH) $(MAKE) VARIANT=$@ test
+
+# For programs that load the library under LD_PRELOAD=libasan.
+sanitized:
+	$(MAKE) VARIANT=sanitized all
+	$(MAKE) VARIANT=sanitized_f64 all
+
+# Every instruction set in turn, as RELPOS_ISA would choose it. One that this machine
+# cannot run is named: the program says so with exit code 77.
+isas: $(TESTS)
+	@for isa in portable avx2 avx512 neon; do \
+	  RELPOS_ISA=$$isa $(RUN) $(BUILD)/tests/test_api_attention > $(BUILD)/isa.log; \
+	  if [ $$? = 77 ]; then tail -1 $(BUILD)/isa.log; continue; fi; \
+	  echo "RELPOS_ISA=$$isa"; RELPOS_ISA=$$isa $(MAKE) --no-print-directory test || exit 1; \
+	done
+
+# AArch64 elsewhere: a cross compiler and an emulator of user programs.
+neon:
+	@for tool in $(CROSS)gcc $(CROSS)ar $(QEMU); do \
+	  command -v $$tool >/dev/null || { echo "make neon: $$tool is missing; Debian has it in" \
+	    "gcc-aarch64-linux-gnu and qemu-user; CROSS= and QEMU= name others"; exit 1; }; \
+	done
+	RELPOS_TEST_SMALL=1 $(MAKE) VARIANT=neon CC=$(CROSS)gcc AR=$(CROSS)ar \
+	  RUN="$(QEMU) -L /usr/$(CROSS:%-=%)" isas
 
 examples: $(EXAMPLES)
 

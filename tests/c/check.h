@@ -59,7 +59,7 @@ static inline bool check_near(double got, double expected, double tolerance, con
 #define CHECK(condition) check_count((condition), __FILE__, __LINE__, #condition)
 #define CHECK_INT(got, expected) check_int((got), (expected), __FILE__, __LINE__, #got)
 #define CHECK_TEXT(got, part) check_text((got), (part), __FILE__, __LINE__, #got)
-#define CHECK_NEAR(got, expected, tolerance) \
+#define CHECK_NEAR(got, expected, tolerance)                                                       \
   check_near((got), (expected), (tolerance), __FILE__, __LINE__, #got)
 
 /* For the end of main: the counts, and the exit code. */

@@ -40,18 +40,18 @@ static rp_rows_out rows_out(rp_real *data, int64_t count, int64_t width) {
 }
 
 static call valid(void) {
-  call c = {.a = rp_attention_default(),
-            .q = rows(q_data, N, D),
-            .k = rows(k_data, M, D),
-            .v = rows(v_data, M, DV),
-            .out = rows_out(out_data, N, DV),
-            .out_in = rows(out_data, N, DV),
-            .dout = rows(dout_data, N, DV),
-            .g = {rows_out(dq_data, N, D), rows_out(dk_data, M, D), rows_out(dv_data, M, DV),
-                  NULL, NULL},
-            .lse = lse_data,
-            .workspace = workspace,
-            .workspace_bytes = most_bytes};
+  call c = {
+      .a = rp_attention_default(),
+      .q = rows(q_data, N, D),
+      .k = rows(k_data, M, D),
+      .v = rows(v_data, M, DV),
+      .out = rows_out(out_data, N, DV),
+      .out_in = rows(out_data, N, DV),
+      .dout = rows(dout_data, N, DV),
+      .g = {rows_out(dq_data, N, D), rows_out(dk_data, M, D), rows_out(dv_data, M, DV), NULL, NULL},
+      .lse = lse_data,
+      .workspace = workspace,
+      .workspace_bytes = most_bytes};
   c.a.B = B;
   c.a.H = H;
   c.a.N = N;
@@ -277,8 +277,8 @@ static void test_output_strides(void) {
   BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.q has a stride", c.g.q.row_stride--);
   BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.k has a stride", c.g.k.head_stride--);
   BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.v has a stride", c.g.v.batch_stride--);
-  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.v: its size", c.g.v.batch_stride =
-                                                                           HUGE_STRIDE);
+  BACKWARD_REFUSED(RP_ERROR_SHAPE, "attention: gradients.v: its size",
+                   c.g.v.batch_stride = HUGE_STRIDE);
   /* A stride that is never taken may be anything. */
   call c = valid();
   c.a.B = 1;
@@ -287,10 +287,10 @@ static void test_output_strides(void) {
 }
 
 static void test_workspace(void) {
-  FORWARD_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=",
-                  c.workspace_bytes = forward_bytes - 1);
-  BACKWARD_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=",
-                   c.workspace_bytes = backward_bytes - 1);
+  FORWARD_REFUSED(RP_ERROR_MEMORY,
+                  "attention: workspace_bytes=", c.workspace_bytes = forward_bytes - 1);
+  BACKWARD_REFUSED(RP_ERROR_MEMORY,
+                   "attention: workspace_bytes=", c.workspace_bytes = backward_bytes - 1);
   BOTH_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=0", c.workspace_bytes = 0);
   BOTH_REFUSED(RP_ERROR_MEMORY, "attention: workspace_bytes=-1", c.workspace_bytes = -1);
   BOTH_REFUSED(RP_ERROR_ARGUMENT, "attention: workspace is NULL", c.workspace = NULL);
@@ -473,7 +473,12 @@ int main(void) {
   most_bytes = 0;
   CHECK_INT(rp_set_threads(2), RP_OK);
   const call c = valid();
-  if (!CHECK_INT(rp_attention_workspace(&c.a, &forward_bytes, &backward_bytes), RP_OK)) return 1;
+  const rp_status status = rp_attention_workspace(&c.a, &forward_bytes, &backward_bytes);
+  if (status != RP_OK && strstr(rp_last_error(), "cannot run on this machine") != NULL) {
+    printf("%s\n", rp_last_error()); /* asked for by RELPOS_ISA: nothing to test */
+    return 77;
+  }
+  if (!CHECK_INT(status, RP_OK)) return 1;
   most_bytes = forward_bytes > backward_bytes ? forward_bytes : backward_bytes;
   workspace = rpi_allocate((size_t)most_bytes);
   if (!CHECK(workspace != NULL)) return 1;

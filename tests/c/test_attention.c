@@ -57,10 +57,10 @@ static void *memory_of(int64_t count, size_t bytes) {
 
 /* ---- shapes ----------------------------------------------------------------- */
 
-enum { ABSENT, SHARED, PER_HEAD };                   /* a table */
+enum { ABSENT, SHARED, PER_HEAD }; /* a table */
 enum { CLIP = RP_BEYOND_CLIP, NONE = RP_BEYOND_NONE };
-enum { HEADS_FIRST, ROWS_FIRST, PACKED };            /* a layout */
-enum { FULL, RAGGED };                               /* lengths */
+enum { HEADS_FIRST, ROWS_FIRST, PACKED }; /* a layout */
+enum { FULL, RAGGED };                    /* lengths */
 enum { MOST_B = 4, START_DEFAULT = -100000 };
 
 typedef struct band {
@@ -80,8 +80,10 @@ typedef struct shape {
   double scale;
 } shape;
 
-#define BOTH(table, left, right, beyond) {table, left, right, beyond}, {table, left, right, beyond}
-#define PLAIN {0}, {0}
+#define BOTH(table, left, right, beyond)                                                           \
+  {table, left, right, beyond}, { table, left, right, beyond }
+#define PLAIN                                                                                      \
+  {0}, { 0 }
 
 /* Corners of the code: tiles of 64, strips of 6, blocks of 96, chunks of 128, 512 keys
  * and 1024 queries, vectors of 4 to 16, panels of 2 and 4 vectors. */
@@ -130,10 +132,13 @@ static const shape corners[] = {
     {1, 1, 80, 90, 8, 8, {SHARED, 2, 80, CLIP}, {SHARED, 80, 2, CLIP}, .start = -40},
     {1, 1, 200, 200, 8, 8, BOTH(SHARED, 60, 10, CLIP), true, .start = -100},
     /* lengths, packs, layouts */
-    {4, 2, 75, 90, 9, 11, BOTH(SHARED, 8, 8, CLIP), true, HEADS_FIRST, RAGGED, .start = START_DEFAULT, .gap = 3},
-    {4, 2, 75, 90, 9, 11, BOTH(PER_HEAD, 8, 8, NONE), false, ROWS_FIRST, RAGGED, .start = START_DEFAULT},
+    {4, 2, 75, 90, 9, 11, BOTH(SHARED, 8, 8, CLIP), true, HEADS_FIRST, RAGGED,
+     .start = START_DEFAULT, .gap = 3},
+    {4, 2, 75, 90, 9, 11, BOTH(PER_HEAD, 8, 8, NONE), false, ROWS_FIRST, RAGGED,
+     .start = START_DEFAULT},
     {4, 2, 75, 90, 16, 16, BOTH(SHARED, 8, 8, CLIP), true, PACKED, RAGGED, .start = START_DEFAULT},
-    {3, 1, 150, 140, 16, 16, BOTH(SHARED, 9, 9, CLIP), false, PACKED, RAGGED, .start = -20, .gap = 5},
+    {3, 1, 150, 140, 16, 16, BOTH(SHARED, 9, 9, CLIP), false, PACKED, RAGGED, .start = -20,
+     .gap = 5},
     {1, 4, 100, 100, 32, 32, BOTH(SHARED, 16, 16, CLIP), true, ROWS_FIRST, .start = START_DEFAULT},
     {1, 4, 66, 66, 32, 32, BOTH(SHARED, 6, 6, CLIP), .start = START_DEFAULT, .scale = -0.25},
     {1, 1, 200, 200, 8, 8, BOTH(SHARED, 6, 6, CLIP), .start = START_DEFAULT, .scale = 9},
@@ -145,7 +150,8 @@ static const shape corners[] = {
     {4, 4, 1023, 70, 2, 3, BOTH(SHARED, 20, 20, CLIP), true, .start = -400},
     {4, 4, 1025, 70, 3, 2, BOTH(SHARED, 20, 20, CLIP), .start = 0},
     {4, 4, 1025, 600, 2, 2, BOTH(SHARED, 30, 700, CLIP), .start = -10},
-    {1, 16, 1300, 1100, 2, 1, BOTH(SHARED, 16, 16, CLIP), false, PACKED, .start = START_DEFAULT, .gap = 1},
+    {1, 16, 1300, 1100, 2, 1, BOTH(SHARED, 16, 16, CLIP), false, PACKED, .start = START_DEFAULT,
+     .gap = 1},
     /* chunks of some size between, and many phases */
     {1, 1, 1025, 1023, 4, 5, BOTH(SHARED, 16, 16, CLIP), true, .start = START_DEFAULT},
     {1, 1, 1023, 1025, 5, 4, BOTH(SHARED, 100, 100, NONE), .start = START_DEFAULT},
@@ -184,7 +190,7 @@ static shape random_shape(void) {
 
 /* ---- arrays ------------------------------------------------------------------ */
 
-#define CANARY ((real)-12345.0)
+#define CANARY ((real) - 12345.0)
 
 /* No margin behind arrays under AddressSanitizer: it watches the end better. */
 #if defined(__SANITIZE_ADDRESS__)
@@ -272,7 +278,7 @@ typedef struct attention_case {
   shape s;
   int64_t lengths[MOST_B], key_lengths[MOST_B], starts[MOST_B];
   int64_t offsets[MOST_B + 1], key_offsets[MOST_B + 1];
-  array q, k, v, dout, key_table, value_table;         /* inputs */
+  array q, k, v, dout, key_table, value_table;          /* inputs */
   array out, lse, dq, dk, dv, dkey_table, dvalue_table; /* outputs */
   double terms;
 } attention_case;
@@ -344,7 +350,9 @@ static dotted dot(const real *x, const real *y, int64_t width) {
 static const real *relation(const array *table, const band *b, int64_t h, int64_t distance) {
   if (b->table == ABSENT) return NULL;
   if (b->beyond == NONE && (distance < -b->left || distance > b->right)) return NULL;
-  const int64_t clipped = distance < -b->left ? -b->left : distance > b->right ? b->right : distance;
+  const int64_t clipped = distance < -b->left   ? -b->left
+                          : distance > b->right ? b->right
+                                                : distance;
   return table->memory + at(table, 0, h, clipped + b->left);
 }
 
@@ -377,8 +385,8 @@ static void expect_query(attention_case *c, const sequence *seq, int64_t h, int6
   const int64_t lse = at(&c->lse, seq->b, h, row);
   const real *const key0 = first_row(&c->key_table, &s->key, h);
   const real *const value0 = first_row(&c->value_table, &s->value, h);
-  const int64_t seen = !s->causal             ? seq->keys
-                       : position + 1 < 0     ? 0
+  const int64_t seen = !s->causal                 ? seq->keys
+                       : position + 1 < 0         ? 0
                        : position + 1 < seq->keys ? position + 1
                                                   : seq->keys;
   for (int64_t d = 0; d < s->Dv; d++) c->out.expected[out + d] = 0;
@@ -600,12 +608,13 @@ static bool run(const rp_ops *ops, attention_case *c, bool with_tables) {
   bool fine = CHECK_INT(ops->attention_forward(&args), RP_OK);
   fine = CHECK(workspace_free(&w)) && fine;
   w = workspace_create(backward);
-  const rp_attention_gradients gradients = {
-      .q = rows_out(&c->dq),
-      .k = rows_out(&c->dk),
-      .v = rows_out(&c->dv),
-      .key_table = with_tables ? c->dkey_table.data : NULL,
-      .value_table = !with_tables ? NULL : c->s.tied ? c->dkey_table.data : c->dvalue_table.data};
+  const rp_attention_gradients gradients = {.q = rows_out(&c->dq),
+                                            .k = rows_out(&c->dk),
+                                            .v = rows_out(&c->dv),
+                                            .key_table = with_tables ? c->dkey_table.data : NULL,
+                                            .value_table = !with_tables ? NULL
+                                                           : c->s.tied  ? c->dkey_table.data
+                                                                        : c->dvalue_table.data};
   const rpi_attention_backward_args back = {.shape = &a,
                                             .q = args.q,
                                             .k = args.k,
@@ -622,12 +631,13 @@ static bool run(const rp_ops *ops, attention_case *c, bool with_tables) {
 
 static void say(const rp_ops *ops, const attention_case *c, const char *what, int output) {
   const shape *const s = &c->s;
-  printf("\n  %s: %s: %s; B=%d H=%d N=%d M=%d D=%d Dv=%d key {%d, %d, %d, %d} value {%d, %d, %d, "
-         "%d} causal=%d layout=%d lengths=%d start=%d gap=%d tied=%d scale=%g",
-         ops->name, output_names[output], what, (int)s->B, (int)s->H, (int)s->N, (int)s->M,
-         (int)s->D, (int)s->Dv, s->key.table, (int)s->key.left, (int)s->key.right, s->key.beyond,
-         s->value.table, (int)s->value.left, (int)s->value.right, s->value.beyond, s->causal,
-         s->layout, s->lengths, (int)s->start, (int)s->gap, s->tied, s->scale);
+  printf(
+      "\n  %s: %s: %s; B=%d H=%d N=%d M=%d D=%d Dv=%d key {%d, %d, %d, %d} value {%d, %d, %d, "
+      "%d} causal=%d layout=%d lengths=%d start=%d gap=%d tied=%d scale=%g",
+      ops->name, output_names[output], what, (int)s->B, (int)s->H, (int)s->N, (int)s->M, (int)s->D,
+      (int)s->Dv, s->key.table, (int)s->key.left, (int)s->key.right, s->key.beyond, s->value.table,
+      (int)s->value.left, (int)s->value.right, s->value.beyond, s->causal, s->layout, s->lengths,
+      (int)s->start, (int)s->gap, s->tied, s->scale);
 }
 
 static void compare(const rp_ops *ops, const attention_case *c, const array *x, int output) {
@@ -649,7 +659,8 @@ static void compare(const rp_ops *ops, const attention_case *c, const array *x, 
   if (CHECK(worst <= 1)) return;
   char what[160];
   snprintf(what, sizeof what, "at %lld is %.9g, expected %.9g: %.3g of the allowed error",
-           (long long)(place - BEFORE), (double)x->memory[place], (double)x->expected[place], worst);
+           (long long)(place - BEFORE), (double)x->memory[place], (double)x->expected[place],
+           worst);
   say(ops, c, what, output);
 }
 
@@ -745,8 +756,8 @@ static void test_memory_is_bounded(const rp_ops *ops) {
   CHECK_INT(rp_set_threads(2), RP_OK);
   int64_t before[2] = {0, 0};
   for (int64_t n = 1 << 16; n <= 1 << 18; n *= 4) {
-    attention_case c = {.s = {1, 1, n, n, 64, 64, BOTH(SHARED, 16, 16, CLIP),
-                              .start = START_DEFAULT}};
+    attention_case c = {
+        .s = {1, 1, n, n, 64, 64, BOTH(SHARED, 16, 16, CLIP), .start = START_DEFAULT}};
     rp_attention a = describe(&c);
     static const real table[33 * 64];
     a.key.table = a.value.table = table;

@@ -32,7 +32,7 @@ static struct {
   bool interrupt;            /* every other call fails with EINTR first */
   bool no_progress;          /* writes give 0 */
   bool odd;
-  const char *last;          /* name of the call that failed */
+  const char *last; /* name of the call that failed */
 } faults;
 
 static bool fails(const char *name) {
@@ -293,8 +293,9 @@ static bool replace_with_fault(int n, int error, const char *old, const char *co
 }
 
 static void test_every_call_of_replace_fails(void) {
-  static const char content[] = "new content, written in three parts, because it is "
-                                "longer than twice what a write is allowed to move";
+  static const char content[] =
+      "new content, written in three parts, because it is "
+      "longer than twice what a write is allowed to move";
   static const int errors[] = {EIO, ENOSPC};
   for (size_t e = 0; e < 2; e++) {
     for (int existing = 0; existing < 2; existing++) {

@@ -30,7 +30,7 @@
 #define UNIT (FLT_EPSILON / 2)
 #endif
 
-#define CANARY ((real)-12345.0)
+#define CANARY ((real) - 12345.0)
 
 static uint32_t state = 1;
 
@@ -144,8 +144,7 @@ static double worst_element(const product *p) {
  * six deviations are allowed. */
 static double worst_projection(const product *p) {
   const rpi_gemm_args *const g = &p->args;
-  const double allowed =
-      6 * UNIT * (double)(g->inner + 2) / sqrt(54) * sqrt((double)g->columns);
+  const double allowed = 6 * UNIT * (double)(g->inner + 2) / sqrt(54) * sqrt((double)g->columns);
   double worst = 0, *const x = calloc((size_t)g->columns, sizeof(double));
   long double *const bx = calloc((size_t)g->inner, sizeof(long double));
   if (x == NULL || bx == NULL) abort();

@@ -351,7 +351,7 @@ static void note_float_state(void *context, int64_t task, int worker) {
   if (!denormals_are_zero()) atomic_fetch_add(wrong, 1);
 #endif
   if (rounds_up()) atomic_fetch_add(wrong, 1); /* and raises the inexact flag */
-  sleep_microseconds(200); /* so that others take tasks too */
+  sleep_microseconds(200);                     /* so that others take tasks too */
 }
 
 static void test_float_state(void) {
