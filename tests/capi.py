@@ -12,6 +12,8 @@ import itertools
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+import relpos
 from cases import GUARD, SENTINEL, Arrays, Case, Strided, allocate, allocate_rows
 from relpos import reference
 
@@ -29,6 +32,23 @@ ALIGNMENT = 64
 x86 = platform.machine() in ("x86_64", "AMD64")
 ISAS = ("portable", "avx2", "avx512") if x86 else ("portable", "neon")
 CORES = tuple(f"f32-{isa}" for isa in ISAS)
+
+
+def run_script(
+    source: str, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python source in a process of its own, with the relpos and the tests that this one has.
+
+    With -c the current folder comes first: the repository, whose relpos may not be built.
+    """
+    paths = [str(Path(__file__).parent), str(Path(relpos.__file__).parent.parent)]
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:1] = {paths!r}\n{source}", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 class Rows(ctypes.Structure):

@@ -7,8 +7,6 @@ Where a property says "the same", the same bits are meant unless a tolerance sta
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -767,7 +765,6 @@ def test_build_info(core: Core) -> None:
 
 MEMORY_PROBE = """
 import resource, sys
-sys.path.insert(0, sys.argv[2])
 import numpy as np, capi
 from pathlib import Path
 from cases import Case, make_arrays
@@ -775,7 +772,7 @@ from relpos.reference import Band
 from relpos import reference
 
 core = capi.Core(Path(sys.argv[1]))
-N = int(sys.argv[3])
+N = int(sys.argv[2])
 case = Case(N=N, M=N, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16))
 arrays = make_arrays(case, core.dtype)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -789,9 +786,7 @@ print(*sizes, peak() - before)
 
 
 def _memory(libraries: dict[str, Path], N: int) -> list[int]:
-    here = str(Path(__file__).parent)
-    arguments = [sys.executable, "-c", MEMORY_PROBE, str(libraries["f32"]), here, str(N)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = capi.run_script(MEMORY_PROBE, str(libraries["f32"]), str(N))
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 

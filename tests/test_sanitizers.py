@@ -11,10 +11,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import capi
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = 300
@@ -23,7 +24,6 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-sys.path.insert(0, "tests")
 import capi
 from cases import CORNERS, random_case
 from test_attention import compare_case
@@ -82,14 +82,7 @@ def test_cases_under_sanitizers() -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "RELPOS_BLAS": "builtin",
     }
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, built), str(CASES)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ran = capi.run_script(SCRIPT, *map(str, built), str(CASES), environment=environment)
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said[-6000:]
     assert re.search(r"\d+ cases, 0 wrong", said)
