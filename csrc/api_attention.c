@@ -75,6 +75,9 @@ static rp_status check_shape(const rp_attention *a) {
             a->struct_size, sizeof *a);
   RPI_TRY(check_size("B", a->B, 0));
   RPI_TRY(check_size("H", a->H, 0));
+  int64_t pairs = 0;
+  RPI_CHECK(rpi_multiply(a->B, a->H, &pairs) && pairs <= LIMIT, RP_ERROR_SHAPE,
+            "attention: B=%lld times H=%lld, must not exceed 2^40", (wide)a->B, (wide)a->H);
   RPI_TRY(check_size("N", a->N, 0));
   RPI_TRY(check_size("M", a->M, 0));
   RPI_TRY(check_size("D", a->D, 1));

@@ -817,3 +817,24 @@ def test_workspace_is_linear_in_the_length(libraries: dict[str, Path]) -> None:
         sizes.append(sum(core.workspace_bytes(call)))
         del alive
     assert sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0]) + 2**16
+
+
+@pytest.mark.parametrize("rise", [10.0, 1e3, 1e4])
+def test_a_late_maximum_is_as_precise_as_an_early_one(core: Core, rise: float) -> None:
+    """The first tile scores far below the second: what it left as maximum must not round the rest."""
+    case = Case(N=7, M=128, D=64, Dv=64, starts=(0,))
+    arrays = make_arrays(case, core.dtype)
+    q, k = arrays.views()[:2]
+    q[..., 0] = 1
+    late = np.concatenate([np.full(64, -8 * rise), np.zeros(64)])
+    results = {}
+    for name, column in (("late", late), ("early", late[::-1])):
+        k[..., 0] = column.astype(core.dtype)
+        arrays.remember()
+        results[name] = capi.run_forward(core, case, arrays).out.view.copy()
+    truth = []
+    for column in (late, late[::-1]):
+        k[..., 0] = column.astype(core.dtype)
+        truth.append(reference.batched_forward(case.batch(), *arrays.views()[:3], None, None)[0])
+    error = [np.abs(a - b).max() for a, b in zip(results.values(), truth, strict=True)]
+    assert error[0] <= 8 * error[1] + 4 * np.finfo(core.dtype).eps

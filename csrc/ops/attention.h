@@ -160,7 +160,7 @@ static void take_packed(rpi_arena *arena, int64_t columns, int64_t width, packed
   packed->down = rpi_arena_take(arena, padded * width, sizeof(real));
 }
 
-/* Rows beyond a sequence's length: zeros, and a log-sum-exp of -inf. */
+/* Rows beyond a sequence's length are zeros. */
 static void clear_rows(const rp_rows_out *x, int64_t batch, int64_t head, int64_t begin,
                        int64_t end, int64_t width) {
   for (int64_t i = begin; i < end; i++) {

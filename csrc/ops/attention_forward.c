@@ -71,15 +71,19 @@ RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
   return m2 > m0 ? m2 : m0;
 }
 
-/* Raises the maximum of the rows that need it, and scales down what they hold. */
-RPI_NOINLINE void raise_maximum(int64_t count, real *s, running state, int64_t value_width,
+/* Raises the maximum of the rows that need it, and scales down what they hold. True where
+ * a row's scores were summed from a start so far below them that they are to be summed
+ * again: their rounding was at the size of the old maximum. */
+RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t value_width,
                                 real *buckets, int64_t bucket_stride, real *tail) {
+  bool stale = false;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real most = strip_maximum(1, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
     for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
     if (state.seen[r]) {
+      stale |= most > 2 * RPI_RAISE;
       const real factor = rpi_exp2(-most);
       for (int l = 0; l < RPI_LANES; l++) state.sum[r * RPI_LANES + l] *= factor;
       for (int64_t c = 0; c < value_width; c++) state.out[r * value_width + c] *= factor;
@@ -92,6 +96,7 @@ RPI_NOINLINE void raise_maximum(int64_t count, real *s, running state, int64_t v
     state.max[r] += most;
     state.negated_max[r] = -state.max[r];
   }
+  return stale;
 }
 
 /* Weights (2) of a strip in place of its scores, added up into sum. */
@@ -153,16 +158,20 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
                               .c = w->strip,
                               .c_stride = RPI_TILE,
                               .inner = s->D};
-  score_strip(kw, window_meets(kw, nearest, farthest), w->e + i * window_stride(kw->columns),
-              distance, count, &scores, state.negated_max);
-  if (tile_keys < RPI_TILE || (s->causal && farthest > 0)) {
-    mask_strip(count, 1 - distance, s->causal, tile_keys, w->strip);
-  }
-  bool unseen = false;
-  for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
-  if (unseen || strip_maximum(count, w->strip) > RPI_RAISE) {
-    raise_maximum(count, w->strip, state, width, buckets, bucket_stride, tail);
-  }
+  const int key_meets = window_meets(kw, nearest, farthest);
+  const real *const e = w->e + i * window_stride(kw->columns);
+  bool again = false;
+  do {
+    score_strip(kw, key_meets, e, distance, count, &scores, state.negated_max);
+    if (tile_keys < RPI_TILE || (s->causal && farthest > 0)) {
+      mask_strip(count, 1 - distance, s->causal, tile_keys, w->strip);
+    }
+    bool unseen = false;
+    for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
+    const bool stale = (unseen || strip_maximum(count, w->strip) > RPI_RAISE) &&
+                       raise_maximum(count, w->strip, state, width, buckets, bucket_stride, tail);
+    again = stale && !again;
+  } while (again);
   const int meets = window_meets(vw, nearest, farthest);
   weigh_strip(count, w->strip, state.sum);
   if (meets == MEETS_BAND) {

@@ -88,8 +88,7 @@ static int64_t nearest_distance(const rp_attention *s) {
   return nearest;
 }
 
-/* One end of a pair of rectangles: queries [query, query + rows) of a sequence and
- * keys [key, key + keys), with the distances between them. */
+/* The distances that the visible pairs of some queries and keys span. */
 typedef struct reach {
   int64_t nearest, farthest;
 } reach;

@@ -118,7 +118,7 @@ typedef struct rpi_product {
  *   LOAD   from C itself
  *   ROW    row[r] in every column
  *   BAND   row[r] + band[r * band_stride + clamp(band_offset - r + column, 0, band_last)],
- *          the clamp taken per vector: see attention.c for the picture */
+ *          the clamp taken per vector: see band.h for the picture */
 typedef struct rpi_start {
   const real *row;
   const real *band;

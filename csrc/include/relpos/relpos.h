@@ -88,7 +88,8 @@ RP_API rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, i
 
 /* Rows of numbers for every sequence and head: element (b, h, row, column) lies
  * at data[b * batch_stride + h * head_stride + row * row_stride + column].
- * Strides count elements. Both usual layouts are strides, not copies:
+ * Strides count elements and are not negative; those of an input may be 0. Both usual
+ * layouts are strides, not copies:
  *   [B, H, N, D]   batch H*N*D, head N*D, row D
  *   [B, N, H, D]   batch N*H*D, head D,   row H*D
  *   packed [tokens, H, D] (see offsets below): batch unused, head D, row H*D */
@@ -97,7 +98,8 @@ typedef struct rp_rows {
   int64_t batch_stride, head_stride, row_stride;
 } rp_rows;
 
-/* The same, to be written. Rows of different (b, h, row) must not overlap. */
+/* The same, to be written. Rows of different (b, h, row) must not overlap, nor any
+ * memory that is written overlap any that the same call reads or writes otherwise. */
 typedef struct rp_rows_out {
   rp_real *data;
   int64_t batch_stride, head_stride, row_stride;
@@ -133,11 +135,13 @@ typedef struct rp_relation {
  *   p_ij  = softmax over the keys j that i may see
  *   out_i = sum_j p_ij ( v_j + value.table[r'(i,j)] )
  *
- * A query that may see no key gives a row of zeros and takes no gradient. */
+ * A query that may see no key gives a row of zeros and takes no gradient, as long as
+ * its numbers are finite. Calls fail with RP_ERROR_ARGUMENT or RP_ERROR_SHAPE for what
+ * they refuse, with RP_ERROR_MEMORY for a workspace that is too small. */
 typedef struct rp_attention {
   size_t struct_size; /* set by rp_attention_default() */
   int64_t B, H;
-  int64_t N, M; /* rows of the padded arrays; ignored for a side with offsets */
+  int64_t N, M; /* rows of the padded arrays, >= 0; without effect for a side with offsets */
   int64_t D, Dv;
 
   /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone
@@ -155,7 +159,7 @@ typedef struct rp_attention {
   const int64_t *query_start;
 
   int causal;   /* != 0: query i sees the keys j <= i + start */
-  double scale; /* set to 1/sqrt(D) where it is left at 0 */
+  double scale; /* finite; 0 means 1/sqrt(D) */
 
   rp_relation key;   /* "query meets relation", scores */
   rp_relation value; /* added to the values */
@@ -172,7 +176,8 @@ RP_API rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_
 /* out_i and, where lse is not NULL, the natural log-sum-exp of each row's scores
  * (-inf where a query sees no key): [B, H, N], or [H, tokens] for packed queries.
  * workspace: at least the bytes asked for, aligned to 64; its content is
- * meaningless before and after. Allocates nothing. */
+ * meaningless before and after. Allocates nothing, but that a process's first call makes
+ * the pool of threads. */
 RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
                                       rp_rows_out out, rp_real *lse, void *workspace,
                                       int64_t workspace_bytes);
@@ -185,7 +190,8 @@ typedef struct rp_attention_gradients {
   rp_real *key_table, *value_table; /* laid out as the tables themselves */
 } rp_attention_gradients;
 
-/* The gradients of sum(out * dout), from forward's inputs and results. */
+/* The gradients of sum(out * dout), from forward's inputs and results; lse is required.
+ * workspace: as forward's, of backward's size. */
 RP_API rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
                                        rp_rows out, const rp_real *lse, rp_rows dout,
                                        const rp_attention_gradients *gradients, void *workspace,
@@ -209,7 +215,7 @@ typedef struct rp_build_info {
   const char *flags;         /* as compiled */
   const char *isa;           /* the instruction set in use */
   const char *isa_available; /* those this machine can run, separated by spaces */
-  const char *blas;          /* "openblas 0.3.34 Zen", "builtin", ... */
+  const char *blas;          /* "OpenBLAS 0.3.34 Zen", "builtin", ... */
   int real_bytes;            /* 4; 8 in libcore_f64 */
   int threads;               /* rp_get_threads() */
 } rp_build_info;
