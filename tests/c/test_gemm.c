@@ -313,5 +313,7 @@ int main(void) {
     printf("our own product failed\n");
     return 1;
   }
+  /* Without a BLAS this process would only repeat what the child has done. */
+  if (strncmp(rpi_blas_description(), "builtin", 7) == 0) return 0;
   return test_all();
 }
