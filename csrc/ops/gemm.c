@@ -239,10 +239,9 @@ static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
     rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     const gemm_dots_fn dots = rows == 4 ? gemm_dots_4 : rows == 2 ? gemm_dots_2 : gemm_dots_1;
     for (int64_t j = 0; j < GEMM_DOTS; j += GEMM_DOTS / rows) {
-      const gemm_ahead ahead = {g->b + (column + GEMM_DOTS + asked) * g->b_stride,
-                                rpi_min(share, GEMM_DOTS - asked)};
-      dots(g, row, column + j, ahead);
-      asked += ahead.rows;
+      const int64_t next = column + GEMM_DOTS + asked, count = rpi_min(share, GEMM_DOTS - asked);
+      dots(g, row, column + j, (gemm_ahead){count > 0 ? g->b + next * g->b_stride : NULL, count});
+      asked += count;
     }
   }
 }
