@@ -18,7 +18,8 @@
 #   BLAS=openblas           or another package known to pkg-config, or a library's path:
 #                           that library
 #   WERROR=1                warnings are errors
-#   BUILD=folder            build there instead of build/<variant>
+#   BUILD=folder            build there instead of in build/<variant>; the variants that targets
+#                           above are about, f64 and so on, each in a folder below it
 #   RUN=command             runs the test programs: an emulator, a debugger
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
 
@@ -35,7 +36,11 @@ PREFIX ?= /usr/local
 LIBDIR ?= $(PREFIX)/lib
 INCLUDEDIR ?= $(PREFIX)/include
 
+# Each variant has a folder of its own, below BUILD where that is given. Another variant is
+# another make: in one folder two of them, side by side, would mix their objects.
+VARIANTS := $(if $(filter command%,$(origin BUILD)),$(BUILD),build)
 BUILD := build/$(VARIANT)
+variant = VARIANT=$(1) BUILD=$(VARIANTS)/$(1)
 MACHINE := $(firstword $(subst -, ,$(shell $(CC) -dumpmachine)))
 VERSION := $(shell sed -n 's/^\#define RP_VERSION "\(.*\)"/\1/p' csrc/include/relpos/relpos.h)
 ABI := $(firstword $(subst ., ,$(VERSION)))
@@ -127,7 +132,7 @@ $(SHARED): $(BUILD)/$(SONAME)
 	ln -sf $(SONAME) $@
 
 f64:
-	$(MAKE) VARIANT=f64 all
+	$(MAKE) $(call variant,f64) all
 
 # ---- tests and examples ----------------------------------------------------
 
@@ -147,21 +152,22 @@ test: $(TESTS)
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
-test-f64:
-	$(MAKE) VARIANT=f64 test
+# After f64: two makes at once in one folder would write the same objects.
+test-f64: f64
+	$(MAKE) $(call variant,f64) test
 
 # TSan needs its memory at fixed places, which the randomised layout of newer kernels may
 # take: setarch, where it is, turns that off.
 SETARCH := $(shell command -v setarch >/dev/null && setarch -R true 2>/dev/null && echo setarch -R)
 asan ubsan:
-	RELPOS_TEST_SMALL=1 $(MAKE) VARIANT=$@ test
+	RELPOS_TEST_SMALL=1 $(MAKE) $(call variant,$@) test
 tsan:
-	RELPOS_TEST_SMALL=1 $(SETARCH) $(MAKE) VARIANT=$@ test
+	RELPOS_TEST_SMALL=1 $(SETARCH) $(MAKE) $(call variant,$@) test
 
 # For programs that load the library under LD_PRELOAD=libasan.
 sanitized:
-	$(MAKE) VARIANT=sanitized all
-	$(MAKE) VARIANT=sanitized_f64 all
+	$(MAKE) $(call variant,sanitized) all
+	$(MAKE) $(call variant,sanitized_f64) all
 
 # Every instruction set in turn, as RELPOS_ISA would choose it. One that this machine
 # cannot run is named: the program says so with exit code 77.
@@ -178,7 +184,7 @@ neon:
 	  command -v $$tool >/dev/null || { echo "make neon: $$tool is missing; Debian has it in" \
 	    "gcc-aarch64-linux-gnu and qemu-user; CROSS= and QEMU= name others"; exit 1; }; \
 	done
-	RELPOS_TEST_SMALL=1 $(MAKE) VARIANT=neon CC=$(CROSS)gcc AR=$(CROSS)ar \
+	RELPOS_TEST_SMALL=1 $(MAKE) $(call variant,neon) CC=$(CROSS)gcc AR=$(CROSS)ar \
 	  RUN="$(QEMU) -L /usr/$(CROSS:%-=%)" isas
 
 examples: $(EXAMPLES)
