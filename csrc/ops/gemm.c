@@ -346,8 +346,11 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
                    .inner = g->inner};
   const int64_t whole = at.columns / RPI_LANES * RPI_LANES, rest = at.columns - whole;
   const int64_t span = rpi_round_up(GEMM_FEW_BYTES / RPI_REAL_BYTES / at.rows, RPI_LANES);
-  for (int64_t j = 0; j < whole; j += span, p.b += span, p.c += span) {
-    gemm_add_columns(p, at.rows, rpi_min(span, whole - j) / RPI_LANES);
+  for (int64_t j = 0; j < whole; j += span) {
+    rpi_product part = p;
+    part.b += j;
+    part.c += j;
+    gemm_add_columns(part, at.rows, rpi_min(span, whole - j) / RPI_LANES);
   }
   if (rest == 0) return;
   _Alignas(64) real panel[GEMM_INNER * RPI_LANES];
