@@ -3,7 +3,8 @@
 #   make                    libcore.so and libcore.a in build/release/
 #   make test               build and run tests/c
 #   make test-f64           the same with double, in build/f64
-#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/, on smaller shapes
+#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/, with RELPOS_TEST_SMALL
+#                           set: the same code on fewer and smaller shapes
 #   make isas               the same with RELPOS_ISA set to each instruction set in turn
 #   make neon               the same for AArch64 with CROSS=aarch64-linux-gnu- under QEMU
 #   make sanitized          libcore.so and libcore_f64.so under ASan and UBSan, for

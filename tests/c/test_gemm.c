@@ -11,6 +11,10 @@
  * which holds for any order of the additions, and so needs no second guess. For large
  * ones, C x = A (B x) for a random x of signs: O(n^2) instead of O(n^3), and a wrong
  * element of C cannot hide but with probability 1/2, for two such x 1/4.
+ *
+ * With RELPOS_TEST_SMALL set (make asan, ubsan, tsan, neon) shapes are fewer and smaller, but
+ * the same code computes them: several blocks of C and panels of B, dots and sums in C cut
+ * into tasks, every transpose, every number of rows, products that wake the pool.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -20,9 +24,8 @@
 #include <unistd.h>
 
 #include "base/blas.h"
-#include "base/cpu.h"
 #include "check.h"
-#include "isa/dispatch.h"
+#include "tables.h"
 
 #ifdef RP_REAL_IS_DOUBLE
 #define UNIT (DBL_EPSILON / 2)
@@ -177,8 +180,9 @@ static void report(const rp_ops *ops, const product *p, const char *what, double
          g->bias != NULL ? ", bias" : "", what, worst);
 }
 
-static const int64_t sizes[] = {0, 1, 2, 5, 6, 7, 31, 32, 33, 63, 64, 65, 127, 211};
-enum { SIZES = sizeof sizes / sizeof sizes[0] };
+/* A small run takes the first SMALL_SIZES. */
+static const int64_t sizes[] = {0, 1, 6, 7, 33, 65, 2, 5, 31, 32, 63, 64, 127, 211};
+enum { SMALL_SIZES = 6, SIZES = sizeof sizes / sizeof sizes[0] };
 
 static void one(const rp_ops *ops, int64_t rows, int64_t columns, int64_t inner, int flags,
                 int64_t extra) {
@@ -193,11 +197,13 @@ static void one(const rp_ops *ops, int64_t rows, int64_t columns, int64_t inner,
 /* Every pair of sizes meets every transpose; the third size, the other flags and the
  * strides are drawn. */
 static void test_small(const rp_ops *ops) {
-  for (int i = 0; i < SIZES; i++) {
-    for (int j = 0; j < SIZES; j++) {
+  const int count = is_small_run() ? SMALL_SIZES : SIZES;
+  for (int i = 0; i < count; i++) {
+    for (int j = 0; j < count; j++) {
       for (int transposes = 0; transposes < 4; transposes++) {
         const int flags = transposes + 4 * (int)(draw() % 4);
-        const int64_t third = sizes[draw() % SIZES], extra = draw() % 3 == 0 ? draw() % 20 : 0;
+        const int64_t third = sizes[draw() % (uint32_t)count];
+        const int64_t extra = draw() % 3 == 0 ? draw() % 20 : 0;
         switch (draw() % 3) {
           case 0: one(ops, sizes[i], sizes[j], third, flags, extra); break;
           case 1: one(ops, sizes[i], third, sizes[j], flags, extra); break;
@@ -206,18 +212,38 @@ static void test_small(const rp_ops *ops) {
       }
     }
   }
+  /* Every strip of tile.h, whole and ragged: with A and B transposed no row is too few. */
+  for (int64_t rows = 1; rows <= 6; rows++) {
+    for (int64_t columns = 4; columns <= 64; columns += 4) {
+      one(ops, rows, columns, 19, 3, 1);
+      one(ops, rows, columns - 1, 19, 7, 0);
+    }
+  }
+  /* Every number of rows around what few rows are; a long inner. */
   for (int flags = 0; flags < 16; flags++) {
-    for (int64_t rows = 1; rows <= 40; rows++) one(ops, rows, 17, 35, flags, 1);
+    for (int64_t rows = 1; rows <= 40; rows++) {
+      if (!is_small_run() || rows % 5 == flags % 5) one(ops, rows, 17, 35, flags, 1);
+    }
     one(ops, 3, 2, 1031, flags, 0);
     one(ops, 37, 3, 1031, flags, 0);
   }
 }
 
+/* Shapes of several blocks, by the way they are computed: blocks of C; dots; sums in C, whose
+ * columns come in spans; blocks that are few but deep. */
+static const int64_t large[][3] = {
+    {547, 1033, 521}, {31, 2053, 769}, {16, 9001, 11}, {1031, 67, 1283}};
+static const int64_t large_small[][3] = {{113, 149, 261}, {31, 149, 512}, {16, 9001, 5}};
+enum {
+  LARGE = sizeof large / sizeof large[0],
+  LARGE_SMALL = sizeof large_small / sizeof large_small[0]
+};
+
 static void test_large(const rp_ops *ops) {
-  static const int64_t shapes[][3] = {{547, 1033, 521}, {31, 2053, 769}, {1031, 67, 1283}};
-  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+  for (int i = 0; i < (is_small_run() ? LARGE_SMALL : LARGE); i++) {
+    const int64_t *const shape = is_small_run() ? large_small[i] : large[i];
     for (int flags = 0; flags < 16; flags++) {
-      product p = product_create(shapes[i][0], shapes[i][1], shapes[i][2], flags, 3);
+      product p = product_create(shape[0], shape[1], shape[2], flags, 3);
       CHECK_INT(ops->gemm(&p.args), RP_OK);
       for (int repeat = 0; repeat < 2; repeat++) {
         const double worst = worst_projection(&p);
@@ -232,10 +258,12 @@ static void test_large(const rp_ops *ops) {
 /* The number of threads changes no bit. */
 static void test_threads(const rp_ops *ops) {
   static const int64_t shapes[][3] = {{547, 613, 521}, {32, 1033, 769}, {7, 1033, 769}};
+  static const int64_t small[][3] = {{113, 149, 67}, {32, 293, 131}, {7, 293, 131}};
   static const int threads[] = {1, 2, 3, 8, 3};
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+    const int64_t *const shape = is_small_run() ? small[i] : shapes[i];
     for (int flags = 0; flags < 16; flags++) {
-      product p = product_create(shapes[i][0], shapes[i][1], shapes[i][2], flags, 0);
+      product p = product_create(shape[0], shape[1], shape[2], flags, 0);
       const size_t bytes = (size_t)p.c_size * sizeof(real);
       real *const first = malloc(bytes);
       if (first == NULL) abort();
@@ -276,21 +304,8 @@ static void test_not_finite(const rp_ops *ops) {
 }
 
 static int test_all(void) {
-  static const struct {
-    int feature;
-    const rp_ops *ops;
-  } tables[] = {
-      {RPI_CPU_PORTABLE, &rpi_ops_portable},
-#if defined(__x86_64__)
-      {RPI_CPU_AVX2, &rpi_ops_avx2},
-      {RPI_CPU_AVX512, &rpi_ops_avx512},
-#elif defined(__aarch64__)
-      {RPI_CPU_NEON, &rpi_ops_neon},
-#endif
-  };
-  for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
-    if ((rpi_cpu_features() & tables[i].feature) == 0) continue;
-    const rp_ops *const ops = tables[i].ops;
+  for (int i = 0; table_at(i) != NULL; i++) {
+    const rp_ops *const ops = table_at(i);
     test_small(ops);
     test_large(ops);
     test_threads(ops);
