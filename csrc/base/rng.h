@@ -25,6 +25,11 @@ typedef struct rpi_philox_block {
 
 #define RPI_PHILOX_ROUNDS 7 /* the fewest that pass BigCrush, by the paper */
 
+/* The key of the next round. */
+static inline rpi_philox_key rpi_philox_next_key(rpi_philox_key key) {
+  return (rpi_philox_key){{key.word[0] + 0x9E3779B9u, key.word[1] + 0xBB67AE85u}};
+}
+
 /* One block. rounds is 7 in the core and 10 where the published known-answer
  * vectors are checked. Inlined, so that a loop over counters vectorises. */
 static inline rpi_philox_block rpi_philox(rpi_philox_block counter, rpi_philox_key key,
@@ -39,8 +44,7 @@ static inline rpi_philox_block rpi_philox(rpi_philox_block counter, rpi_philox_k
         (uint32_t)product0,
     }};
     counter = next;
-    key.word[0] += 0x9E3779B9u;
-    key.word[1] += 0xBB67AE85u;
+    key = rpi_philox_next_key(key);
   }
   return counter;
 }
