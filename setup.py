@@ -101,7 +101,7 @@ class Build(build_ext):
 
 binding = Extension(
     "relpos._core",
-    sources=["relpos/_core.c"],
+    sources=sorted(map(str, Path("relpos").glob("_*.c"))),
     define_macros=[] if FREE_THREADED else [("Py_LIMITED_API", "0x030A0000")],
     py_limited_api=not FREE_THREADED,
     libraries=["core"],

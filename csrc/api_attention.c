@@ -1,21 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * api_attention.c: the checks of the public attention functions, then one call
- * inward. Nothing below this file checks a user's argument again.
+ * inward. Nothing below the api files checks a user's argument again. Terms and
+ * masks are checked by api_relation.c.
  */
+#include "api_attention.h"
+
 #include <math.h>
-#include <stdbool.h>
+#include <stdalign.h>
 
 #include "base/memory.h"
 #include "isa/dispatch.h"
 
-/* Sizes and positions stay below this, so that sums of a few of them are safe. */
-#define LIMIT ((int64_t)1 << 40)
+/* ---- the shape ---------------------------------------------------------------- */
 
-typedef long long wide; /* for printf */
+/* rp_attention only grows at its end. A caller compiled with an older header has a
+ * shorter one: what it does not know takes its default. The first version ended
+ * before the window. */
+static rp_status read_attention(const rp_attention *given, rp_attention *a) {
+  const size_t first_version = offsetof(rp_attention, window_left);
+  RPI_CHECK(given, RP_ERROR_ARGUMENT, "attention: a is NULL");
+  const size_t size = given->struct_size;
+  RPI_CHECK(size >= first_version && size <= sizeof *a && size % alignof(rp_attention) == 0,
+            RP_ERROR_ARGUMENT,
+            "attention: struct_size=%zu, must be from %zu to %zu: start from "
+            "rp_attention_default(), with a relpos.h that is no newer than the library",
+            size, first_version, sizeof *a);
+  *a = rp_attention_default();
+  memcpy(a, given, size);
+  a->struct_size = sizeof *a;
+  return RP_OK;
+}
 
 static rp_status check_size(const char *name, int64_t value, int64_t least) {
-  RPI_CHECK(value >= least && value <= LIMIT, RP_ERROR_SHAPE,
+  RPI_CHECK(value >= least && value <= RPI_LIMIT, RP_ERROR_SHAPE,
             "attention: %s=%lld, must be from %lld to 2^40", name, (wide)value, (wide)least);
   return RP_OK;
 }
@@ -35,55 +53,27 @@ static rp_status check_offsets(const char *name, const int64_t *offsets, int64_t
   RPI_CHECK(offsets[0] == 0, RP_ERROR_SHAPE, "attention: %s[0]=%lld, must be 0", name,
             (wide)offsets[0]);
   for (int64_t b = 0; b < B; b++) {
-    RPI_CHECK(offsets[b + 1] >= offsets[b] && offsets[b + 1] <= LIMIT, RP_ERROR_SHAPE,
+    RPI_CHECK(offsets[b + 1] >= offsets[b] && offsets[b + 1] <= RPI_LIMIT, RP_ERROR_SHAPE,
               "attention: %s[%lld]=%lld after %lld, must not fall and not exceed 2^40", name,
               (wide)(b + 1), (wide)offsets[b + 1], (wide)offsets[b]);
   }
   return RP_OK;
 }
 
-static rp_status check_relation(const char *name, const rp_relation *r, int64_t width, int64_t H) {
-  if (!r->table) return RP_OK;
-  RPI_CHECK(r->left >= 0 && r->left <= LIMIT && r->right >= 0 && r->right <= LIMIT,
-            RP_ERROR_ARGUMENT, "attention: %s.left=%lld and right=%lld must be from 0 to 2^40",
-            name, (wide)r->left, (wide)r->right);
-  RPI_CHECK(r->beyond == RP_BEYOND_CLIP || r->beyond == RP_BEYOND_NONE, RP_ERROR_ARGUMENT,
-            "attention: %s.beyond=%d, must be RP_BEYOND_CLIP (0) or RP_BEYOND_NONE (1)", name,
-            r->beyond);
-  RPI_CHECK(r->row_stride >= width && r->row_stride <= LIMIT, RP_ERROR_SHAPE,
-            "attention: %s.row_stride=%lld, must be at least the row's width %lld", name,
-            (wide)r->row_stride, (wide)width);
-  const int64_t T = r->left + r->right + 1;
-  int64_t table = 0, all = 0;
-  RPI_CHECK(rpi_multiply(T, r->row_stride, &table) && table <= INT64_MAX / 16, RP_ERROR_SHAPE,
-            "attention: %s: %lld rows of %lld numbers overflow", name, (wide)T,
-            (wide)r->row_stride);
-  RPI_CHECK(r->head_stride == 0 || (r->head_stride >= table - r->row_stride + width &&
-                                    rpi_multiply(r->head_stride, H, &all) && all <= INT64_MAX / 16),
-            RP_ERROR_SHAPE,
-            "attention: %s.head_stride=%lld, must be 0 (shared) or at least the table's %lld "
-            "numbers",
-            name, (wide)r->head_stride, (wide)(table - r->row_stride + width));
-  return RP_OK;
-}
-
-/* Everything that the shape alone decides. */
-static rp_status check_shape(const rp_attention *a) {
-  RPI_CHECK(a, RP_ERROR_ARGUMENT, "attention: a is NULL");
-  RPI_CHECK(a->struct_size == sizeof *a, RP_ERROR_ARGUMENT,
-            "attention: struct_size=%zu, must be %zu: start from rp_attention_default()",
-            a->struct_size, sizeof *a);
+static rp_status check_sizes(const rp_attention *a) {
   RPI_TRY(check_size("B", a->B, 0));
   RPI_TRY(check_size("H", a->H, 0));
   int64_t pairs = 0;
-  RPI_CHECK(rpi_multiply(a->B, a->H, &pairs) && pairs <= LIMIT, RP_ERROR_SHAPE,
+  RPI_CHECK(rpi_multiply(a->B, a->H, &pairs) && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
             "attention: B=%lld times H=%lld, must not exceed 2^40", (wide)a->B, (wide)a->H);
   RPI_TRY(check_size("N", a->N, 0));
   RPI_TRY(check_size("M", a->M, 0));
   RPI_TRY(check_size("D", a->D, 1));
-  RPI_TRY(check_size("Dv", a->Dv, 1));
-  RPI_CHECK(isfinite(a->scale), RP_ERROR_ARGUMENT,
-            "attention: scale=%g, must be finite (0: 1/sqrt(D))", a->scale);
+  return check_size("Dv", a->Dv, 1);
+}
+
+/* Which rows belong to which sequence, and where they stand. */
+static rp_status check_sequences(const rp_attention *a) {
   RPI_CHECK(!(a->offsets && a->lengths), RP_ERROR_ARGUMENT,
             "attention: both lengths and offsets are given; packed queries have offsets alone");
   const bool packed_keys = a->key_offsets || a->offsets;
@@ -96,26 +86,53 @@ static rp_status check_shape(const rp_attention *a) {
   if (!packed_keys && !a->key_lengths)
     RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->M, "M"));
   for (int64_t b = 0; a->query_start && b < a->B; b++) {
-    RPI_CHECK(a->query_start[b] >= -LIMIT && a->query_start[b] <= LIMIT, RP_ERROR_ARGUMENT,
+    RPI_CHECK(a->query_start[b] >= -RPI_LIMIT && a->query_start[b] <= RPI_LIMIT, RP_ERROR_ARGUMENT,
               "attention: query_start[%lld]=%lld, must be within 2^40 of 0", (wide)b,
               (wide)a->query_start[b]);
   }
-  RPI_TRY(check_relation("key", &a->key, a->D, a->H));
-  return check_relation("value", &a->value, a->Dv, a->H);
+  return RP_OK;
 }
 
-/* One axis of an array. */
-typedef struct axis {
-  int64_t count, stride;
-} axis;
+static rp_status check_window(const char *name, int64_t value) {
+  RPI_CHECK(value >= -1 && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+            "attention: %s=%lld, must be from 0 to 2^40, or -1 for no bound", name, (wide)value);
+  return RP_OK;
+}
 
-/* The strides of an array are not negative and its last element can be addressed;
- * those of an output also keep its rows apart: taken from the smallest stride up,
- * each step must clear what lies below it. */
-static rp_status check_rows(const char *name, const real *data, axis batch, axis head, axis row,
-                            int64_t width, bool written) {
+static rp_status check_numbers(const rp_attention *a) {
+  RPI_CHECK(isfinite(a->scale), RP_ERROR_ARGUMENT,
+            "attention: scale=%g, must be finite (0: 1/sqrt(D))", a->scale);
+  RPI_CHECK(isfinite(a->softcap) && a->softcap >= 0, RP_ERROR_ARGUMENT,
+            "attention: softcap=%g, must be finite and not negative (0: none)", a->softcap);
+  RPI_TRY(check_window("window_left", a->window_left));
+  RPI_TRY(check_window("window_right", a->window_right));
+  RPI_CHECK(a->dropout >= 0 && a->dropout < 1, RP_ERROR_ARGUMENT,
+            "attention: dropout=%g, must be from 0 to below 1", a->dropout);
+  RPI_CHECK(!a->position_bias || a->H < 2 ||
+                (a->position_bias_stride >= a->D && a->position_bias_stride <= RPI_LIMIT),
+            RP_ERROR_SHAPE,
+            "attention: position_bias_stride=%lld, must be at least the row's width D=%lld",
+            (wide)a->position_bias_stride, (wide)a->D);
+  return RP_OK;
+}
+
+/* Everything that the shape alone decides, of a copy that has all fields. */
+static rp_status check_shape(const rp_attention *given, rp_attention *a) {
+  RPI_TRY(read_attention(given, a));
+  RPI_TRY(check_sizes(a));
+  RPI_TRY(check_numbers(a));
+  RPI_TRY(check_sequences(a));
+  return rpi_check_terms(a);
+}
+
+/* ---- arrays --------------------------------------------------------------------- */
+
+/* Taken from the smallest stride up, each step of an array that is written must clear
+ * what lies below it. */
+rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
+                         axis head, axis row, int64_t width, bool written) {
   if (batch.count == 0 || head.count == 0 || row.count == 0) return RP_OK;
-  RPI_CHECK(data, RP_ERROR_ARGUMENT, "attention: %s is NULL", name);
+  RPI_CHECK(data, RP_ERROR_ARGUMENT, "%s: %s is NULL", call, name);
   axis axes[3] = {batch, head, row};
   for (int i = 1; i < 3; i++) { /* by stride, smallest first */
     for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
@@ -128,40 +145,46 @@ static rp_status check_rows(const char *name, const real *data, axis batch, axis
   for (int i = 0; i < 3; i++) {
     if (axes[i].count == 1) continue;
     RPI_CHECK(axes[i].stride >= 0, RP_ERROR_SHAPE,
-              "attention: %s has a stride of %lld; strides must not be negative", name,
+              "%s: %s has a stride of %lld; strides must not be negative", call, name,
               (wide)axes[i].stride);
     RPI_CHECK(!written || axes[i].stride >= extent, RP_ERROR_SHAPE,
-              "attention: %s has a stride of %lld inside rows that span %lld numbers; rows that "
+              "%s: %s has a stride of %lld inside rows that span %lld numbers; rows that "
               "are written must not overlap",
-              name, (wide)axes[i].stride, (wide)extent);
+              call, name, (wide)axes[i].stride, (wide)extent);
     int64_t reach = 0;
     RPI_CHECK(rpi_multiply(axes[i].stride, axes[i].count - 1, &reach) &&
                   rpi_add(reach, extent, &extent) && extent <= INT64_MAX / 16,
-              RP_ERROR_SHAPE, "attention: %s: its size overflows", name);
+              RP_ERROR_SHAPE, "%s: %s: its size overflows", call, name);
   }
   return RP_OK;
 }
 
-static rp_status check_input(const rp_attention *a, const char *name, const rp_rows *x,
-                             const int64_t *offsets, int64_t rows, int64_t width) {
-  const axis batch = {offsets ? 1 : a->B, offsets ? 0 : x->batch_stride};
-  const axis row = {offsets ? offsets[a->B] : rows, x->row_stride};
-  return check_rows(name, x->data, batch, (axis){a->H, x->head_stride}, row, width, false);
+typedef enum side { QUERIES, KEYS } side;
+
+static rp_status check_array(const rp_attention *a, const char *name, rp_rows x, side of,
+                             int64_t width, bool written) {
+  const int64_t *const offsets = of == KEYS && a->key_offsets ? a->key_offsets : a->offsets;
+  const axis batch = {offsets ? 1 : a->B, offsets ? 0 : x.batch_stride};
+  const axis row = {offsets ? offsets[a->B] : of == KEYS ? a->M : a->N, x.row_stride};
+  return rpi_check_rows("attention", name, x.data, batch, (axis){a->H, x.head_stride}, row, width,
+                        written);
 }
 
-static rp_status check_output(const rp_attention *a, const char *name, const rp_rows_out *x,
-                              const int64_t *offsets, int64_t rows, int64_t width) {
-  const axis batch = {offsets ? 1 : a->B, offsets ? 0 : x->batch_stride};
-  const axis row = {offsets ? offsets[a->B] : rows, x->row_stride};
-  return check_rows(name, x->data, batch, (axis){a->H, x->head_stride}, row, width, true);
+static rp_status check_input(const rp_attention *a, const char *name, rp_rows x, side of,
+                             int64_t width) {
+  return check_array(a, name, x, of, width, false);
 }
 
-static rp_status check_inputs(const rp_attention *a, const rp_rows *q, const rp_rows *k,
-                              const rp_rows *v) {
-  const int64_t *const key_offsets = a->key_offsets ? a->key_offsets : a->offsets;
-  RPI_TRY(check_input(a, "q", q, a->offsets, a->N, a->D));
-  RPI_TRY(check_input(a, "k", k, key_offsets, a->M, a->D));
-  return check_input(a, "v", v, key_offsets, a->M, a->Dv);
+static rp_status check_output(const rp_attention *a, const char *name, rp_rows_out x, side of,
+                              int64_t width) {
+  const rp_rows rows = {x.data, x.batch_stride, x.head_stride, x.row_stride};
+  return check_array(a, name, rows, of, width, true);
+}
+
+static rp_status check_inputs(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v) {
+  RPI_TRY(check_input(a, "q", q, QUERIES, a->D));
+  RPI_TRY(check_input(a, "k", k, KEYS, a->D));
+  return check_input(a, "v", v, KEYS, a->Dv);
 }
 
 static rp_status check_workspace(const void *workspace, int64_t given, int64_t needed) {
@@ -175,9 +198,7 @@ static rp_status check_workspace(const void *workspace, int64_t given, int64_t n
   return RP_OK;
 }
 
-rp_attention rp_attention_default(void) {
-  return (rp_attention){.struct_size = sizeof(rp_attention)};
-}
+/* ---- the calls --------------------------------------------------------------------- */
 
 /* Checked already. A call without a head or a sequence has nothing to do. */
 static rp_status workspace_of(const rp_attention *a, int64_t *forward_bytes,
@@ -192,25 +213,28 @@ static rp_status workspace_of(const rp_attention *a, int64_t *forward_bytes,
   return ops->attention_workspace(a, forward_bytes, backward_bytes);
 }
 
-rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_bytes,
+rp_status rp_attention_workspace(const rp_attention *given, int64_t *forward_bytes,
                                  int64_t *backward_bytes) {
-  RPI_TRY(check_shape(a));
-  return workspace_of(a, forward_bytes, backward_bytes);
+  rp_attention a;
+  RPI_TRY(check_shape(given, &a));
+  return workspace_of(&a, forward_bytes, backward_bytes);
 }
 
-rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
+rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, rp_rows v,
                                rp_rows_out out, rp_real *lse, void *workspace,
                                int64_t workspace_bytes) {
-  RPI_TRY(check_shape(a));
-  RPI_TRY(check_inputs(a, &q, &k, &v));
-  RPI_TRY(check_output(a, "out", &out, a->offsets, a->N, a->Dv));
+  rp_attention a;
+  RPI_TRY(check_shape(given, &a));
+  RPI_TRY(check_inputs(&a, q, k, v));
+  RPI_TRY(check_output(&a, "out", out, QUERIES, a.Dv));
   int64_t needed = 0;
-  RPI_TRY(workspace_of(a, &needed, NULL));
+  RPI_TRY(workspace_of(&a, &needed, NULL));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
-  if (a->B == 0 || a->H == 0) return RP_OK;
+  if (a.B == 0 || a.H == 0) return RP_OK;
+  RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_ops_get(&ops));
-  const rpi_attention_args args = {.shape = a,
+  const rpi_attention_args args = {.shape = &a,
                                    .q = q,
                                    .k = k,
                                    .v = v,
@@ -221,28 +245,44 @@ rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_r
   return ops->attention_forward(&args);
 }
 
-rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v, rp_rows out,
-                                const rp_real *lse, rp_rows dout,
+/* The same, but for terms that are not there: those have no gradient. */
+static rp_attention_gradients gradients_of_terms(const rp_attention *a,
+                                                 const rp_attention_gradients *gradients) {
+  rp_attention_gradients g = *gradients;
+  for (int t = 0; t < RP_TERMS; t++) {
+    if (!a->key[t].table) g.key[t] = NULL;
+    if (!a->query[t].table) g.query[t] = NULL;
+    if (!a->bias[t].table) g.bias[t] = NULL;
+    if (!a->value[t].table) g.value[t] = NULL;
+  }
+  if (!a->position_bias) g.position_bias = NULL;
+  return g;
+}
+
+rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k, rp_rows v,
+                                rp_rows out, const rp_real *lse, rp_rows dout,
                                 const rp_attention_gradients *gradients, void *workspace,
                                 int64_t workspace_bytes) {
-  RPI_TRY(check_shape(a));
-  RPI_TRY(check_inputs(a, &q, &k, &v));
-  RPI_TRY(check_input(a, "out", &out, a->offsets, a->N, a->Dv));
-  RPI_TRY(check_input(a, "dout", &dout, a->offsets, a->N, a->Dv));
+  rp_attention a;
+  RPI_TRY(check_shape(given, &a));
+  RPI_TRY(check_inputs(&a, q, k, v));
+  RPI_TRY(check_input(&a, "out", out, QUERIES, a.Dv));
+  RPI_TRY(check_input(&a, "dout", dout, QUERIES, a.Dv));
   RPI_CHECK(gradients, RP_ERROR_ARGUMENT, "attention: gradients is NULL");
-  const int64_t *const key_offsets = a->key_offsets ? a->key_offsets : a->offsets;
-  RPI_TRY(check_output(a, "gradients.q", &gradients->q, a->offsets, a->N, a->D));
-  RPI_TRY(check_output(a, "gradients.k", &gradients->k, key_offsets, a->M, a->D));
-  RPI_TRY(check_output(a, "gradients.v", &gradients->v, key_offsets, a->M, a->Dv));
+  RPI_TRY(check_output(&a, "gradients.q", gradients->q, QUERIES, a.D));
+  RPI_TRY(check_output(&a, "gradients.k", gradients->k, KEYS, a.D));
+  RPI_TRY(check_output(&a, "gradients.v", gradients->v, KEYS, a.Dv));
   int64_t needed = 0;
-  RPI_TRY(workspace_of(a, NULL, &needed));
+  RPI_TRY(workspace_of(&a, NULL, &needed));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
-  if (a->B == 0 || a->H == 0) return RP_OK;
-  RPI_CHECK(lse || (a->offsets ? a->offsets[a->B] : a->N) == 0, RP_ERROR_ARGUMENT,
+  if (a.B == 0 || a.H == 0) return RP_OK;
+  RPI_CHECK(lse || (a.offsets ? a.offsets[a.B] : a.N) == 0, RP_ERROR_ARGUMENT,
             "attention: lse is NULL; backward needs the one that forward wrote");
+  RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_ops_get(&ops));
-  const rpi_attention_backward_args args = {.shape = a,
+  const rp_attention_gradients wanted = gradients_of_terms(&a, gradients);
+  const rpi_attention_backward_args args = {.shape = &a,
                                             .q = q,
                                             .k = k,
                                             .v = v,
@@ -251,8 +291,60 @@ rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows k, rp_
                                             .lse = lse,
                                             .workspace = workspace,
                                             .workspace_bytes = workspace_bytes,
-                                            .gradients = gradients};
+                                            .gradients = &wanted};
   return ops->attention_backward(&args);
+}
+
+/* Everything of a map but the arrays that attention has as well. */
+static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t head, int64_t row,
+                           int64_t rows, const rp_real *to, int64_t to_stride) {
+  const int kind = what / 10 * 10;
+  const bool part = kind == RP_SHOW_KEY || kind == RP_SHOW_QUERY || kind == RP_SHOW_BIAS;
+  RPI_CHECK(part ? what - kind < RP_TERMS : what >= 0 && what <= RP_SHOW_CONTENT, RP_ERROR_ARGUMENT,
+            "attention: what=%d, must be one of RP_SHOW_...", what);
+  RPI_CHECK(b >= 0 && b < a->B, RP_ERROR_ARGUMENT, "attention: b=%lld, must be from 0 to %lld",
+            (wide)b, (wide)a->B - 1);
+  RPI_CHECK(head >= 0 && head < a->H, RP_ERROR_ARGUMENT,
+            "attention: head=%lld, must be from 0 to %lld", (wide)head, (wide)a->H - 1);
+  const int64_t queries = rpi_queries_of(a, b), keys = rpi_keys_of(a, b);
+  RPI_CHECK(row >= 0 && rows >= 0 && row <= queries && rows <= queries - row, RP_ERROR_SHAPE,
+            "attention: rows=%lld from row=%lld, but sequence %lld has %lld queries", (wide)rows,
+            (wide)row, (wide)b, (wide)queries);
+  RPI_CHECK(to || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "attention: to is NULL");
+  RPI_CHECK(to_stride >= keys && to_stride <= RPI_LIMIT, RP_ERROR_SHAPE,
+            "attention: to_stride=%lld, must be at least the sequence's %lld keys", (wide)to_stride,
+            (wide)keys);
+  return RP_OK;
+}
+
+rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int what, int64_t b,
+                           int64_t head, int64_t row, int64_t rows, rp_real *to,
+                           int64_t to_stride) {
+  rp_attention a;
+  RPI_TRY(check_shape(given, &a));
+  RPI_TRY(check_input(&a, "q", q, QUERIES, a.D));
+  RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
+  RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
+  RPI_TRY(rpi_check_labels(&a));
+  const rp_ops *ops = NULL;
+  RPI_TRY(rpi_ops_get(&ops));
+  rpi_attention_map_args args = {.shape = &a,
+                                 .q = q,
+                                 .k = k,
+                                 .what = what,
+                                 .b = b,
+                                 .head = head,
+                                 .row = row,
+                                 .rows = rows,
+                                 .to = to,
+                                 .to_stride = to_stride};
+  RPI_TRY(ops->attention_map(&args, &args.workspace_bytes));
+  args.workspace = rpi_allocate((size_t)args.workspace_bytes);
+  RPI_CHECK(args.workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
+            (wide)args.workspace_bytes);
+  const rp_status status = ops->attention_map(&args, NULL);
+  rpi_release(args.workspace);
+  return status;
 }
 
 rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t k, int causal,
@@ -264,16 +356,14 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   a.N = a.M = N;
   a.D = a.Dv = D;
   a.causal = causal;
-  a.key = (rp_relation){.table = key_table, .row_stride = D, .left = k, .right = k};
-  a.value = (rp_relation){.table = value_table, .row_stride = D, .left = k, .right = k};
+  a.key[0] = (rp_relation){.table = key_table, .row_stride = D, .left = k, .right = k};
+  a.value[0] = (rp_relation){.table = value_table, .row_stride = D, .left = k, .right = k};
   RPI_CHECK(k >= 0, RP_ERROR_ARGUMENT, "attention: k=%lld, must not be negative", (wide)k);
-  RPI_TRY(check_shape(&a));
-  int64_t head_stride = 0, batch_stride = 0;
+  int64_t bytes = 0, head_stride = 0, batch_stride = 0;
+  RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
   RPI_CHECK(rpi_multiply(N, D, &head_stride) && rpi_multiply(head_stride, H, &batch_stride),
             RP_ERROR_SHAPE, "attention: B=%lld, H=%lld, N=%lld, D=%lld overflow", (wide)B, (wide)H,
             (wide)N, (wide)D);
-  int64_t bytes = 0;
-  RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
   void *const workspace = rpi_allocate((size_t)bytes);
   RPI_CHECK(workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
             (wide)bytes);

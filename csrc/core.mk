@@ -23,7 +23,9 @@ CORE_SOURCES = \
   isa/neon.c \
   isa/dispatch.c \
   api.c \
-  api_attention.c
+  api_attention.c \
+  api_relation.c \
+  api_rotate.c
 
 CORE_PUBLIC_HEADERS = include/relpos/relpos.h
 

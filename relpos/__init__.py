@@ -6,7 +6,8 @@
     out, ctx = relpos.attention_forward(q, k, v, position=relpos.Shaw(key_table, value_table))
     gradients = relpos.attention_backward(ctx, dout)
 
-Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied.
+Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
+one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
 `relpos.reference` is the same in a few lines of float64 NumPy.
 """
 
@@ -28,13 +29,44 @@ from relpos.library import (
     libs,
     set_threads,
 )
-from relpos.position import Shaw
+from relpos.position import (
+    ALiBi,
+    CrossPositions,
+    DeBERTa,
+    EdgeList,
+    LearnedAbsolute,
+    MusicTransformer,
+    Plane,
+    RelativeKey,
+    RelativeKeyQuery,
+    RoPE,
+    Shaw,
+    ShawGraph,
+    Sinusoidal,
+    T5Bias,
+    TransformerXL,
+)
+from relpos.position.rope import rotate
 
 __all__ = [
+    "ALiBi",
     "AttentionContext",
+    "CrossPositions",
+    "DeBERTa",
     "DeviceError",
+    "EdgeList",
     "Gradients",
+    "LearnedAbsolute",
+    "MusicTransformer",
+    "Plane",
+    "RelativeKey",
+    "RelativeKeyQuery",
+    "RoPE",
     "Shaw",
+    "ShawGraph",
+    "Sinusoidal",
+    "T5Bias",
+    "TransformerXL",
     "__version__",
     "attention",
     "attention_backward",
@@ -45,5 +77,6 @@ __all__ = [
     "include_dir",
     "library_dir",
     "libs",
+    "rotate",
     "set_threads",
 ]

@@ -8,11 +8,35 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
+Small = npt.NDArray[np.int32]
+Labels = npt.NDArray[np.int8] | npt.NDArray[np.int16] | npt.NDArray[np.int32]
+Booleans = npt.NDArray[np.bool_] | npt.NDArray[np.uint8]
 
-# (table, left, right, beyond)
-Relation = tuple[Array, int, int, int]
+# (name, kind, table, map, left, right, beyond, buckets, query_positions, key_positions,
+#  labels, label_starts, edge_starts, edge_keys, edge_labels)
+Term = tuple[
+    str,
+    int,
+    Array,
+    int,
+    int,
+    int,
+    int,
+    Small | None,
+    Small | None,
+    Small | None,
+    Labels | None,
+    Integers | None,
+    Integers | None,
+    Small | None,
+    Small | None,
+]
 
-# (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets, query_start, key, value)
+# (B or 1, H or 1, N, M), or (flat, starts)
+Mask = Booleans | tuple[Booleans, Integers]
+
+# (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets, query_start, terms,
+#  position_bias, (window left, right), mask, softcap, (dropout rate, key0, key1, site, first))
 Call = tuple[
     str,
     bool,
@@ -22,11 +46,23 @@ Call = tuple[
     Integers | None,
     Integers | None,
     Integers | None,
-    Relation | None,
-    Relation | None,
+    tuple[Term, ...],
+    Array | None,
+    tuple[int, int] | None,
+    Mask | None,
+    float,
+    tuple[float, int, int, int, int] | None,
 ]
 
 VERSION: str
+TERMS: int  # of one kind
+KEY: int
+QUERY: int
+BIAS: int
+VALUE: int
+MAP_BAND: int
+MAP_LABEL: int
+MAP_EDGES: int
 BEYOND_CLIP: int
 BEYOND_NONE: int
 
@@ -51,11 +87,24 @@ def attention_backward(
     out: Array,
     lse: Array,
     dout: Array,
-    dkey_table: Array | None,
-    dvalue_table: Array | None,
+    table_gradients: tuple[Array | None, ...],
+    dposition_bias: Array | None,
     call: Call,
     /,
 ) -> tuple[Array, Array, Array]: ...
+def rotate(
+    x: Array,
+    out: Array | None,
+    layout: str,
+    offsets: Integers | None,
+    lengths: Integers | None,
+    start: Integers | None,
+    positions: Small | None,
+    frequencies: npt.NDArray[np.float64],
+    interleaved: bool,
+    inverse: bool,
+    /,
+) -> Array: ...
 def set_threads(threads: int, /) -> None: ...
 def get_threads() -> int: ...
 def build_info() -> CoreInfo: ...

@@ -8,18 +8,21 @@ refuses what it cannot use without a copy and says how to convert it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.position import Array, Band, Position, Shaw, one_scheme
+from relpos.position import combine
+from relpos.position.arrays import Array, as_array
+from relpos.position.combine import Position
+from relpos.position.rope import turn
+from relpos.position.terms import Lowered, Scheme, Shape, subclasses
+from relpos.request import Layout, Mask, Request, Seed, Window, check_apart, make_call, read_request
 
-Layout = Literal["bhnd", "bnhd"]
 Integers = npt.ArrayLike
 
 
@@ -28,45 +31,46 @@ class AttentionContext:
     """What `attention_backward` needs of a forward call. It refers to the arrays, it does not
     copy them: their content must still be what forward saw."""
 
-    q: Array
+    q: Array  # as the core met them: turned, where position says so
     k: Array
     v: Array
     out: Array
     lse: Array  # log-sum-exp of each query's scores: (B, H, N), or (H, tokens) where packed
-    position: Shaw | None
+    position: Position
+    lowered: Lowered = field(repr=False)
+    shape: Shape = field(repr=False)
     call: _core.Call = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Gradients(Mapping[str, Array]):
-    """The gradients of one call, as attributes and by name.
+    """The gradients of one call, as attributes and by name: q, k, v and the parameters of its
+    schemes (`Shaw`: key_table, value_table; docs/schemes.md has all).
 
     Each has the shape of what it belongs to. An attribute is None, and the name is missing,
-    where the call had no such table. Tied tables have one gradient, `key_table`.
+    where the call had no such table. Tied tables have one gradient, that of the first. Where two
+    schemes of a call have parameters of one name, those of the second are called key_table_2.
     """
 
-    q: Array
-    k: Array
-    v: Array
-    key_table: Array | None = None
-    value_table: Array | None = None
+    __slots__ = ("_arrays",)
+
+    def __init__(self, q: Array, k: Array, v: Array, **parameters: Array) -> None:
+        self._arrays: dict[str, Array] = {"q": q, "k": k, "v": v, **parameters}
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_arrays" and name in self._arrays:
+            return self._arrays[name]
+        if any(name in scheme.parameters for scheme in subclasses(Scheme)):
+            return None
+        raise AttributeError(f"there is no gradient {name!r}, only {', '.join(self._arrays)}")
 
     def __getitem__(self, name: str) -> Array:
-        if name in ("q", "k", "v", "key_table", "value_table"):
-            gradient: Array | None = getattr(self, name)
-            if gradient is not None:
-                return gradient
-        raise KeyError(name)
+        return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from ("q", "k", "v")
-        if self.key_table is not None:
-            yield "key_table"
-        if self.value_table is not None:
-            yield "value_table"
+        return iter(self._arrays)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._arrays)
 
     def __repr__(self) -> str:
         return f"Gradients({', '.join(f'{name}={x.shape}' for name, x in self.items())})"
@@ -84,20 +88,31 @@ def attention(
     offsets: Integers | None = None,
     key_offsets: Integers | None = None,
     query_start: Integers | None = None,
+    mask: Mask = None,
+    window: Window = None,
     layout: Layout = "bhnd",
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Seed = 0,
+    precision: str = "f32",
     out: Array | None = None,
 ) -> Array:
     """Attention with relative positions.
 
-        s_ij  = scale * ( q_i . k_j + q_i . key_table[r(i,j)] )
-        p_ij  = softmax over the keys j that query i may see
-        out_i = sum_j p_ij ( v_j + value_table[r'(i,j)] )
+        s_ij  = scale * ( q_i . k_j + q_i . A[a(i,j)] + k_j . B[b(i,j)] ) + c[t(i,j)]
+        s_ij  = softcap * tanh(s_ij / softcap)                     where softcap is not 0
+        p_ij  = softmax over the keys j that query i may see;      p~ = p after dropout
+        out_i = sum_j p~_ij ( v_j + V[v(i,j)] )
 
-    q: float32 (B, H, N, D).
+    with the terms A, B, c and V that `position` brings. `relpos.Shaw` has A and V.
+
+    q: float32 (B, H, N, D). Like k, v and out an ndarray, or anything on the CPU that exports
+        DLPack or the array interface; used without a copy.
     k: float32 (B, H, M, D).
     v: float32 (B, H, M, Dv).
-    position: `Shaw(...)` with the tables, which says what r(i,j) is. None: no relation terms.
+    position: a scheme, as `Shaw(...)` with its tables, or a tuple of schemes whose terms add up.
+        None: no relation terms.
     causal: bool. Query i sees the keys j <= i + start.
     lengths: int (B,). Rows in use of padded arrays; `lengths` alone serves queries and keys.
         Rows beyond a length are not read; they give zeros.
@@ -108,9 +123,21 @@ def attention(
     key_offsets: int (B + 1,). The same for the keys alone.
     query_start: int or int (B,). Absolute position of query 0, key 0 standing at 0.
         None: keys - queries of the sequence, so that the last query meets the last key.
+    mask: bool (N, M), (B, N, M) or (B|1, H|1, N, M), True: visible. For packed arrays a list of
+        one (n, m) matrix per sequence, or (flat, starts): the matrices end to end and int (B,)
+        where each begins. Together with causal, lengths and window, only what all of them show
+        is seen.
+    window: int or (left, right). Query i sees the keys from i + start - left to i + start + right;
+        None for no bound on a side; one number bounds both.
     layout: "bhnd", or "bnhd" for padded arrays (B, N, H, D). Strided views of either will do,
         as long as the last axis is contiguous.
-    scale: float. None: 1 / sqrt(D).
+    scale: float. None: the scheme's own, which is 1 / sqrt(D) but for T5Bias and DeBERTa.
+    softcap: float, 0 or more. 0: none.
+    dropout: float, from 0 to below 1, in multiples of 1/256. A probability is dropped at this rate,
+        the others are scaled up.
+    seed: int from 0 to 2^64 - 1, for dropout: the mask is a function of it, of the sequence, head,
+        query and key alone. Or the four words (key 0, key 1, site, first sequence) of relpos.h.
+    precision: "f32".
     out: float32, to be written and returned. None: a new array.
 
     Returns float32 (B, H, N, Dv), in the layout of q. A query that may see no key gives zeros.
@@ -124,13 +151,13 @@ def attention(
         i = 1  0  0  1  2  3         0  0  1  2  x
         i = 2  0  0  0  1  2         0  0  0  1  2
     """
-    scheme = one_scheme(position)
-    call = _call(
-        q, scheme, causal, lengths, key_lengths, offsets, key_offsets, query_start, layout, scale
-    )
-    if out is not None:
-        _check_apart(out, q, k, v, scheme)
-    return _core.attention_forward(q, k, v, out, False, call)[0]
+    request = read_request(
+        q, k, v, out,
+        causal=causal, lengths=lengths, key_lengths=key_lengths, offsets=offsets,
+        key_offsets=key_offsets, query_start=query_start, mask=mask, window=window, layout=layout,
+        scale=scale, softcap=softcap, dropout=dropout, seed=seed, precision=precision,
+    )  # fmt: skip
+    return _forward(request, position, with_lse=False)[0]
 
 
 def attention_forward(
@@ -145,36 +172,43 @@ def attention_forward(
     offsets: Integers | None = None,
     key_offsets: Integers | None = None,
     query_start: Integers | None = None,
+    mask: Mask = None,
+    window: Window = None,
     layout: Layout = "bhnd",
     scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Seed = 0,
+    precision: str = "f32",
     out: Array | None = None,
 ) -> tuple[Array, AttentionContext]:
     """`attention`, and with it what `attention_backward` needs.
 
     Takes the arguments of `attention` and returns (out, ctx). ctx keeps q, k, v, out and the
-    tables alive and one number per query and head of its own; nothing of size N x M.
+    tables alive and one number per query and head of its own; nothing of size N x M. `RoPE` adds
+    the turned q and k.
     """
-    scheme = one_scheme(position)
-    call = _call(
-        q, scheme, causal, lengths, key_lengths, offsets, key_offsets, query_start, layout, scale
-    )
-    if out is not None:
-        _check_apart(out, q, k, v, scheme)
-    out, lse = _core.attention_forward(q, k, v, out, True, call)
-    assert lse is not None
-    return out, AttentionContext(q, k, v, out, lse, scheme, call)
+    request = read_request(
+        q, k, v, out,
+        causal=causal, lengths=lengths, key_lengths=key_lengths, offsets=offsets,
+        key_offsets=key_offsets, query_start=query_start, mask=mask, window=window, layout=layout,
+        scale=scale, softcap=softcap, dropout=dropout, seed=seed, precision=precision,
+    )  # fmt: skip
+    result, ctx = _forward(request, position, with_lse=True)
+    assert ctx is not None
+    return result, ctx
 
 
 def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
-    """The gradients of sum(out * dout) by q, k, v and the tables.
+    """The gradients of sum(out * dout) by q, k, v and the parameters of the schemes.
 
-        dP_ij = dout_i . ( v_j + value_table[r'(i,j)] )
-        dS_ij = p_ij ( dP_ij - dout_i . out_i )
-        dq_i  = scale * sum_j dS_ij ( k_j + key_table[r(i,j)] )
-        dk_j  = scale * sum_i dS_ij q_i
-        dv_j  = sum_i p_ij dout_i
-        dkey_table[t]   = scale * sum of dS_ij q_i over r(i,j) = t
-        dvalue_table[t] = sum of p_ij dout_i over r'(i,j) = t
+        dP_ij = keep_ij dout_i . ( v_j + V[v(i,j)] ),   keep: 0 or 1 / (1 - rate) under dropout
+        dS_ij = p_ij ( dP_ij - dout_i . out_i )         times 1 - (s / softcap)^2 under softcap
+        dq_i  = scale * sum_j dS_ij ( k_j + A[a(i,j)] )
+        dk_j  = scale * sum_i dS_ij ( q_i + B[b(i,j)] )
+        dv_j  = sum_i p~_ij dout_i
+        dA[t] = scale * sum of dS_ij q_i over a(i,j) = t,   dB[t] = scale * sum of dS_ij k_j
+        dc[t] = sum of dS_ij,   dV[t] = sum of p~_ij dout_i, likewise
 
     ctx: from `attention_forward`. It may be used more than once.
     dout: float32, the shape of out.
@@ -182,104 +216,77 @@ def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
     Returns `Gradients`, each in the shape of what it belongs to. Tables shared by all heads, and
     tied tables, get the sum over their uses.
     """
-    dkey_table = dvalue_table = None
-    if ctx.position is not None:
-        dkey_table = _zeros_like(ctx.position.key_table)
-        dvalue_table = dkey_table if ctx.position.tied else _zeros_like(ctx.position.value_table)
+    lowered = ctx.lowered
+    raw: dict[int, Array] = {}  # by table: terms that share one add to one gradient
+    for term in lowered.terms:
+        if term.pull is not None and id(term.table) not in raw:
+            raw[id(term.table)] = _zeros_like(term.table)
+    bias = None if lowered.position_bias is None else _zeros_like(lowered.position_bias)
     dq, dk, dv = _core.attention_backward(
-        ctx.q, ctx.k, ctx.v, ctx.out, ctx.lse, dout, dkey_table, dvalue_table, ctx.call
+        ctx.q,
+        ctx.k,
+        ctx.v,
+        ctx.out,
+        ctx.lse,
+        as_array("dout", dout),
+        tuple(raw.get(id(term.table)) for term in lowered.terms),
+        bias,
+        ctx.call,
     )
-    if dvalue_table is dkey_table:
-        dvalue_table = None
-    return Gradients(dq, dk, dv, dkey_table, dvalue_table)
+    if lowered.rotation is not None:
+        dq, dk = turn(dq, dk, lowered.rotation, ctx.shape, ctx.call[0], back=True)
+    parameters: dict[str, Array] = {}
+    for term in lowered.terms:
+        if term.pull is not None and id(term.table) in raw:
+            for name, gradient in term.pull(raw.pop(id(term.table))).items():
+                known = parameters.get(name)
+                parameters[name] = gradient if known is None else known + gradient
+    if bias is not None:
+        parameters[lowered.position_bias_name] = bias
+    return Gradients(dq, dk, dv, **parameters)
 
 
-def _call(
-    q: Array,
-    scheme: Shaw | None,
-    causal: bool,
-    lengths: Integers | None,
-    key_lengths: Integers | None,
-    offsets: Integers | None,
-    key_offsets: Integers | None,
-    query_start: Integers | None,
-    layout: Layout,
-    scale: float | None,
-) -> _core.Call:
-    """The arguments that forward and backward share, as the core takes them."""
-    if scale is None:
-        scale = 0.0
-    elif scale == 0 or not math.isfinite(scale):
-        raise ValueError(
-            f"scale: expected a finite number other than 0, got {scale}; leave it out for 1 / sqrt(D)"
-        )
-    packed = _integers("offsets", offsets)
-    start = _integers("query_start", query_start)
-    if start is not None and start.ndim == 0:
-        start = np.full(np.shape(q)[:1] if packed is None else (max(packed.size - 1, 0),), start)
-    key = value = None
-    if scheme is not None:
-        key = _relation(scheme.key_table, scheme.key_band, scheme)
-        value = _relation(scheme.value_table, scheme.value_band, scheme)
-    return (
-        layout,
-        bool(causal),
-        float(scale),
-        _integers("lengths", lengths),
-        _integers("key_lengths", key_lengths),
-        packed,
-        _integers("key_offsets", key_offsets),
-        start,
-        key,
-        value,
-    )
+def _forward(
+    request: Request, position: Position, *, with_lse: bool
+) -> tuple[Array, AttentionContext | None]:
+    out, shape = request.out, request.shape
+    combine.schemes_of(position)
+    if shape is None:  # the arrays do not fit each other: the core says what is wrong with them
+        call = make_call(request, Lowered())
+        _core.attention_forward(request.q, request.k, request.v, out, with_lse, call)
+        raise RuntimeError("attention: the core took arrays that this layer could not read")
+    q, k, lowered, call = _prepare(request, shape, position)
+    result, lse = _core.attention_forward(q, k, request.v, out, with_lse, call)
+    if lse is None:
+        return result, None
+    return result, AttentionContext(q, k, request.v, result, lse, position, lowered, shape, call)
 
 
-def _relation(table: Array | None, band: Band | None, scheme: Shaw) -> _core.Relation | None:
-    if table is None or band is None:
-        return None
-    beyond = _core.BEYOND_NONE if scheme.beyond == "none" else _core.BEYOND_CLIP
-    return table, *band, beyond
+def context_of(request: Request, position: Position, out: Array, lse: Array) -> AttentionContext:
+    """The context of a forward call whose results are at hand, made again (relpos.torch)."""
+    assert request.shape is not None
+    q, k, lowered, call = _prepare(request, request.shape, position)
+    return AttentionContext(q, k, request.v, out, lse, position, lowered, request.shape, call)
 
 
-def _integers(name: str, values: Integers | None) -> npt.NDArray[np.int64] | None:
-    """An int64 array of its own, so that a context does not change with the caller's list."""
-    if values is None:
-        return None
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu" and array.size > 0:
-        raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
-    return array.astype(np.int64, order="C")
+def _prepare(
+    request: Request, shape: Shape, position: Position
+) -> tuple[Array, Array, Lowered, _core.Call]:
+    """The terms of a call, and q and k as the core shall meet them."""
+    lowered = combine.lower(position, shape, request.scale)
+    if request.out is not None:
+        check_apart(request.out, request, lowered)
+    q, k = request.q, request.k
+    if lowered.rotation is not None:
+        q, k = turn(q, k, lowered.rotation, shape, request.layout)
+    return q, k, lowered, make_call(request, lowered)
 
 
-def _check_apart(out: Array, q: Array, k: Array, v: Array, scheme: Shaw | None) -> None:
-    """Refuses an `out` that overlaps an input: rows are written while others are still read."""
-    inputs = {"q": q, "k": k, "v": v}
-    if scheme is not None:
-        inputs |= {
-            name: table
-            for name, table in (
-                ("key_table", scheme.key_table),
-                ("value_table", scheme.value_table),
-            )
-            if table is not None
-        }
-    for name, array in inputs.items():
-        try:
-            shared = np.shares_memory(out, array, max_work=10_000)
-        except RuntimeError:  # TooHardError: the strides are too intricate to tell
-            shared = True
-        if shared:
-            raise ValueError(f"out: shares memory with {name}; give an array of its own")
-
-
-def _zeros_like(table: Array | None) -> Array | None:
+def _zeros_like(table: Array) -> Array:
     """Zeros that lie in memory as the table does: the core adds gradients at equal strides."""
-    if table is None:
-        return None
     zeros = np.zeros_like(table, subok=False)
     if zeros.strides != table.strides:
         reach = sum((n - 1) * s for n, s in zip(table.shape, table.strides, strict=True))
-        flat = np.zeros(reach // table.itemsize + 1 if table.size else 0, np.float32)
+        flat = np.zeros(reach // table.itemsize + 1 if table.size else 0, table.dtype)
         zeros = np.lib.stride_tricks.as_strided(flat, table.shape, table.strides)
     return zeros

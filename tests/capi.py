@@ -62,16 +62,38 @@ class Rows(ctypes.Structure):
     ]
 
 
+TERMS = 2  # RP_TERMS
+
+
+def fields(type: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, type) for name in names]
+
+
 class Relation(ctypes.Structure):
     """rp_relation."""
 
     _fields_ = [
-        ("table", ctypes.c_void_p),
-        ("head_stride", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("left", ctypes.c_int64),
-        ("right", ctypes.c_int64),
-        ("beyond", ctypes.c_int),
+        *fields(ctypes.c_void_p, "table"),
+        *fields(ctypes.c_int64, "head_stride", "row_stride", "rows"),
+        *fields(ctypes.c_int, "map"),
+        *fields(ctypes.c_int64, "left", "right"),
+        *fields(ctypes.c_int, "beyond"),
+        *fields(ctypes.c_void_p, "buckets", "query_positions", "key_positions"),
+        *fields(ctypes.c_int64, "query_position_stride", "key_position_stride"),
+        *fields(ctypes.c_void_p, "labels"),
+        *fields(ctypes.c_int, "label_bytes"),
+        *fields(ctypes.c_int64, "label_batch_stride", "label_head_stride", "label_row_stride"),
+        *fields(ctypes.c_void_p, "label_starts", "edge_starts", "edge_keys", "edge_labels"),
+    ]
+
+
+class Mask(ctypes.Structure):
+    """rp_mask."""
+
+    _fields_ = [
+        *fields(ctypes.c_void_p, "data"),
+        *fields(ctypes.c_int64, "batch_stride", "head_stride", "row_stride"),
+        *fields(ctypes.c_void_p, "starts"),
     ]
 
 
@@ -79,17 +101,19 @@ class Attention(ctypes.Structure):
     """rp_attention."""
 
     _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        *((name, ctypes.c_int64) for name in ("B", "H", "N", "M", "D", "Dv")),
-        ("lengths", ctypes.c_void_p),
-        ("key_lengths", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("key_offsets", ctypes.c_void_p),
-        ("query_start", ctypes.c_void_p),
-        ("causal", ctypes.c_int),
-        ("scale", ctypes.c_double),
-        ("key", Relation),
-        ("value", Relation),
+        *fields(ctypes.c_size_t, "struct_size"),
+        *fields(ctypes.c_int64, "B", "H", "N", "M", "D", "Dv"),
+        *fields(ctypes.c_void_p, "lengths", "key_lengths", "offsets", "key_offsets"),
+        *fields(ctypes.c_void_p, "query_start"),
+        *fields(ctypes.c_int, "causal"),
+        *fields(ctypes.c_double, "scale"),
+        *fields(Relation * TERMS, *reference.KINDS),
+        *fields(ctypes.c_void_p, "position_bias"),
+        *fields(ctypes.c_int64, "position_bias_stride", "window_left", "window_right"),
+        *fields(Mask, "mask"),
+        *fields(ctypes.c_double, "softcap", "dropout"),
+        *fields(ctypes.c_uint32 * 2, "dropout_key"),
+        *fields(ctypes.c_uint32, "dropout_site", "dropout_first"),
     ]
 
 
@@ -97,11 +121,9 @@ class Gradients(ctypes.Structure):
     """rp_attention_gradients."""
 
     _fields_ = [
-        ("q", Rows),
-        ("k", Rows),
-        ("v", Rows),
-        ("key_table", ctypes.c_void_p),
-        ("value_table", ctypes.c_void_p),
+        *fields(Rows, "q", "k", "v"),
+        *fields(ctypes.c_void_p * TERMS, *reference.KINDS),
+        *fields(ctypes.c_void_p, "position_bias"),
     ]
 
 
@@ -182,7 +204,6 @@ class Core:
                 status,
                 [size] * 5 + [ctypes.c_int] + [pointer] * 6,
             ),
-            ("rp_attention_default", Attention, []),
             (
                 "rp_attention_workspace",
                 status,
@@ -257,18 +278,23 @@ def rows(x: Strided) -> Rows:
     return Rows(x.address, *x.strides)
 
 
+def attention_default() -> Attention:
+    """rp_attention_default(), which is inline."""
+    return Attention(struct_size=ctypes.sizeof(Attention), window_left=-1, window_right=-1)
+
+
+def place(name: str) -> tuple[str, int]:
+    """Where the structs have a term: "key[1]" -> "key", 1."""
+    kind, _, number = name.rstrip("]").partition("[")
+    return kind, int(number)
+
+
 def describe(core: Core, case: Case, arrays: Arrays) -> tuple[Attention, list[Any]]:
     """The rp_attention of a case, and what must outlive it."""
-    call = core.lib.rp_attention_default()
-    call.B, call.H, call.N, call.M, call.D, call.Dv = (
-        case.B,
-        case.H,
-        case.N,
-        case.M,
-        case.D,
-        case.Dv,
-    )
+    call = attention_default()
     alive: list[Any] = [arrays]
+    for name in ("B", "H", "N", "M", "D", "Dv", "causal", "softcap"):
+        setattr(call, name, getattr(case, name))
     for name, values in (
         ("lengths", case.lengths),
         ("key_lengths", case.key_lengths),
@@ -280,18 +306,28 @@ def describe(core: Core, case: Case, arrays: Arrays) -> tuple[Attention, list[An
             array = np.array(values, np.int64)
             alive.append(array)
             setattr(call, name, array.ctypes.data)
-    call.causal = case.causal
     call.scale = case.scale or 0.0
-    for relation, band, table in (
-        (call.key, case.key, arrays.key_table),
-        (call.value, case.value, arrays.value_table),
-    ):
-        if band is not None and table is not None:
-            relation.table = table.address
-            relation.head_stride, relation.row_stride = table.strides[1:]
-            relation.left, relation.right = band.left, band.right
-            relation.beyond = int(band.beyond == "none")
+    for name, table in arrays.tables.items():
+        kind, number = place(name)
+        relation = getattr(call, kind)[number]
+        relation.table = table.address
+        relation.head_stride, relation.row_stride = table.strides[1:]
+        _point(relation, arrays.maps[name].fields)
+    if arrays.position_bias is not None:
+        call.position_bias = arrays.position_bias.address
+        call.position_bias_stride = case.D + case.gap
+    call.window_left, call.window_right = case.window
+    if arrays.mask is not None:
+        _point(call.mask, arrays.mask.fields)
+    if case.dropout is not None:
+        call.dropout, call.dropout_site = case.dropout.rate, case.dropout.site
+        call.dropout_key[:], call.dropout_first = case.dropout.key, case.dropout.first
     return call, alive
+
+
+def _point(struct: ctypes.Structure, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(struct, name, value.address if isinstance(value, Strided) else value)
 
 
 @dataclass
@@ -334,10 +370,11 @@ def run_forward(core: Core, case: Case, arrays: Arrays) -> Forward:
 def run_backward(
     core: Core, case: Case, arrays: Arrays, forward: Forward, tables_hold: float | None = 0.0
 ) -> dict[str, np.ndarray]:
-    """rp_attention_backward, gradients by name; those of tables start at `tables_hold`.
+    """rp_attention_backward, gradients by name; those of parameters start at `tables_hold`.
 
-    tables_hold None: no table gradients are asked for. Rows of out and lse beyond a length are NaN
-    here: backward must not read them either. Tied tables: one gradient, "key_table".
+    tables_hold None: no gradients of tables and position_bias are asked for. Rows of out and lse
+    beyond a length are NaN here: backward must not read them either. Tied tables: one gradient,
+    "key[0]".
     """
     call, alive = describe(core, case, arrays)
     workspace = Workspace(core.workspace_bytes(call)[1])
@@ -357,13 +394,19 @@ def run_backward(
         "v": allocate_rows(case, "key", case.Dv, core.dtype, SENTINEL),
     }
     gradients = Gradients(rows(written["q"]), rows(written["k"]), rows(written["v"]))
-    for name, table in (("key_table", arrays.key_table), ("value_table", arrays.value_table)):
-        if table is None or tables_hold is None:
-            continue
-        if not (case.tied and name == "value_table"):
-            written[name] = allocate(table.view.shape, case.gap, core.dtype, SENTINEL)
+    parameters = dict(arrays.tables)
+    if arrays.position_bias is not None:
+        parameters["position_bias"] = arrays.position_bias
+    for name, values in parameters.items() if tables_hold is not None else ():
+        target = "key[0]" if case.tied and name == "value[0]" else name
+        if target == name:
+            written[name] = allocate(values.view.shape, case.gap, core.dtype, SENTINEL)
             written[name].view[...] = tables_hold
-        setattr(gradients, name, written["key_table" if case.tied else name].address)
+        if name == "position_bias":
+            gradients.position_bias = written[name].address
+        else:
+            kind, number = place(name)
+            getattr(gradients, kind)[number] = written[target].address
     status = core.lib.rp_attention_backward(
         ctypes.byref(call),
         rows(arrays.q),

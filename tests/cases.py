@@ -14,15 +14,75 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from relpos import reference
-from relpos.reference import Band
+from relpos.reference import Band, Dropout
 
 SENTINEL = -12345.6875  # exact in float32
 GUARD = 17  # elements around each array; odd, so that rows are not aligned
+MAP_BAND, MAP_LABEL, MAP_EDGES = 0, 1, 2  # RP_MAP_...
+
+
+# --------------------------------------------------------------------------------------------------
+# What a case is
+# --------------------------------------------------------------------------------------------------
+
+
+class Distances(NamedTuple):
+    """A band with buckets, or explicit positions, or both, drawn from the case's seed.
+
+    buckets: "random" (one in rows + 1 is -1), "none" (all are), "identity" or "folded" (the absolute
+    distance). positions: "own" (those of a band), "random" in every sequence, "shared" by all,
+    "far" apart, or "rows" and "columns" of a plane eight wide.
+    """
+
+    left: int
+    right: int
+    beyond: str = "clip"
+    rows: int = 0  # T; 0: as many as distances
+    buckets: str = ""
+    positions: str = ""
+
+
+class Labels(NamedTuple):
+    """A matrix of labels: "random" (one in rows + 1 is -1), "none", "sparse", or those of a "band"."""
+
+    rows: int
+    bytes: int = 1
+    fill: str = "random"
+    per_head: bool = False
+    per_sequence: bool = True
+    end_to_end: bool = False  # one after the other, as in packed batches, where padded as well
+
+
+class Edges(NamedTuple):
+    """A list of edges: "random", "repeated" (every pair that has one has several), "none", "full"."""
+
+    rows: int
+    per_query: int = 2
+    fill: str = "random"
+
+
+class Mask(NamedTuple):
+    """A boolean mask: "random", "none" or "all" visible, "rows" of nothing, "blocks", the "last"."""
+
+    fill: str = "random"
+    share: float = 0.7
+    per_head: bool = False
+    per_sequence: bool = True
+    end_to_end: bool = False
+
+
+Map: TypeAlias = "Band | Distances | Labels | Edges"
+Maps: TypeAlias = "Map | tuple[Map, ...] | None"
+
+
+def map_rows(map: Map) -> int:
+    """T of the table that a map chooses from."""
+    return (map.rows or map.left + 1 + map.right) if isinstance(map, Distances) else map.rows
 
 
 @dataclass(frozen=True)
@@ -33,11 +93,18 @@ class Case:
     M: int = 8
     D: int = 8
     Dv: int = 8
-    key: Band | None = None  # None: no key term
-    value: Band | None = None
-    tied: bool = False  # one table, and one gradient, for both terms
-    per_head: bool = False  # tables [H, T, width]
+    key: Maps = None  # None: no such term; several: a tuple
+    query: Maps = None
+    bias: Maps = None
+    value: Maps = None
+    tied: bool = False  # one table, and one gradient, for key[0] and value[0]
+    per_head: bool | tuple[str, ...] = False  # tables [H, T, width]: all, or those of these kinds
+    position_bias: bool = False
     causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    mask: Mask | None = None
+    softcap: float = 0.0
+    dropout: Dropout | None = None
     lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None  # packed: N or M is ignored
@@ -48,11 +115,13 @@ class Case:
     scale: float | None = None  # None: 1/sqrt(D)
     spread: float = 1.0  # factor on q: large ones make the softmax sharp
     rising: bool = False  # scores grow with j, so that the running maximum keeps moving
+    outlier: tuple[str, str, float] | None = None  # ("key[0]", "first", 10.0): a row of a table
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.tied:
-            assert self.key and self.value and self.key.rows == self.value.rows
+            maps = {name: map for name, _, map in self.terms}
+            assert map_rows(maps["key[0]"]) == map_rows(maps["value[0]"])
             assert self.D == self.Dv
 
     def __str__(self) -> str:
@@ -64,6 +133,25 @@ class Case:
             if getattr(self, name) != getattr(plain, name)
         )
         return f"Case({', '.join(given)})"
+
+    def maps(self, kind: str) -> tuple[Map, ...]:
+        """The maps of one kind of terms."""
+        given = getattr(self, kind)
+        if given is None:
+            return ()
+        return (given,) if isinstance(given, Band | Distances | Labels | Edges) else given
+
+    @property
+    def terms(self) -> list[tuple[str, reference.Kind, Map]]:
+        """Name, kind and map of every term."""
+        kinds = [kind for kind in reference.KINDS for _ in self.maps(kind)]
+        maps = [map for kind in reference.KINDS for map in self.maps(kind)]
+        return list(zip(reference.term_names(kinds), kinds, maps, strict=True))
+
+    def table_shape(self, kind: str, map: Map) -> tuple[int, ...]:
+        width = {"value": self.Dv, "bias": 1}.get(kind, self.D)
+        own = self.per_head if isinstance(self.per_head, bool) else kind in self.per_head
+        return (self.H, map_rows(map), width) if own else (map_rows(map), width)
 
     @property
     def spans(self) -> list[reference.Span]:
@@ -88,13 +176,22 @@ class Case:
         alone = self.key_offsets is None and self.key_lengths is None
         return self.offsets if alone else self.key_offsets
 
-    def batch(self, dtype: Any = np.float64) -> reference.Batch:
+    def batch(self, arrays: Arrays, dtype: Any = np.float64) -> reference.Batch:
+        """What relpos.reference is to compute with these arrays."""
+        bias = arrays.position_bias
         return reference.Batch(
             self.spans,
-            self.key,
-            self.value,
+            [
+                reference.Relation(kind, arrays.tables[name].view, arrays.maps[name].map)
+                for name, kind, _ in self.terms
+            ],
+            None if bias is None else bias.view,
             self.causal,
+            self.window,
+            None if arrays.mask is None else arrays.mask.map.matrices,
             self.scale,
+            self.softcap,
+            self.dropout,
             self.layout,  # type: ignore[arg-type]
             dtype,
         )
@@ -111,7 +208,7 @@ class Strided:
 
     raw: np.ndarray
     view: np.ndarray
-    strides: tuple[int, int, int] = (0, 0, 0)  # batch, head, row; in elements
+    strides: tuple[int, ...] = (0, 0, 0)  # batch, head, row; in elements
 
     @property
     def address(self) -> int:
@@ -161,6 +258,13 @@ def allocate_rows(
     return allocate((*outer, width), gap, dtype, fill, case.layout)
 
 
+class MapArrays(NamedTuple):
+    """A map, or mask, for the reference, and as the fields of rp_relation or rp_mask."""
+
+    map: Any
+    fields: dict[str, Any]  # numbers, and arrays to point to
+
+
 @dataclass
 class Arrays:
     """The inputs of a case in one dtype. Tied tables are one and the same object."""
@@ -169,14 +273,23 @@ class Arrays:
     k: Strided
     v: Strided
     dout: Strided
-    key_table: Strided | None
-    value_table: Strided | None
+    tables: dict[str, Strided]  # "key[0]": ...
+    maps: dict[str, MapArrays]
+    position_bias: Strided | None = None
+    mask: MapArrays | None = None
     before: list[np.ndarray] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Strided:
+        """The array whose gradient has this name."""
+        return self.tables[name] if name in self.tables else getattr(self, name)
 
     @property
     def inputs(self) -> list[Strided]:
-        given = [self.q, self.k, self.v, self.dout, self.key_table, self.value_table]
-        return [x for x in given if x is not None]
+        given: list[Any] = [self.q, self.k, self.v, self.dout, *self.tables.values()]
+        given.append(self.position_bias)
+        for map in (*self.maps.values(), self.mask):
+            given += map.fields.values() if map else []
+        return [x for x in given if isinstance(x, Strided)]
 
     def remember(self) -> None:
         """Keeps copies, for unmodified()."""
@@ -186,10 +299,9 @@ class Arrays:
         pairs = zip(self.before, self.inputs, strict=True)
         return all(old.tobytes() == new.raw.tobytes() for old, new in pairs)
 
-    def views(self) -> tuple[Any, ...]:
-        """q, k, v, dout, key_table, value_table as plain arrays."""
-        tables = [None if t is None else t.view for t in (self.key_table, self.value_table)]
-        return (self.q.view, self.k.view, self.v.view, self.dout.view, *tables)
+    def views(self) -> tuple[Any, Any, Any, Any]:
+        """q, k, v, dout as plain arrays."""
+        return (self.q.view, self.k.view, self.v.view, self.dout.view)
 
 
 def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
@@ -211,22 +323,10 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
                 part[...] = values * np.float32(factor)
         return result
 
-    def fill_table(number: int, band: Band | None, width: int) -> Strided | None:
-        if band is None:
-            return None
-        shape = (case.H, band.rows, width) if case.per_head else (band.rows, width)
-        result = allocate(shape, case.gap, dtype, np.nan)
-        W = width + case.gap
-        result.strides = (0, band.rows * W if case.per_head else 0, W)
-        result.view[...] = stream(number).standard_normal(shape, np.float32)
-        return result
-
     q = fill_rows(0, "query", case.D, case.spread)
     k = fill_rows(1, "key", case.D)
     v = fill_rows(2, "key", case.Dv)
     dout = fill_rows(3, "query", case.Dv)
-    key_table = fill_table(4, case.key, case.D)
-    value_table = key_table if case.tied else fill_table(5, case.value, case.Dv)
     if case.rising:
         random = stream(6)
         for span in case.spans:
@@ -237,9 +337,215 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
                 reference.head_rows(k.view, *key)[:, -1] = ramp
                 factor = np.float32(1) + random.random(span.queries, np.float32) / 2
                 reference.head_rows(q.view, *query)[:, -1] = factor
-    result = Arrays(q, k, v, dout, key_table, value_table)
+
+    tables: dict[str, Strided] = {}
+    maps = {}
+    numbers = {"key[0]": 4, "value[0]": 5}  # of streams; the others' follow
+    for number, (name, kind, map) in enumerate(case.terms, start=10):
+        maps[name] = make_map(case, map, stream(number + 10))
+        if case.tied and name == "value[0]":
+            tables[name] = tables["key[0]"]
+            continue
+        shape = case.table_shape(kind, map)
+        tables[name] = allocate(shape, case.gap, dtype, np.nan)
+        W = shape[-1] + case.gap
+        tables[name].strides = (0, shape[-2] * W if len(shape) == 3 else 0, W)
+        values = stream(numbers.get(name, number)).standard_normal(shape, np.float32)
+        if case.outlier and case.outlier[0] == name:
+            row = {"first": 0, "middle": shape[-2] // 2, "last": -1}[case.outlier[1]]
+            values[..., row, :] *= np.float32(case.outlier[2])
+        tables[name].view[...] = values
+
+    result = Arrays(q, k, v, dout, tables, maps)
+    if case.position_bias:
+        result.position_bias = allocate((case.H, case.D), case.gap, dtype, np.nan)
+        values = stream(7).standard_normal((case.H, case.D), np.float32)
+        result.position_bias.view[...] = values
+    if case.mask is not None:
+        result.mask = make_mask(case, case.mask, stream(8))
     result.remember()
     return result
+
+
+# ---- maps and masks ------------------------------------------------------------------------------
+
+
+def hold(values: Any, dtype: Any, fill: float = -1) -> Strided:
+    """Numbers in one row, with guards."""
+    values = np.asarray(values, dtype)
+    result = allocate(values.shape, 0, dtype, fill)
+    result.view[...] = values
+    return result
+
+
+def make_map(case: Case, map: Map, random: np.random.Generator) -> MapArrays:
+    if isinstance(map, Labels):
+        return _labels(case, map, random)
+    if isinstance(map, Edges):
+        return _edges(case, map, random)
+    fields: dict[str, Any] = {"left": map.left, "right": map.right}
+    fields["beyond"] = int(map.beyond == "none")
+    if isinstance(map, Band):
+        return MapArrays(map, fields)
+    band = Band(map.left, map.right, map.beyond)  # type: ignore[arg-type]
+    if map.buckets:
+        T, R = map_rows(map), band.rows
+        folded = np.minimum(np.abs(np.arange(R) - map.left), T - 1)
+        buckets = {
+            "random": random.integers(-1, T, R),
+            "none": np.full(R, -1),
+            "identity": np.arange(R),
+            "folded": folded,
+        }[map.buckets]
+        fields |= {"map": MAP_BAND, "rows": T, "buckets": hold(buckets, np.int32, 2**30)}
+        band = band._replace(buckets=fields["buckets"].view)
+    if map.positions:
+        for side in ("query", "key"):
+            positions, stride = _positions(case, map, side, random)
+            fields |= {f"{side}_positions": positions, f"{side}_position_stride": stride}
+        band = band._replace(
+            query_positions=fields["query_positions"].view,
+            key_positions=fields["key_positions"].view,
+        )
+    return MapArrays(band, fields)
+
+
+def _positions(
+    case: Case, map: Distances, side: str, random: np.random.Generator
+) -> tuple[Strided, int]:
+    """Positions of one side, 2^31 - 1 where none is; and the stride between sequences."""
+    offsets = case.query_offsets if side == "query" else case.keys_offsets
+    rows = case.N if side == "query" else case.M
+    shared = map.positions == "shared"
+    shape = (rows,) if shared else (case.B, rows)
+    result = allocate(shape if offsets is None else offsets[-1:], case.gap, np.int32, 2**31 - 1)
+    stride = 0 if shared or offsets is not None else rows + case.gap
+
+    def drawn(first: int, count: int) -> np.ndarray:
+        if map.positions == "own":
+            return np.arange(first, first + count)
+        if map.positions == "far":
+            return random.choice([1 - 2**30, -5, 0, 3, 2**30 - 1], count)
+        if map.positions in ("rows", "columns"):
+            place = np.arange(count)
+            return place // 8 if map.positions == "rows" else place % 8
+        return random.integers(0, map.left + map.right + 4, count)
+
+    if shared and offsets is None:
+        result.view[...] = drawn(0, rows)
+        return result, stride
+    for span in case.spans:
+        query = side == "query"
+        row, count = (span.query_row, span.queries) if query else (span.key_row, span.keys)
+        own = result.view if offsets is not None else result.view[span.batch]
+        own[row : row + count] = drawn(span.start if query else 0, count)
+    return result, stride
+
+
+def _matrices(
+    case: Case, map: Labels | Mask, dtype: Any, fill: int, draw: Any
+) -> tuple[list[np.ndarray] | np.ndarray, dict[str, Any]]:
+    """Matrices for every sequence and head: as relpos.reference takes them, and data, strides, starts.
+
+    Everything outside of them is `fill`. draw(span, heads, queries, keys) gives those of a sequence.
+    """
+    heads = case.H if map.per_head else 1
+    packed = case.offsets is not None or case.keys_offsets is not None
+    if map.per_sequence and (packed or map.end_to_end):
+        spans, space = case.spans, 3  # unused labels after each matrix
+        sizes = [span.queries * span.keys + space for span in spans]
+        starts = [0, *itertools.accumulate(sizes)]
+        data = allocate((heads, starts[-1]), case.gap, dtype, fill)
+        matrices = []
+        for first, span in zip(starts, spans, strict=False):
+            n, m = span.queries, span.keys
+            matrices.append(data.view[:, first : first + n * m].reshape(heads, n, m))
+            data.view[:, first : first + n * m] = draw(span, heads, n, m).reshape(heads, n * m)
+        fields = {"data": data, "starts": hold(starts[:-1], np.int64, -(2**62))}
+        return matrices, fields | {"head_stride": (starts[-1] + case.gap) * map.per_head}
+    sequences = case.B if map.per_sequence else 1
+    rows, columns = case.N, case.M
+    if packed:
+        rows = max((span.queries for span in case.spans), default=0)
+        columns = max((span.keys for span in case.spans), default=0)
+    data = allocate((sequences, heads, rows, columns), case.gap, dtype, fill, "bhnd")
+    if map.per_sequence:
+        for span in case.spans:
+            part = data.view[span.batch, :, : span.queries, : span.keys]
+            part[...] = draw(span, heads, span.queries, span.keys)
+    else:
+        data.view[0] = draw(None, heads, rows, columns)
+    strides = dict(zip(("batch_stride", "head_stride", "row_stride"), data.strides, strict=True))
+    strides["batch_stride"] *= map.per_sequence
+    strides["head_stride"] *= map.per_head
+    return data.view, {"data": data, **strides}
+
+
+def _labels(case: Case, map: Labels, random: np.random.Generator) -> MapArrays:
+    def draw(span: reference.Span | None, heads: int, n: int, m: int) -> np.ndarray:
+        if map.fill == "band":
+            k = map.rows // 2
+            start = 0 if span is None else span.start
+            index = reference.relation_index(n, m, start, k, map.rows - 1 - k)
+            return np.broadcast_to(index, (heads, n, m))
+        if map.fill == "none":
+            return np.full((heads, n, m), -1)
+        drawn = random.integers(-1, map.rows, (heads, n, m))
+        return (
+            drawn if map.fill == "random" else np.where(random.random(drawn.shape) < 0.1, drawn, -1)
+        )
+
+    dtype = np.dtype(f"i{map.bytes}")
+    matrices, fields = _matrices(case, map, dtype, np.iinfo(dtype).max, draw)
+    fields = {"labels" if n == "data" else f"label_{n}": x for n, x in fields.items()}
+    fields |= {"map": MAP_LABEL, "rows": map.rows, "label_bytes": map.bytes}
+    return MapArrays(reference.Labels(matrices), fields)
+
+
+def make_mask(case: Case, mask: Mask, random: np.random.Generator) -> MapArrays:
+    def draw(span: reference.Span | None, heads: int, n: int, m: int) -> np.ndarray:
+        shape, (i, j) = (heads, n, m), np.ogrid[:n, :m]
+        seen = random.random(shape) < mask.share
+        if mask.fill == "rows":
+            seen &= random.random((heads, n, 1)) < 0.5
+        elif mask.fill == "blocks":
+            seen[...] = (i // 16 + j // 32) % 2 == 0
+        elif mask.fill == "last":
+            seen[...] = j == m - 1
+        elif mask.fill in ("none", "all"):
+            seen[...] = mask.fill == "all"
+        return seen * random.choice(np.array([1, 2, 128, 255]), shape)
+
+    matrices, fields = _matrices(case, mask, np.uint8, 1, draw)
+    return MapArrays(reference.Labels(matrices), fields)
+
+
+def _edges(case: Case, map: Edges, random: np.random.Generator) -> MapArrays:
+    """Rows beyond a length have an edge too, to a key and with a label that do not exist."""
+    nothing = 2**31 - 1
+    rows = case.B * case.N if case.offsets is None else case.offsets[-1]
+    edges = [np.array([[nothing, nothing]])] * rows  # of each query: (key, label)
+    for span in case.spans:
+        for i in range(span.queries):
+            count = 0 if map.fill == "none" or span.keys == 0 else random.poisson(map.per_query)
+            keys = random.integers(0, max(span.keys, 1), count)
+            if map.fill == "full":
+                keys = np.arange(span.keys)
+            elif map.fill == "repeated":
+                keys = np.repeat(keys, random.integers(2, 5))
+            labels = random.integers(0, max(map.rows, 1), len(keys))
+            edges[span.number + i] = np.stack([np.sort(keys), labels], axis=1)
+    keys, labels = np.concatenate([*edges, np.empty((0, 2), np.int64)]).T
+    starts = [0, *itertools.accumulate(len(own) for own in edges)]
+    fields = {
+        "map": MAP_EDGES,
+        "rows": map.rows,
+        "edge_starts": hold(starts, np.int64, 2**62),
+        "edge_keys": hold(keys, np.int32, nothing),
+        "edge_labels": hold(labels, np.int32, nothing),
+    }
+    views = (fields[f"edge_{name}"].view for name in ("starts", "keys", "labels"))
+    return MapArrays(reference.Edges(*views), fields)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,7 +560,10 @@ WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 20, 32, 33, 48, 64, 80, 128)
 
 
 def random_case(seed: int) -> Case:
-    """The case of this seed. Every fourth has N > 128 and all clip distances strictly inside."""
+    """The case of this seed. Every fourth has N > 128 and all clip distances strictly inside.
+
+    Half of them have Shaw's terms alone, the others anything at all.
+    """
     random = np.random.default_rng([seed, 1803, 2155])
 
     def pick(values: Any) -> int:
@@ -318,7 +627,7 @@ def random_case(seed: int) -> Case:
             pick((0, 1, max(M - N, 0), M, M + 3, -1, -N, random.integers(-N, M + 1)))
             for _ in range(B)
         )
-    return Case(
+    case = Case(
         B=B,
         H=H,
         N=N,
@@ -342,6 +651,83 @@ def random_case(seed: int) -> Case:
         rising=chance(0.1),
         seed=seed,
     )
+
+    def number(values: Any) -> float:
+        return float(random.choice(values))
+
+    def word(values: Any) -> str:
+        return str(random.choice(values))
+
+    def any_map() -> Map:
+        kind = pick((0, 0, 1, 1, 2, 3, 3, 4))
+        if kind == 0:
+            return band()
+        if kind <= 2:
+            left, right, beyond = band()[:3]
+            places = word(["own", "random", "shared", "far", "rows", "columns"])
+            buckets = word(["random", "random", "folded", "identity", "none"])
+            buckets = buckets if kind == 1 or chance(0.3) else ""
+            several = buckets in ("random", "folded", "none")
+            return Distances(
+                left,
+                right,
+                beyond,
+                pick((1, 2, 7, 32, 33, 51)) if several else 0,
+                buckets,
+                places if kind == 2 else "",
+            )
+        if kind == 3:
+            return Labels(
+                pick((1, 2, 15, 16, 51, 127)),
+                pick((1, 2, 4)),
+                word(["random", "random", "band", "sparse", "none"]),
+                per_head=chance(0.3),
+                per_sequence=chance(0.6),
+                end_to_end=chance(0.3),
+            )
+        fill = word(["random", "random", "repeated", "full", "none"])
+        return Edges(pick((1, 2, 16, 51)), pick((1, 2, 8)), fill)
+
+    def some_maps(counts: Any) -> Maps:
+        maps = tuple(any_map() for _ in range(pick(counts)))
+        return maps[0] if len(maps) == 1 else maps or None
+
+    if seed // 4 % 2:
+        case = replace(
+            case,
+            key=some_maps((0, 1, 1, 2)),
+            query=some_maps((0, 0, 1, 2)),
+            bias=some_maps((0, 0, 1, 2)),
+            value=some_maps((0, 1, 1, 2)),
+            tied=False,
+            per_head=tuple(kind for kind in reference.KINDS if chance(0.3)),
+            position_bias=chance(0.4),
+        )
+        if chance(0.4):
+            ends = (-1, -1, 0, 1, 3, 16, 40, 63, 64, 65, 100)
+            case = replace(case, window=(pick(ends), pick(ends)))
+        if chance(0.35):
+            fill = word(["random", "random", "rows", "blocks", "last", "all", "none"])
+            share = number([0.1, 0.5, 0.9])
+            case = replace(case, mask=Mask(fill, share, chance(0.3), chance(0.6), chance(0.3)))
+        if chance(0.25):
+            case = replace(case, softcap=number([0.1, 1, 5, 30]))
+        if chance(0.4):
+            rate = number([0.1, 0.1, 0.5, 0.9, 0.001, 1 / 256, 255 / 256])
+            words = random.integers(2**32, size=4).tolist()
+            site, first = (w if chance(0.3) else w % 100 for w in words[2:])
+            case = replace(case, dropout=Dropout(rate, (words[0], words[1]), site, first))
+        tables = [
+            map_rows(case.maps(kind)[0]) if case.maps(kind) else 0 for kind in ("key", "value")
+        ]
+        if tables[0] and tables[0] == tables[1] and D == Dv and chance(0.5):
+            sharing = tuple(k for k in case.per_head if k not in ("key", "value"))  # type: ignore
+            case = replace(case, tied=True, per_head=sharing)
+    tables = [name for name, _, _ in case.terms]
+    if tables and chance(0.15):
+        where = word(["first", "first", "middle", "last"])
+        case = replace(case, outlier=(word(tables), where, number([10, 1000])))
+    return case
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,7 +805,145 @@ def _corners() -> list[Case]:
         replace(wide, layout="bnhd", gap=5, per_head=True),
         replace(wide, B=3, offsets=(0, 150, 163, 300), gap=2),
     ]
-    return [replace(case, seed=900_000 + i) for i, case in enumerate(cases)]
+    return [replace(case, seed=900_000 + i) for i, case in enumerate(cases + _more_corners())]
+
+
+def _more_corners() -> list[Case]:
+    """Those of the terms, maps and masks beyond Shaw's."""
+    cases = []
+    # Outliers: what is small beside them must not be lost.
+    wide = Case(H=2, N=150, M=150, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16))
+    for base in (wide, replace(wide, causal=True), replace(wide, tied=True, D=16, Dv=16)):
+        for name, where, factor in itertools.product(
+            ("key[0]", "value[0]"), ("first", "middle", "last"), (10.0, 1000.0)
+        ):
+            if not (base.tied and name == "value[0]"):
+                cases.append(replace(base, outlier=(name, where, factor)))
+    none = Band(16, 16, "none")
+    cases += [
+        replace(wide, key=none, value=none, outlier=("key[0]", "first", 1000.0)),
+        replace(wide, N=40, M=300, outlier=("key[0]", "first", 1000.0)),
+        replace(wide, N=300, M=40, outlier=("key[0]", "last", 1000.0)),
+        replace(wide, key=None, query=Band(16, 16), outlier=("query[0]", "first", 1000.0)),
+        replace(wide, key=None, bias=Band(16, 16), outlier=("bias[0]", "first", 1000.0)),
+        replace(wide, key=None, bias=Labels(9), outlier=("bias[0]", "last", -1000.0)),
+        replace(wide, key=Labels(9), outlier=("key[0]", "first", 1000.0)),
+    ]
+    # Every kind of term with every kind of map, alone.
+    maps: list[Map] = [
+        Band(3, 5),
+        Band(0, 0),
+        Band(4, 3, "none"),
+        Band(100, 120),
+        Band(2000, 1500),
+        Distances(5, 5, "clip", 0, "identity"),
+        Distances(20, 20, "none", 6, "random"),
+        Distances(128, 128, "clip", 32, "folded"),
+        Distances(7, 7, "clip", 3, "none"),
+        Distances(0, 0, "clip", 1, "random"),
+        Distances(2000, 2000, "clip", 1, "folded"),
+        Distances(9, 9, "clip", 0, "", "own"),
+        Distances(9, 9, "none", 0, "", "own"),
+        Distances(4, 9, "none", 0, "", "random"),
+        Distances(4, 9, "clip", 4, "folded", "shared"),
+        Distances(3, 3, "clip", 0, "", "far"),
+        Distances(9, 9, "clip", 0, "", "rows"),
+        Labels(1),
+        Labels(51),
+        Labels(51, 2, "random", True),
+        Labels(51, 4, "random", True, False),
+        Labels(51, 1, "sparse", False, True, True),
+        Labels(1000, 2, "random"),
+        Labels(7, 1, "none"),
+        Labels(7, 1, "band", False, False),
+        Edges(1, 1),
+        Edges(9, 5),
+        Edges(9, 3, "repeated"),
+        Edges(9, 1, "none"),
+        Edges(9, 1, "full"),
+        Edges(4, 200),  # more edges than keys
+    ]
+    shape = Case(B=2, H=2, N=70, M=70, D=16, Dv=16, gap=1)
+    for map, kind in itertools.product(maps, reference.KINDS):
+        cases.append(replace(shape, **{kind: map}, lengths=(70, 33)))  # type: ignore[arg-type]
+        if len(cases) % 2:
+            packed = replace(shape, offsets=(0, 67, 70), causal=True, per_head=True)
+            cases.append(replace(packed, **{kind: map}))  # type: ignore[arg-type]
+        else:
+            cross = replace(shape, N=9, M=130, layout="bnhd", starts=(3, -70))
+            cases.append(replace(cross, **{kind: map}))  # type: ignore[arg-type]
+    # Every kind at once, twice.
+    full = replace(
+        shape,
+        key=(Band(4, 4), Labels(5)),
+        query=(Distances(9, 9, "clip", 4, "folded"), Edges(3, 3)),
+        bias=(Labels(6, 2), Band(8, 8, "none")),
+        value=(Edges(9, 4, "repeated"), Distances(3, 3, "clip", 0, "", "random")),
+        position_bias=True,
+        per_head=("key", "bias"),
+    )
+    plane = (Distances(7, 7, "clip", 0, "", "rows"), Distances(7, 7, "clip", 0, "", "columns"))
+    dropout = Dropout(0.1, (1, 2))
+    cases += [
+        full,
+        replace(full, causal=True),
+        replace(full, lengths=(70, 1), window=(20, 3), mask=Mask(), softcap=5.0, dropout=dropout),
+        replace(full, offsets=(0, 0, 69), mask=Mask(), dropout=dropout),
+        replace(full, N=33, M=65, key_lengths=(0, 64), softcap=1.0),
+        replace(full, scale=0.0625, softcap=30.0, layout="bnhd"),
+        replace(shape, key=plane, value=plane, bias=plane),
+        replace(shape, key=plane, query=plane, tied=False, position_bias=True),
+        replace(full, lengths=(0, 0)),
+        replace(full, key_lengths=(0, 0)),
+        replace(full, B=0),
+        replace(full, H=0, per_head=False),
+        replace(full, N=0),
+        replace(full, M=0),
+        replace(full, offsets=(0, 0, 0)),
+        replace(full, mask=Mask("none")),
+        replace(full, N=1, M=1),
+    ]
+    # position_bias with one key term of each map, and without any: no effect, gradient zero.
+    for key in (None, Band(16, 16), Band(500, 500), Labels(9), Edges(9), maps[5], maps[11]):
+        cases.append(replace(shape, key=key, position_bias=True))
+        cases.append(replace(shape, key=key, position_bias=True, causal=True, value=Band(2, 2)))
+    # Unclipped, a table of thousands of rows.
+    for N, M in ((200, 200), (130, 257), (257, 65)):
+        for K in (max(N, M) - 1, max(N, M), 3000):
+            shaw = Case(N=N, M=M, D=8, Dv=8, key=Band(K, K), value=Band(K, K))
+            cases += [shaw, replace(shaw, causal=True), replace(shaw, query=Band(K, K))]
+    cases.append(Case(N=600, M=600, D=16, Dv=16, key=Band(599, 599), position_bias=True))
+    cases.append(Case(N=300, M=300, D=16, Dv=16, key=Band(299, 0), query=Band(299, 0), causal=True))
+    # Windows, at the borders of tiles.
+    both: dict[str, Any] = {"key": Band(3, 3), "value": Band(3, 3)}
+    for left, right in ((0, 0), (-1, 0), (0, -1), (1, 0), (5, 5), (63, 0), (64, 64), (65, 1)):
+        for N, M in ((200, 200), (33, 130), (130, 33)):
+            cases.append(Case(N=N, M=M, window=(left, right)))
+            cases.append(Case(N=N, M=M, window=(left, right), causal=True, **both))
+    cases.append(Case(N=70, M=70, window=(3, 3), starts=(200,), **both))  # none in reach
+    cases.append(Case(N=70, M=70, window=(3, 3), starts=(-40,), **both))
+    cases.append(Case(N=300, M=300, window=(10**6, 2**40), **both))
+    # Masks.
+    for fill in ("random", "none", "all", "rows", "blocks", "last"):
+        for per_head, per_sequence in itertools.product((False, True), (False, True)):
+            mask = Mask(fill, 0.5, per_head, per_sequence)
+            cases.append(replace(shape, mask=mask, lengths=(70, 40), **both))
+            cases.append(replace(shape, mask=mask, N=130, M=67, causal=per_head, **both))
+            cases.append(replace(shape, mask=mask, offsets=(0, 40, 70), **both))
+    # Softcaps, from one that does nothing to one that makes every score the same.
+    for softcap in (1e-3, 0.1, 1.0, 30.0, 1e6):
+        cases.append(replace(shape, softcap=softcap, **both))
+        cases.append(replace(shape, softcap=softcap, bias=Band(4, 4), causal=True, spread=8.0))
+    cases.append(replace(shape, softcap=2.0, window=(9, 0), mask=Mask("rows"), **both))
+    # Dropout, at the borders of tiles and of blocks of sixteen.
+    for rate in (0.001, 1 / 256, 0.1, 0.5, 0.9, 255 / 256, 0.9999):
+        given = Dropout(rate, (2**32 - 1, 7), 2**32 - 1, 2**32 - 1)
+        cases.append(replace(shape, dropout=given, **both))
+        cases.append(replace(shape, dropout=given, offsets=(0, 3, 70), causal=True, **both))
+    for N in (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 160):
+        cases.append(Case(H=2, N=N, M=N, dropout=dropout, **both))
+        cases.append(Case(N=N, M=193 - N, dropout=dropout, value=Labels(3), causal=True))
+    return cases
 
 
 CORNERS = _corners()
@@ -438,7 +962,7 @@ TIMED = [
 
 @dataclass
 class Oracle:
-    """Results and gradients by name: "out", "lse", "q", "k", "v", "key_table", "value_table".
+    """Results and gradients by name: "out", "lse", and those of reference.batched_backward.
 
     exact: float64 reference. plain: the same formulas in float32. size and noise: the error of an
     element in units of roundoff, if every term adds up in the worst way, and if signs are random.
@@ -458,7 +982,7 @@ def oracle(case: Case) -> Oracle:
 
 
 def oracle_of(case: Case, arrays: Arrays) -> Oracle:
-    """The oracle of arrays that a test has changed. Of tied tables: one gradient, "key_table"."""
+    """The oracle of arrays that a test has changed. Of tied tables: one gradient, "key[0]"."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are tested too
         exact = _run_reference(case, arrays, np.float64)
         plain = _run_reference(case, arrays, np.float32)
@@ -471,130 +995,216 @@ def oracle_of(case: Case, arrays: Arrays) -> Oracle:
 
 def merge_tied(case: Case, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if case.tied:
-        results["key_table"] = results["key_table"] + results.pop("value_table")
+        results["key[0]"] = results["key[0]"] + results.pop("value[0]")
     return results
 
 
 def _run_reference(case: Case, arrays: Arrays, dtype: Any) -> dict[str, np.ndarray]:
-    q, k, v, dout, key_table, value_table = arrays.views()
-    batch = case.batch(dtype)
-    out, lse = reference.batched_forward(batch, q, k, v, key_table, value_table)
-    gradients = reference.batched_backward(batch, q, k, v, dout, key_table, value_table)
+    q, k, v, dout = arrays.views()
+    batch = case.batch(arrays, dtype)
+    out, lse = reference.batched_forward(batch, q, k, v)
+    gradients = reference.batched_backward(batch, q, k, v, dout)
     return {"out": out, "lse": lse, **merge_tied(case, gradients)}
 
 
 def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
-    """Error per unit roundoff of equations (1) to (7) of relpos.reference, to first order.
+    """Error per unit roundoff of every result and gradient, to first order.
 
-    A score is rounded in proportion to its size S, which changes p by p (1 + S). A product hands
-    the errors of its factors on, and rounds each partial sum; errors add up by absolute values
-    (worst: S too is the sum of the absolute values) or by squares, as independent errors do. The
-    partial sums of n terms, added one after the other, then come to u sqrt(n / 6) times the root of
-    the sum of squares: NumPy, which adds in parallel lanes, is better off than any tile kernel.
-    Tables count as what is summed, their rows less row 0 (csrc/ops/band.h), where that is larger.
+    That of a sequence's head is _head_sizes'; those of tables add up over heads and sequences.
     """
-    q, k, v, dout, key_table, value_table = arrays.views()
-    batch = case.batch()
-    gather, collect = reference.take_relation, reference.sum_relation
+    q, k, v, dout = arrays.views()
+    batch = case.batch(arrays)
     power = 1 if worst else 2
-
-    def add(*terms: np.ndarray) -> np.ndarray:
-        return sum(np.abs(x) ** power for x in terms) ** (1 / power)  # type: ignore[return-value]
-
-    def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return (np.abs(x) ** power @ np.abs(y) ** power) ** (1 / power)
-
-    def in_sequence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return product(x, y) * (1 if worst else np.sqrt(1 + x.shape[1] / 6))
-
-    def against_row_0(table: np.ndarray) -> np.ndarray:
-        return np.maximum(np.abs(table), np.abs(table - table[0]))
-
-    squares: dict[str, np.ndarray] = {"q": np.zeros(q.shape), "k": np.zeros(k.shape)}
-    squares |= {"v": np.zeros(v.shape), "out": np.zeros((*q.shape[:-1], case.Dv))}
-    squares["lse"] = np.zeros(reference.row_numbers_shape(q, case.layout))
-    for name, table in (("key_table", key_table), ("value_table", value_table)):
-        if table is not None:
-            squares[name] = np.zeros(table.shape)
-    scale = reference.default_scale(case.D) if case.scale is None else case.scale
+    names = [name for name, _, _ in case.terms]
+    total = {"q": np.zeros(q.shape), "k": np.zeros(k.shape), "v": np.zeros(v.shape)}
+    total |= {"out": np.zeros((*q.shape[:-1], case.Dv))}
+    total["lse"] = np.zeros(reference.row_numbers_shape(q, case.layout))
+    total |= {name: np.zeros(arrays.tables[name].view.shape) for name in names}
+    if arrays.position_bias is not None:
+        total["position_bias"] = np.zeros(arrays.position_bias.view.shape)
     for span in batch.spans:
         for h in range(case.H):
             query = (case.layout, span.batch, h, span.query_row, span.queries)
             key = (case.layout, span.batch, h, span.key_row, span.keys)
-            qh, dh = (np.asarray(reference.head_rows(x, *query), np.float64) for x in (q, dout))
-            kh, vh = (np.asarray(reference.head_rows(x, *key), np.float64) for x in (k, v))
-            given = reference.head_arguments(batch, span, h, key_table, value_table)
-            seen, wk, wv = given["visible"], given.get("key_table"), given.get("value_table")
-            s, lse = reference.attention_scores(
-                qh, kh, scale=scale, visible=seen, key_table=wk, key_index=given.get("key_index")
+            sides = {"q": query, "out": query, "k": key, "v": key}
+            head = _head_sizes(
+                *(np.asarray(reference.head_rows(x, *query), np.float64) for x in (q, dout)),
+                *(np.asarray(reference.head_rows(x, *key), np.float64) for x in (k, v)),
+                reference.head_arguments(batch, span, h),
+                worst,
             )
-            p = reference.attention_probabilities(s, lse)
-            wk_size, wv_size = (None if t is None else against_row_0(t) for t in (wk, wv))
-            parts = in_sequence(qh, kh.T)
-            if wk is not None:
-                parts = add(parts, gather(in_sequence(qh, wk_size.T), given["key_index"]))
-            s = parts * abs(scale) if worst else add(np.where(seen, s, 0), parts * scale)
-            S = 1 + np.max(np.abs(s), axis=1, initial=0, where=seen)[:, None]
-            # Forward.
-            z, z_size = p @ vh, add(product(p * S, vh), in_sequence(p, vh))
-            dp, dp_size = dh @ vh.T, in_sequence(dh, vh.T)
-            if wv is not None:
-                index = given["value_index"]
-                P = collect(p, index, len(wv))
-                z, z_size = (
-                    z + P @ wv,
-                    add(z_size, product(P * S, wv_size), in_sequence(P, wv_size)),
-                )
-                dp = dp + gather(dh @ np.asarray(wv, np.float64).T, index)
-                dp_size = add(dp_size, gather(in_sequence(dh, wv_size.T), index))
-                dwv = add(product((P * S).T, dh), in_sequence(P.T, dh))
-                _table(squares["value_table"], h)[...] += dwv**power
-            # Backward. The error of delta is the same along a row, and adds up there.
-            delta = np.sum(dh * z, axis=1)[:, None]
-            delta_size = add(*np.moveaxis(dh * z_size, 1, 0))[:, None] * abs(scale)
-            dp = np.abs(dp) + np.abs(delta) if worst else dp - delta
-            ds = p * dp * scale
-            ds_size = add(ds * S, p * dp_size * scale)
-            dq = add(product(ds_size, kh), in_sequence(ds, kh), p @ kh * delta_size)
-            if wk is not None:
-                index = given["key_index"]
-                dA = collect(ds, index, len(wk))
-                dA_size = collect(ds_size**power, index, len(wk)) ** (1 / power)
-                dA_size = add(dA_size, collect(p, index, len(wk)) * delta_size)
-                dq = add(dq, product(dA_size, wk_size), in_sequence(dA, wk_size))
-                dwk = add(product(dA_size.T, qh), in_sequence(dA.T, qh))
-                _table(squares["key_table"], h)[...] += dwk**power
-            ds_size = add(ds_size, p * delta_size)
-            dk = add(product(ds_size.T, qh), in_sequence(ds.T, qh))
-            dv = add(product((p * S).T, dh), in_sequence(p.T, dh))
-            reference.head_rows(squares["out"], *query)[...] = add(z_size, z) ** power
-            reference.head_rows(squares["q"], *query)[...] = dq**power
-            reference.head_rows(squares["k"], *key)[...] = dk**power
-            reference.head_rows(squares["v"], *key)[...] = dv**power
-            row = squares["lse"][h] if q.ndim == 3 else squares["lse"][span.batch, h]
-            row[span.query_row : span.query_row + span.queries] = S[:, 0] ** power
-    return {name: x ** (1 / power) for name, x in merge_tied(case, squares).items()}
+            for name, x in head.items():
+                if name in sides:
+                    reference.head_rows(total[name], *sides[name])[...] = x**power
+                elif name == "lse":
+                    row = total["lse"][h] if q.ndim == 3 else total["lse"][span.batch, h]
+                    row[span.query_row : span.query_row + span.queries] = x**power
+                elif name == "position_bias":
+                    total[name][h] += x**power
+                else:
+                    shared = total[name].ndim == 2
+                    (total[name] if shared else total[name][h])[...] += x**power
+    return {name: x ** (1 / power) for name, x in merge_tied(case, total).items()}
 
 
-def _table(total: np.ndarray, head: int) -> np.ndarray:
-    return total if total.ndim == 2 else total[head]
+def _head_sizes(
+    q: np.ndarray, dz: np.ndarray, k: np.ndarray, v: np.ndarray, given: dict[str, Any], worst: bool
+) -> dict[str, np.ndarray]:
+    """Error per unit roundoff of equations (1) to (11) of relpos.reference, to first order.
+
+    A product hands the errors of its factors on, and rounds each partial sum. Errors add up by
+    absolute values (worst) or by squares, as independent errors do. The partial sums of n terms,
+    added one after the other, then come to u sqrt(n / 6) times the root of the sum of squares:
+    NumPy, which adds in parallel lanes, is better off than any tile kernel.
+
+    A score s_ij is off by E_ij, which changes p_ij by p_ij E_ij, and by the error R_i of the row's
+    lse, which all p_ij share: that does not average out over the keys, and is carried on its own.
+    So is the error of dz_i . z_i. The softcap's slope 1 - t^2 is off by what changes t.
+    """
+    power = 1 if worst else 2
+    terms, seen, keep = given["terms"], given["visible"], given["keep"]
+    u, softcap = given["position_bias"], given["softcap"]
+    scale = reference.default_scale(q.shape[1]) if given["scale"] is None else given["scale"]
+    names = reference.term_names(term.kind for term in terms)
+    bias = np.zeros(q.shape[1]) if u is None else np.asarray(u, np.float64)
+    terms = [t._replace(table=np.asarray(t.table, np.float64)) for t in terms]
+    gather, collect = reference.take_relation, reference.sum_relation
+
+    def add(*sizes: Any) -> np.ndarray:
+        return sum(np.abs(x) ** power for x in sizes) ** (1 / power)  # type: ignore[return-value]
+
+    def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return (np.abs(x) ** power @ np.abs(y) ** power) ** (1 / power)
+
+    def partial_sums(n: Any) -> Any:
+        return 1 if worst else np.sqrt(1 + n / 6)
+
+    def in_sequence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return product(x, y) * partial_sums(x.shape[1])
+
+    def shared(error: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Of x . y, where the elements of each row of x are off by the same error."""
+        return error * (product(x, y) if worst else np.abs(x @ y))
+
+    def gathered(rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        return gather(rows**power, index) ** (1 / power)
+
+    def collected(x: np.ndarray, error: np.ndarray, index: np.ndarray, T: int) -> np.ndarray:
+        """Of sum_relation(x), the elements of x being off by error, added in sequence."""
+        own = collect(np.abs(error) ** power, index, T)
+        partial = collect(np.abs(x) ** power, index, T)
+        return (own + partial * partial_sums(collect(np.ones_like(x), index, T)) ** power) ** (
+            1 / power
+        )
+
+    # (1): E, the error of a score.
+    parts, plus = in_sequence(q, k.T), np.zeros((len(q), len(k)))
+    for kind, table, index in terms:
+        if kind == "key":
+            parts = add(parts, gathered(in_sequence(add(q, bias), table.T), index))
+        elif kind == "query":
+            turned = index.swapaxes(-1, -2)
+            parts = add(parts, gathered(in_sequence(k, table.T), turned).T)
+        elif kind == "bias":
+            rows = np.broadcast_to(np.abs(table[:, 0]), (len(q), len(table)))
+            plus = add(plus, gathered(rows, index))
+    scores = {"scale": scale, "visible": np.ones_like(seen), "position_bias": u}
+    s, _ = reference.attention_scores(q, k, terms, **scores)
+    E = add(parts * scale, plus) if worst else add(s, parts * scale, plus)
+    # (2): t = tanh(s / softcap), each of quotient, tanh and product rounded.
+    slope, slope_error = np.ones_like(s), np.zeros_like(s)
+    if softcap:
+        t = np.tanh(s / softcap)
+        slope = 1 - t**2
+        E = add(slope * E, slope * s, 2 * softcap * t)
+        slope_error = add(slope, 2 * t * E / softcap)
+    # (3): R, the error of lse, and S, that of p_ij but for R.
+    s, lse = reference.attention_scores(q, k, terms, **{**scores, "visible": seen}, softcap=softcap)
+    p = reference.attention_probabilities(s, lse)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    total = in_sequence(p, np.ones((len(k), 1)))
+    R = add(np.sum(p * E, axis=1)[:, None], lse[:, None], total)
+    S = add(1, np.where(seen, E, 0))
+    sizes = {"lse": add(1, R)[:, 0]}
+    # (4) and (5).
+    kept = p if keep is None else p * keep
+    z, z_size = kept @ v, add(product(kept * S, v), in_sequence(kept, v))
+    dp, dp_size = dz @ v.T, in_sequence(dz, v.T)
+    dv = kept * add(S, R)
+    sizes["v"] = add(product(dv.T, dz), in_sequence(kept.T, dz))
+    for name, (kind, table, index) in zip(names, terms, strict=True):
+        if kind == "value":
+            T = len(table)
+            P = collect(kept, index, T)
+            P_size = np.maximum(collect(kept * S, index, T), collected(kept, kept * S, index, T))
+            z, z_size = z + P @ table, add(z_size, product(P_size, table), in_sequence(P, table))
+            dp = dp + gather(dz @ table.T, index)
+            dp_size = add(dp_size, gathered(in_sequence(dz, table.T), index))
+            sizes[name] = add(product(add(P_size, P * R).T, dz), in_sequence(P.T, dz))
+    z_size = add(z_size, z, R * z)
+    sizes["out"] = z_size
+    # (6) and (7). D: the error of dz . z, and what it leaves in ds, but for p.
+    D = add(*np.moveaxis(dz * z_size, 1, 0), np.zeros(len(q)))[:, None]
+    delta = np.sum(dz * z, axis=1)[:, None]
+    if keep is not None:
+        dp, dp_size = dp * keep, dp_size * keep
+    dp = np.abs(dp) + np.abs(delta) if worst else dp - delta
+    with_delta, ds = p * slope, p * dp * slope
+    ds_size = add(ds * S, with_delta * dp_size, p * dp * slope_error)
+    for name, (kind, table, index) in zip(names, terms, strict=True):
+        if kind == "bias":  # (10), not scaled
+            T = len(table)
+            dc, ones = collect(ds, index, T), np.ones((1, len(q)))
+            dc_size = add(
+                collected(ds, ds_size, index, T), dc * R, collect(with_delta, index, T) * D
+            )
+            sizes[name] = add(product(ones, dc_size), in_sequence(ones, dc)).T
+    ds, ds_size, with_delta = (abs(scale) * x for x in (ds, ds_size, with_delta))
+    # (8) to (10).
+    dq = add(product(ds_size, k), in_sequence(ds, k), shared(R, ds, k), shared(D, with_delta, k))
+    all_sizes = add(ds_size, ds * R, with_delta * D)
+    dk = add(product(all_sizes.T, q), in_sequence(ds.T, q))
+    du, ones = np.zeros((1, q.shape[1])), np.ones((1, len(q)))
+    for name, (kind, table, index) in zip(names, terms, strict=True):
+        T = len(table)
+        if kind == "key":
+            dA = collect(ds, index, T)
+            dA_size = add(
+                collected(ds, ds_size, index, T), dA * R, collect(with_delta, index, T) * D
+            )
+            row = add(product(dA_size, table), in_sequence(dA, table))
+            dq = add(dq, row)
+            du = add(du, product(ones, row), product(in_sequence(ones, dA), table))
+            biased = add(q, bias)
+            sizes[name] = add(product(dA_size.T, biased), in_sequence(dA.T, biased))
+        elif kind == "query":
+            turned = index.swapaxes(-1, -2)
+            dB = collect(ds.T, turned, T)
+            dB_size = collected(ds.T, all_sizes.T, turned, T)
+            dk = add(dk, product(dB_size, table), in_sequence(dB, table))
+            sizes[name] = add(product(dB_size.T, k), in_sequence(dB.T, k))
+    sizes |= {"q": dq, "k": dk}
+    if u is not None:
+        sizes["position_bias"] = du[0]
+    return sizes
 
 
 def compare(name: str, got: np.ndarray, truth: Oracle) -> str | None:
     """None, or in words how `got` is too far from the reference. Derived, not chosen:
 
     float64   n u size, the first-order bound of any order of summing n terms with unit roundoff u.
-              In a table the largest size counts: the gradients of its rows have a known sum, so
-              that one of them may be the difference of that sum and the others.
-    float32   2 times (results) or 3 times (gradients) the error of the plain float32 formula,
-              largest against largest, plus a floor; and root mean square against the same.
+    float32   2 times (results) or 3 times (gradients) the error of the plain float32 formula, largest
+              against largest, plus a floor; and root mean square against the same. Errors count in
+              units of the noise that is to be expected of that element: in rows without large
+              scores, or beside a large row of a table, a small error is not hidden by theirs.
 
     The floor is u noise for the mean square and 6 u noise for the largest: a run compares some
     1e8 numbers, and the largest of that many normal errors is 5.7 deviations out. Where few independent
     roundings make the plain error (few rows, or a softmax with one winner) it may be small by luck,
     and says little about what is possible: there the mean square is not compared, and the floor is
     sqrt(n) u size, what n roundings of random sign amount to (Higham & Mary 2019). NaN and
-    infinities must stand in the same places.
+    infinities must stand in the same places. What underflows, times numbers as large as any that
+    are multiplied here, may be lost.
     """
     exact, plain, size = truth.exact[name], truth.plain[name], truth.size[name]
     if got.shape != exact.shape:
@@ -606,22 +1216,21 @@ def compare(name: str, got: np.ndarray, truth: Oracle) -> str | None:
         plain_error = np.where(odd | ~np.isfinite(plain), 0, np.abs(plain - exact))
         finite_size = np.where(np.isfinite(size), size, 0)
     unit = float(np.finfo(got.dtype).eps) / 2
-    tiny = float(np.finfo(got.dtype).tiny) * 1000
-    square_bound = np.inf
+    tiny = float(np.finfo(got.dtype).tiny) * 1000 * max(1.0, float(finite_size.max(initial=0)))
+    mean_square, square_bound = 0.0, np.inf
     if got.dtype == np.float64:
-        if name.endswith("table"):
-            finite_size = np.full_like(finite_size, finite_size.max(initial=0))
         bound = truth.terms * unit * finite_size + tiny
     else:
         factor = 2 if name in ("out", "lse") else 3
-        stable = truth.rows >= 64 and _independent(plain_error, name) >= 32
         noise = np.where(np.isfinite(truth.noise[name]), truth.noise[name], 0)
+        expected = noise + tiny / unit
+        relative_plain = plain_error / expected
+        stable = truth.rows >= 64 and _independent(relative_plain, name) >= 32
         floor = 6 * noise if stable else np.sqrt(truth.terms) * finite_size
-        bound = factor * plain_error.max(initial=0) + unit * floor + tiny
+        bound = factor * relative_plain.max(initial=0) * noise + unit * floor + tiny
         if stable:
-            square_bound = factor * np.sqrt(np.mean(plain_error**2)) + tiny
-            square_bound += unit * np.sqrt(np.mean(noise**2))
-    mean_square = np.sqrt(np.mean(error**2)) if error.size else 0.0
+            square_bound = factor * np.sqrt(np.mean(relative_plain**2)) + unit
+            mean_square = np.sqrt(np.mean((error / expected) ** 2))
     if not np.any(wrong | ~(error <= bound)) and mean_square <= square_bound:
         return None
     excess = np.where(wrong | np.isnan(error), np.inf, error / np.maximum(bound, 1e-300))

@@ -11,15 +11,28 @@ paste both into compare_case() to see it again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import capi
 from capi import Core
-from cases import CORNERS, Arrays, Case, compare, make_arrays, oracle, random_case
+from cases import (
+    CORNERS,
+    Arrays,
+    Case,
+    Distances,
+    Edges,
+    Labels,
+    Mask,
+    compare,
+    make_arrays,
+    oracle,
+    random_case,
+)
+from relpos.reference import KINDS, Band, Dropout
 
 CHUNK = 100
 CHUNKS = 24
@@ -78,17 +91,39 @@ def test_corners(libraries: dict[str, Path], first: int, name: str) -> None:
 
 
 def test_random_cases_are_what_they_should_be() -> None:
-    """A quarter with N > 128 and every clip distance strictly inside; all features occur."""
+    """A quarter with N > 128 and every clip distance strictly inside; all features occur.
+
+    Half of them with Shaw's terms alone, and with every feature that those can have.
+    """
     cases = [random_case(seed) for seed in range(CHUNK * CHUNKS)]
-    bands = [[b for b in (c.key, c.value) if b] for c in cases]
+    maps = [[map for _, _, map in case.terms] for case in cases]
+    bands = [[m for m in own if isinstance(m, Band | Distances)] for own in maps]
     inside = [
         case.N > 128 and all(max(b.left, b.right) < case.N - 1 for b in band)
         for case, band in zip(cases, bands, strict=True)
     ]
     assert len(cases) >= 2000 and sum(inside) * 4 >= len(cases)
-    for feature in ("tied", "per_head", "causal", "lengths", "key_lengths", "offsets", "starts"):
-        share = sum(bool(getattr(case, feature)) for case in cases) / len(cases)
-        assert 0.05 < share < 0.7, (feature, share)
+    new = ("query", "bias", "position_bias", "mask", "softcap", "dropout")
+    shaw = [
+        case
+        for case, own in zip(cases, maps, strict=True)
+        if all(isinstance(map, Band) for map in own)
+        and len(case.maps("key")) < 2
+        and len(case.maps("value")) < 2
+        and case.window == (-1, -1)
+        and not any(getattr(case, name) for name in new)
+    ]
+    assert 0.45 < len(shaw) / len(cases) < 0.6
+    old = ("per_head", "causal", "lengths", "key_lengths", "offsets", "starts", "outlier")
+    for some, features in ((shaw, ("tied", *old)), (cases, (*old, *new))):
+        for feature in features:
+            share = sum(bool(getattr(case, feature)) for case in some) / len(some)
+            assert 0.05 < share < 0.7, (feature, share)
+    for kind in (Band, Distances, Labels, Edges):
+        assert sum(any(isinstance(m, kind) for m in own) for own in maps) * 10 > len(cases), kind
+    for kind in KINDS:
+        assert sum(len(case.maps(kind)) == 2 for case in cases) * 20 > len(cases), kind
+    assert sum(case.window != (-1, -1) for case in cases) * 10 > len(cases)
 
 
 # ---- libcore_f64 by finite differences of its own forward ----------------------------------------
@@ -112,7 +147,7 @@ class Differences:
 
     def along(self, name: str, direction: np.ndarray, step: float = 2.0**-9) -> float:
         """The derivative along `direction`, by the four-point stencil."""
-        x: np.ndarray = getattr(self.arrays, name).view
+        x = self.arrays[name].view
         before = x.copy()
         values = []
         for offset in (1, -1, 2, -2):
@@ -132,11 +167,17 @@ class Differences:
         )
 
 
-@pytest.mark.parametrize("seed", range(1, 121, 2))
+def smooth(case: Case) -> Case:
+    """Without what makes the scores too steep for this step."""
+    scale = None if case.softcap and case.scale == 1 else case.scale
+    softcap = max(case.softcap, 1.0) if case.softcap else 0.0
+    return replace(case, spread=1.0, rising=False, outlier=None, softcap=softcap, scale=scale)
+
+
+@pytest.mark.parametrize("seed", range(1, 241, 2))
 def test_gradient_along_random_directions(libraries: dict[str, Path], seed: int) -> None:
-    case = random_case(seed * 2)  # even: half of them long
-    if case.spread != 1 or case.rising:
-        case = Case(**{**vars(case), "spread": 1.0, "rising": False})  # smooth at this step
+    """Half of them of long cases, half of them with more than Shaw's terms; all masks are held."""
+    case = smooth(random_case(seed * 2))
     differences = Differences(get_core(libraries, "f64"), case)
     random = np.random.default_rng(seed)
     for name, gradient in differences.gradients.items():
@@ -145,29 +186,52 @@ def test_gradient_along_random_directions(libraries: dict[str, Path], seed: int)
             differences.check(name, direction / np.linalg.norm(direction))
 
 
-SMALL: list[dict[str, Any]] = [
-    {"N": 5, "M": 7, "D": 3, "Dv": 2, "key": (2, 1), "value": (1, 3), "causal": True},
-    {"N": 7, "M": 5, "D": 2, "Dv": 3, "key": (1, 1, "none"), "value": (0, 2, "none")},
-    {"N": 6, "M": 6, "D": 3, "Dv": 3, "key": (2, 2), "value": (2, 2), "tied": True},
-    {"N": 18, "M": 18, "D": 1, "Dv": 1, "key": (3, 3), "value": (3, 3), "causal": True},
-    {"B": 2, "H": 2, "N": 4, "M": 5, "key": (8, 8), "value": (0, 0), "per_head": True, "D": 2},
-    {"B": 2, "H": 2, "N": 5, "M": 5, "D": 2, "Dv": 3, "key": (1, 1), "lengths": (3, 5)},
-    {"B": 3, "H": 2, "D": 2, "Dv": 3, "value": (1, 1), "offsets": (0, 3, 3, 8), "scale": -0.5},
-    {"N": 3, "M": 20, "D": 2, "Dv": 2, "key": (4, 2), "value": (4, 2), "starts": (5,)},
+TWO = Case(B=2, H=2, N=5, M=5, D=2, Dv=2)
+SMALL = [
+    Case(N=5, M=7, D=3, Dv=2, key=Band(2, 1), value=Band(1, 3), causal=True),
+    Case(N=7, M=5, D=2, Dv=3, key=Band(1, 1, "none"), value=Band(0, 2, "none")),
+    Case(N=6, M=6, D=3, Dv=3, key=Band(2, 2), value=Band(2, 2), tied=True),
+    Case(N=18, M=18, D=1, Dv=1, key=Band(3, 3), value=Band(3, 3), causal=True),
+    Case(B=2, H=2, N=4, M=5, D=2, key=Band(8, 8), value=Band(0, 0), per_head=True),
+    replace(TWO, Dv=3, key=Band(1, 1), lengths=(3, 5)),
+    Case(B=3, H=2, D=2, Dv=3, value=Band(1, 1), offsets=(0, 3, 3, 8), scale=-0.5),
+    Case(N=3, M=20, D=2, Dv=2, key=Band(4, 2), value=Band(4, 2), starts=(5,)),
+    replace(TWO, query=Band(2, 1), key=Band(1, 2)),
+    replace(TWO, bias=Band(2, 1), scale=0.3, per_head=True),
+    replace(TWO, key=Band(2, 2), position_bias=True, scale=0.4),
+    replace(TWO, key=Band(20, 20), query=Band(20, 20), position_bias=True, causal=True),
+    replace(TWO, position_bias=True),
+    *(replace(TWO, **{kind: Distances(4, 4, "clip", 3, "random")}) for kind in KINDS),  # type: ignore
+    *(replace(TWO, **{kind: Distances(4, 4, "none", 0, "", "random")}) for kind in KINDS),  # type: ignore
+    *(replace(TWO, **{kind: Labels(3, 2, per_head=True)}) for kind in KINDS),  # type: ignore
+    *(replace(TWO, **{kind: Edges(3, 3, "repeated")}) for kind in KINDS),  # type: ignore
+    replace(TWO, key=Band(1, 1), softcap=1.5),
+    replace(TWO, key=Band(1, 1), value=Band(1, 1), dropout=Dropout(0.4, (3, 4))),
+    replace(TWO, key=Band(1, 1), window=(1, 2), mask=Mask("random", 0.7)),
+    replace(
+        TWO,
+        key=(Band(2, 2), Labels(3)),
+        query=(Distances(4, 4, "clip", 2, "folded"), Edges(2)),
+        bias=(Labels(4, 2), Band(1, 1)),
+        value=(Edges(2, 4, "repeated"), Distances(3, 3, "none", 0, "", "shared")),
+        per_head=("query", "value"),
+        position_bias=True,
+        softcap=3.0,
+        mask=Mask("random", 0.8, per_head=True),
+        dropout=Dropout(0.3, (5, 6), 7, 8),
+        lengths=(5, 4),
+    ),
 ]
 
 
-@pytest.mark.parametrize("given", SMALL, ids=str)
-def test_every_element_of_small_gradients(libraries: dict[str, Path], given: Any) -> None:
-    from relpos.reference import Band
-
-    bands = {name: Band(*given[name]) for name in ("key", "value") if name in given}
-    differences = Differences(get_core(libraries, "f64"), Case(**{**given, **bands, "seed": 5}))
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_every_element_of_small_gradients(libraries: dict[str, Path], case: Case) -> None:
+    differences = Differences(get_core(libraries, "f64"), replace(case, seed=5))
     for name, gradient in differences.gradients.items():
         for index in np.ndindex(gradient.shape):
             direction = np.zeros(gradient.shape)
             direction[index] = 1
-            if np.isnan(getattr(differences.arrays, name).view[index]):  # beyond a length
+            if np.isnan(differences.arrays[name].view[index]):  # beyond a length
                 assert gradient[index] == 0
             else:
                 differences.check(name, direction)

@@ -104,15 +104,20 @@ def test_includes_point_down() -> None:
 
 
 def test_the_binding_comes_in_by_the_front_door() -> None:
-    includes = re.findall(r'#\s*include\s+"([^"]+)"', (ROOT / "relpos" / "_core.c").read_text())
-    assert includes == ["relpos/relpos.h"]
+    """Of the core, the binding sees the public header alone."""
+    files = sorted((ROOT / "relpos").glob("_*.[ch]"))
+    text = "".join(path.read_text() for path in files)
+    own = {path.name for path in files}
+    assert set(re.findall(r'#\s*include\s+"([^"]+)"', text)) - own == {"relpos/relpos.h"}
 
 
 def test_headers_of_the_base_stand_alone() -> None:
     """A header of base/ needs no other include before it."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     for header in sorted((CSRC / "base").glob("*.h")):
-        flags = ("-std=c11", "-Wall", "-Werror", f"-I{CSRC}", f"-I{CSRC / 'include'}")
+        # clang takes a header for a program, whose inline functions nobody calls
+        flags = ("-std=c11", "-Wall", "-Werror", "-Wno-unused-function")
+        flags += (f"-I{CSRC}", f"-I{CSRC / 'include'}")
         run(*compiler, *flags, "-fsyntax-only", "-x", "c", header)
 
 

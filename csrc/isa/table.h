@@ -11,10 +11,17 @@
 
 #define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
 
+/* in this order: each builds on those before it */
 #include "ops/attention_forward.c"
 
+#include "ops/attention_maps.c"
+
 #include "ops/attention_backward.c"
+
+#include "ops/attention_phases.c"
+
 #include "ops/gemm.c"
+#include "ops/rotate.c"
 
 const rp_ops RPI_OPS = {
     .name = RPI_OPS_NAME,
@@ -22,4 +29,6 @@ const rp_ops RPI_OPS = {
     .attention_workspace = attention_workspace,
     .attention_forward = attention_forward,
     .attention_backward = attention_backward,
+    .attention_map = attention_map,
+    .rotate = rotate,
 };

@@ -2,7 +2,7 @@
  *
  * attention.h: what forward and backward of relation-aware attention share.
  *
- *   (1)  s_ij = scale * ( q_i . k_j + q_i . wK[r(i,j)] )
+ *   (1)  s_ij = scale * ( q_i . k_j + q_i . wK[r(i,j)] + ... )  (docs/math.md has all terms)
  *   (2)  p_ij = exp(s_ij - lse_i),  lse_i = log sum_j exp(s_ij)  over the keys i may see
  *   (3)  z_i  = sum_j p_ij v_j + sum_r P_i[r] wV[r],  P_i[r] = sum of p_ij over { j : r(i,j) = r }
  *
@@ -11,8 +11,8 @@
  *
  *          keys  j0 ........ j0+63
  *   strip  +----------------------+   scores start from the bias of the strip (band.h):
- *   of 6   |  left | band | right |   nothing left of the band, one shifted load per
- *   rows   +----------------------+   vector inside, one number per row right of it
+ *   of 6   |  head | band |  tail |   one number per row before the band and after it,
+ *   rows   +----------------------+   one shifted load per vector inside
  *
  * so a strip outside the band costs what plain attention costs. Scores are kept in
  * units of log 2, the scale folded into the packed keys and tables.
@@ -22,18 +22,22 @@
  * below 2^8 times the number of keys, far from overflow, and the usual strip neither
  * takes a row maximum nor rescales.
  *
- * The other terms of the one formula (docs/math.md) have their places: a score term
- * joins in score_strip, a mask in mask_strip, softcap between them, dropout where the
- * weights are stored.
+ * Where things are:
  *
- * attention_forward.c and attention_backward.c hold the two passes, each statement
- * and its derivative under one equation number; band.h holds the relation terms,
- * attention_plan.h the division of work, table_sums.h the gradients of the tables.
+ *   attention_forward.c    the passes, each statement and its derivative under one equation
+ *   attention_backward.c   number; attention_phases.c runs backward over all of a call
+ *   attention_maps.c       scores and probabilities on demand
+ *   band.h                 terms that are a function of the distance
+ *   pairs.h, skew.h        those that are not: looked up, or between keys and relations
+ *   pair_masks.h, keep.h   softcap, masks, dropout
+ *   attention_plan.h       the division of work
+ *   table_sums.h           gradients of tables; pair_gradients.h those of pairs.h
  */
 #ifndef RPI_ATTENTION_H
 #define RPI_ATTENTION_H
 
 #include "ops/attention_plan.h"
+#include "ops/exp2.h"
 
 #define RPI_RAISE 8 /* log2 of the factor a score may exceed the running maximum by */
 
@@ -57,27 +61,16 @@ static dense dense_rows(const real *data, int64_t stride, int64_t count, int64_t
   return (dense){copy, padded};
 }
 
-/* A strip wholly in the tail of a term meets one relation only: it is plain attention
- * with that relation's vector added to every key (value). */
-static dense tail_rows(const term *t, const dense *from, int64_t count, int64_t padded, real *to) {
-  const real *const last = t->table + (t->last + t->left) * t->stride;
-  const real *const row0 = t->shifted ? t->table : NULL;
+/* Keys all of one relation (before the band, or from its last column on) are keys with that
+ * relation's vector added: what dq takes from a tile wholly there. */
+static dense moved_rows(const term *t, int64_t distance, const dense *from, int64_t count,
+                        int64_t padded, real *vector, real *to) {
+  term_vector(t, distance, padded, vector);
   for (int64_t r = 0; r < count; r++) {
     const real *const row = from->data + r * from->stride;
-    for (int64_t c = 0; c < t->width; c++) {
-      to[r * padded + c] = row[c] + (row0 ? last[c] - row0[c] : last[c]);
-    }
-    for (int64_t c = t->width; c < padded; c++) to[r * padded + c] = 0;
+    for (int64_t c = 0; c < padded; c++) to[r * padded + c] = row[c] + vector[c];
   }
   return (dense){to, padded};
-}
-
-/* Does any strip of queries from `query` on lie wholly in the tail? */
-static bool reaches_tail(const term *t, const rpi_sequence *seq, int64_t query, int64_t key,
-                         int64_t keys) {
-  if (!t->table || !t->clip || keys <= 0 || t->last < t->first) return false;
-  const int64_t last_tile = key + (keys - 1) / RPI_TILE * RPI_TILE;
-  return last_tile - (query + seq->start) >= t->last;
 }
 
 static const real *row_of(const rp_rows *x, int64_t batch, int64_t head, int64_t row) {
@@ -93,62 +86,128 @@ static int64_t lse_at(const rp_attention *s, const rpi_sequence *seq, int64_t he
   return (seq->query_batch * s->H + head) * s->N;
 }
 
-static int64_t keys_visible(const rp_attention *s, const rpi_sequence *seq, int64_t last_query) {
-  if (!s->causal) return seq->keys;
-  return rpi_min(rpi_max(last_query + seq->start + 1, 0), seq->keys);
+/* The keys that some of these queries may see, begin to end - 1. */
+typedef struct stretch {
+  int64_t begin, end;
+} stretch;
+
+static stretch keys_seen(const rpi_sequence *seq, const sight *sees, int64_t query, int64_t rows) {
+  const int64_t first = query + seq->start, last = first + rows - 1;
+  return (stretch){.begin = rpi_max(first - sees->left, 0),
+                   .end = rpi_min(last + sees->right + 1, seq->keys)};
 }
 
 static real scale_of(const rp_attention *s) {
   return (real)(s->scale == 0 ? 1 / sqrt((double)s->D) : s->scale);
 }
 
-/* What subtracting row 0 of the key table takes from every score of this query. */
-static real score_shift(const rp_attention *s, const term *key, const real *q) {
-  return key->table && key->shifted ? scale_of(s) * dot(q, key->table, s->D) : (real)0;
-}
-
 /* ---- one strip ---------------------------------------------------------- */
 
+/* to = from + start, or to += from where there is no start. */
+RPI_NOINLINE void add_strip(int64_t count, const real *from, const real *start, real *to) {
+  for (int64_t r = 0; start && r < count; r++) {
+    for (int c = 0; c < RPI_TILE; c++) to[r * RPI_TILE + c] = from[r * RPI_TILE + c] + start[r];
+  }
+  for (int64_t c = 0; !start && c < count * RPI_TILE; c++) to[c] += from[c];
+}
+
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
- * row_start[r] + x_r . y_j + E[r, d]. e: the strip's first row of E. */
-static void score_strip(const window *w, int meets, const real *e, int64_t distance, int64_t count,
-                        const rpi_product *product, const real *row_start) {
-  if (meets == MEETS_BAND) {
+ * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. e: the strip's first row of E. more: NULL, or
+ * what the pairs add. What is not a product comes first: large numbers of it that cancel (a
+ * relation's score against the running maximum) shall not meet the product's roundings. */
+static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
+                        int64_t distance, int64_t count, const rpi_product *product,
+                        const real *row_start, const real *more) {
+  rpi_product first = *product;
+  if (more) first.inner = 0;
+  if (more && meets == MEETS_NOTHING) {
+    add_strip(count, more, row_start, product->c);
+  } else if (meets == MEETS_BAND) {
     const rpi_start start = {.row = row_start,
                              .band = e,
-                             .band_stride = window_stride(w->columns),
+                             .band_stride = e_stride,
                              .band_offset = RPI_LANES + distance - w->first,
                              .band_last = RPI_LANES + w->columns};
-    rpi_strip_product(RPI_START_BAND, count, RPI_TILE / RPI_LANES, product, &start);
-    return;
-  }
-  real moved[RPI_STRIP];
-  rpi_start start = {.row = row_start};
-  if (meets == MEETS_TAIL) {
-    const int64_t stride = window_stride(w->columns);
-    for (int64_t r = 0; r < count; r++) {
-      moved[r] = row_start[r] + e[r * stride + RPI_LANES + w->columns - 1];
+    rpi_strip_product(RPI_START_BAND, count, RPI_TILE / RPI_LANES, &first, &start);
+  } else {
+    real moved[RPI_STRIP];
+    rpi_start start = {.row = row_start};
+    if (meets != MEETS_NOTHING) {
+      const int64_t at = meets == MEETS_HEAD ? 0 : RPI_LANES + w->columns - 1;
+      for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + e[r * e_stride + at];
+      start.row = moved;
     }
-    start.row = moved;
+    rpi_strip_product(RPI_START_ROW, count, RPI_TILE / RPI_LANES, &first, &start);
   }
-  rpi_strip_product(RPI_START_ROW, count, RPI_TILE / RPI_LANES, product, &start);
+  if (!more) return;
+  if (meets != MEETS_NOTHING) add_strip(count, more, NULL, product->c);
+  rpi_strip_product(RPI_START_LOAD, count, RPI_TILE / RPI_LANES, product, NULL);
 }
 
 /* A row of a tile, added up into one vector. */
 RPI_INLINE rpi_register sum_row(const real *row) {
   rpi_register sum = rpi_load(row);
-  _Pragma("GCC unroll 16") for (int v = RPI_LANES; v < RPI_TILE; v += RPI_LANES) {
-    sum += rpi_load(row + v);
-  }
+  RPI_UNROLL(16) for (int v = RPI_LANES; v < RPI_TILE; v += RPI_LANES) { sum += rpi_load(row + v); }
   return sum;
 }
 
-/* Hides the keys from limit[r] on: row r of a causal strip sees one more than r - 1. */
-RPI_NOINLINE void mask_strip(int64_t count, int64_t limit, bool causal, int64_t keys, real *s) {
+/* Adds the rows of a strip up: the vector at sums + r * sum_stride += those of x[r]. */
+RPI_NOINLINE void add_row_sums(int64_t count, const real *x, real *sums, int64_t sum_stride) {
+  for (int64_t r = 0; r < count; r++, sums += sum_stride) {
+    rpi_store(sums, rpi_load(sums) + sum_row(x + r * RPI_TILE));
+  }
+}
+
+/* Hides what a strip may not see: row r sees the keys from begin + r to end + r - 1 of the
+ * tile, and none from `keys` on. */
+RPI_NOINLINE void mask_strip(int64_t count, int64_t begin, int64_t end, int64_t keys, real *s) {
   for (int64_t r = 0; r < count; r++) {
-    const int end = (int)rpi_min(keys, causal ? rpi_max(limit + r, 0) : keys);
+    const int from = (int)rpi_min(rpi_max(begin + r, 0), RPI_TILE);
+    const int to = (int)rpi_min(rpi_max(end + r, 0), keys);
     real *const row = s + r * RPI_TILE;
-    for (int j = 0; j < RPI_TILE; j++) row[j] = j < end ? row[j] : (real)-INFINITY;
+    for (int j = 0; j < RPI_TILE; j++) row[j] = j >= from && j < to ? row[j] : (real)-INFINITY;
+  }
+}
+
+/* Is anything hidden in a strip whose pairs span these distances? */
+static bool strip_is_cut(const sight *sees, int64_t nearest, int64_t farthest, int64_t keys) {
+  return keys < RPI_TILE || farthest > sees->right || nearest < -sees->left;
+}
+
+/* ---- products ----------------------------------------------------------- */
+
+/* c[columns][width] += aᵀ . x: (8) and (9), for keys and for table rows alike. */
+static void add_transposed(const real *a, int64_t a_stride, int64_t columns, const real *x,
+                           int64_t x_stride, int64_t count, int64_t width, real *c) {
+  const rpi_product product = {.a = a,
+                               .a_row = 1,
+                               .a_inner = a_stride,
+                               .b = x,
+                               .b_stride = x_stride,
+                               .c = c,
+                               .c_stride = width,
+                               .inner = count};
+  rpi_block_product(RPI_START_LOAD, columns, width / RPI_LANES, product, NULL);
+}
+
+/* c[rows][width] += a . x, a being dense in its columns. */
+static void add_product(const real *a, int64_t a_stride, int64_t rows, const dense *x,
+                        int64_t inner, int64_t width, real *c) {
+  const rpi_product product = {.a = a,
+                               .a_row = a_stride,
+                               .a_inner = 1,
+                               .b = x->data,
+                               .b_stride = x->stride,
+                               .c = c,
+                               .c_stride = width,
+                               .inner = inner};
+  rpi_block_product(RPI_START_LOAD, rows, width / RPI_LANES, product, NULL);
+}
+
+/* to[c] += sum of the rows' column c. */
+static void add_columns(const real *from, int64_t stride, int64_t rows, int64_t columns, real *to) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < columns; c++) to[c] += from[r * stride + c];
   }
 }
 
@@ -157,7 +216,9 @@ RPI_NOINLINE void mask_strip(int64_t count, int64_t limit, bool causal, int64_t 
 static void take_packed(rpi_arena *arena, int64_t columns, int64_t width, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
-  packed->down = rpi_arena_take(arena, padded * width, sizeof(real));
+  packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
+  packed->numbers = rpi_arena_take(arena, padded + 1, sizeof(real));
+  packed->head_index = -1;
 }
 
 /* Rows beyond a sequence's length are zeros. */

@@ -7,51 +7,64 @@
  * its tiles, strip by strip: scores, mask, maximum, weights, buckets, weighted values.
  */
 #include "ops/attention.h"
+#include "ops/pair_masks.h"
 
-/* What a chunk of queries carries from tile to tile. L and the tail are kept as
- * vectors of partial sums. */
+/* Sums of weights that a row keeps, as vectors. Without dropout those of the keys in the head
+ * and in the tail of the value term are kept apart, so that they cost nothing: the row's sum
+ * is all three. Under dropout MIDDLE is the whole sum, and the others are what is kept. */
+enum {
+  SUM_MIDDLE,
+  SUM_HEAD,   /* strips wholly in the head */
+  SUM_TAIL,   /* strips wholly in the tail */
+  SUM_BEFORE, /* what strips across the band have in the head */
+  SUM_AFTER,  /* and in the tail */
+  SUMS
+};
+#define RPI_SUMS_STRIDE (SUMS * RPI_LANES)
+
+/* What a chunk of queries carries from tile to tile. */
 typedef struct running {
   real *max, *negated_max; /* [rows], units of log 2 */
-  real *sum;               /* [rows][LANES] */
+  real *sums;              /* [rows][SUMS][LANES] */
   real *out;               /* [rows][value width] */
   unsigned char *seen;     /* [rows] has the row met a key it may see? */
 } running;
 
 typedef struct forward_scratch {
-  real *keys;        /* [tiles][D][TILE], scaled */
-  real *values;      /* [keys][value width], where they need a copy */
-  real *tail_values; /* the same, with the last relation's vector added */
+  real *keys;   /* [tiles][D][TILE], scaled */
+  real *values; /* [keys][value width], where they need a copy */
   running state;
   packed_term key_table, value_table;
   real *e;       /* [block][window] */
   real *buckets; /* [block][window] */
-  real *tail;    /* [block][LANES] */
-  real *zeros;   /* [block] */
+  real *ends;    /* [2][value width]: vectors of the value term's head and tail */
+  real *zeros;   /* [block + TILE] */
   real *strip;   /* [STRIP][TILE] */
+  pair_scratch pairs;
 } forward_scratch;
 
-static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, int64_t D) {
+static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
   forward_scratch local = {0};
   forward_scratch *const kept = rpi_arena_take(arena, 1, sizeof local);
   const int64_t real_bytes = sizeof(real);
-  local.keys = rpi_arena_take(arena, n->keys * D, real_bytes);
+  local.keys = rpi_arena_take(arena, n->keys * s->D, real_bytes);
   local.values = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
-  local.tail_values = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
   local.state.max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.negated_max = rpi_arena_take(arena, n->queries, real_bytes);
-  local.state.sum = rpi_arena_take(arena, n->queries * RPI_LANES, real_bytes);
+  local.state.sums = rpi_arena_take(arena, n->queries * RPI_SUMS_STRIDE, real_bytes);
   local.state.out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, n->key_columns, n->width, &local.key_table);
   take_packed(arena, n->value_columns, n->value_width, &local.value_table);
   local.e = rpi_arena_take(arena, n->block * window_stride(n->key_columns), real_bytes);
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
-  local.tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
-  local.zeros = rpi_arena_take(arena, n->block, real_bytes);
+  local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
+  local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
   local.strip = rpi_arena_take(arena, RPI_STRIP * RPI_TILE, real_bytes);
+  take_pairs(arena, n, s, false, &local.pairs);
   if (kept && !arena->failed) {
     *kept = local;
-    memset(kept->zeros, 0, (size_t)n->block * sizeof(real));
+    memset(kept->zeros, 0, (size_t)(n->block + RPI_TILE) * sizeof(real));
   }
   return kept;
 }
@@ -72,24 +85,26 @@ RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
 }
 
 /* Raises the maximum of the rows that need it, and scales down what they hold. True where
- * a row's scores were summed from a start so far below them that they are to be summed
- * again: their rounding was at the size of the old maximum. */
+ * a row's scores were summed from a start so far from them that they are to be summed
+ * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
+ * what a relation alone gives to all. */
 RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t value_width,
-                                real *buckets, int64_t bucket_stride, real *tail) {
+                                real *buckets, int64_t bucket_stride, pair_buckets *pairs) {
   bool stale = false;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real most = strip_maximum(1, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
     for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
+    stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
     if (state.seen[r]) {
-      stale |= most > 2 * RPI_RAISE;
       const real factor = rpi_exp2(-most);
-      for (int l = 0; l < RPI_LANES; l++) state.sum[r * RPI_LANES + l] *= factor;
+      for (int l = 0; l < RPI_SUMS_STRIDE; l++) state.sums[r * RPI_SUMS_STRIDE + l] *= factor;
       for (int64_t c = 0; c < value_width; c++) state.out[r * value_width + c] *= factor;
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
-      if (bucket_stride) {
-        for (int l = 0; l < RPI_LANES; l++) tail[r * RPI_LANES + l] *= factor;
+      for (int x = 0; x < pairs->count; x++) {
+        real *const line = pairs->rows[x] + r * pairs->stride[x];
+        for (int64_t c = 0; c < pairs->stride[x]; c++) line[c] *= factor;
       }
     }
     state.seen[r] = 1;
@@ -99,12 +114,13 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
   return stale;
 }
 
-/* Weights (2) of a strip in place of its scores, added up into sum. */
+/* Weights (2) of a strip in place of its scores, added up into one of the rows' sums. */
 RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) row[j] = rpi_exp2(row[j]);
-    rpi_store(sum + r * RPI_LANES, rpi_load(sum + r * RPI_LANES) + sum_row(row));
+    real *const to = sum + r * RPI_SUMS_STRIDE;
+    rpi_store(to, rpi_load(to) + sum_row(row));
   }
 }
 
@@ -112,15 +128,18 @@ RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict su
 typedef struct forward_item {
   const rpi_attention_args *args;
   rpi_sequence seq;
+  sight sees;
   int64_t head, query, count; /* the chunk: first query, number of queries */
   term key, value;
+  pair_terms pairs;
   bounds n;
+  int64_t inner; /* of the content's product: D, or 0 to leave the content out (maps) */
 } forward_item;
 
 static running running_at(const running *state, int64_t row, int64_t value_width) {
   return (running){.max = state->max + row,
                    .negated_max = state->negated_max + row,
-                   .sum = state->sum + row * RPI_LANES,
+                   .sums = state->sums + row * RPI_SUMS_STRIDE,
                    .out = state->out + row * value_width,
                    .seen = state->seen + row};
 }
@@ -132,73 +151,110 @@ typedef struct forward_view {
   int64_t key;        /* the first key of the chunk of keys */
   const real *q;
   int64_t q_stride;
-  dense values, tail_values; /* the latter for strips in the tail of the value term */
+  dense values;
+  block_place at;
   window key_window, value_window;
+  int64_t e_stride;
   bool collects; /* some strip lies across the band: there are buckets */
 } forward_view;
+
+static pair_rows rows_of(const forward_view *view) {
+  return (pair_rows){
+      .row0 = view->row0, .rows = view->rows, .x = view->q, .x_stride = view->q_stride};
+}
+
+/* Scores (1) of a strip, less the running maximum, hidden ones -inf. */
+static void forward_scores(const forward_item *item, forward_scratch *w, const forward_view *view,
+                           const running *state, int64_t i, int64_t j, int64_t tile_keys) {
+  const window *const kw = &view->key_window;
+  const int64_t count = rpi_min(RPI_STRIP, view->rows - i);
+  const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
+  const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
+  const rpi_product scores = {.a = view->q + i * view->q_stride,
+                              .a_row = view->q_stride,
+                              .a_inner = 1,
+                              .b = w->keys + j * item->args->shape->D,
+                              .b_stride = RPI_TILE,
+                              .c = w->strip,
+                              .c_stride = RPI_TILE,
+                              .inner = item->inner};
+  const bool capped = item->pairs.softcap != 0;
+  score_strip(kw, window_meets(kw, nearest, farthest), w->e + i * view->e_stride, view->e_stride,
+              distance, count, &scores, capped ? w->zeros : state->negated_max,
+              item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL);
+  if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, w->strip);
+  if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
+    mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,
+               w->strip);
+  }
+  if (item->pairs.mask) {
+    hide_strip(&item->pairs, &item->seq, view->row0 + i, count, view->key + j, tile_keys, w->strip);
+  }
+}
 
 /* A strip of queries on a tile of keys: scores (1), weights (2), weighted values (3). */
 static void forward_strip(const forward_item *item, forward_scratch *w, const forward_view *view,
                           int64_t i, int64_t j, int64_t tile_keys) {
-  const rp_attention *const s = item->args->shape;
-  const window *const kw = &view->key_window, *const vw = &view->value_window;
+  const window *const vw = &view->value_window;
   const int64_t count = rpi_min(RPI_STRIP, view->rows - i), width = item->n.value_width;
   /* from the strip's first query to the tile's first key */
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  if (s->causal && nearest > 0) return;
+  if (nearest > item->sees.right || farthest < -item->sees.left) return;
   const running state = running_at(&w->state, view->block + i, width);
   const int64_t bucket_stride = view->collects ? window_stride(vw->columns) : 0;
-  real *const tail = w->tail + i * RPI_LANES, *const buckets = w->buckets + i * bucket_stride;
-  const rpi_product scores = {.a = view->q + i * view->q_stride,
-                              .a_row = view->q_stride,
-                              .a_inner = 1,
-                              .b = w->keys + j * s->D,
-                              .b_stride = RPI_TILE,
-                              .c = w->strip,
-                              .c_stride = RPI_TILE,
-                              .inner = s->D};
-  const int key_meets = window_meets(kw, nearest, farthest);
-  const real *const e = w->e + i * window_stride(kw->columns);
+  real *const buckets = w->buckets + i * bucket_stride;
+  pair_buckets of_pairs = pair_buckets_at(&item->pairs, &w->pairs, i, true);
   bool again = false;
   do {
-    score_strip(kw, key_meets, e, distance, count, &scores, state.negated_max);
-    if (tile_keys < RPI_TILE || (s->causal && farthest > 0)) {
-      mask_strip(count, 1 - distance, s->causal, tile_keys, w->strip);
-    }
+    forward_scores(item, w, view, &state, i, j, tile_keys);
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
-    const bool stale = (unseen || strip_maximum(count, w->strip) > RPI_RAISE) &&
-                       raise_maximum(count, w->strip, state, width, buckets, bucket_stride, tail);
+    const bool stale =
+        (unseen || strip_maximum(count, w->strip) > RPI_RAISE) &&
+        raise_maximum(count, w->strip, state, width, buckets, bucket_stride, &of_pairs);
     again = stale && !again;
   } while (again);
   const int meets = window_meets(vw, nearest, farthest);
-  weigh_strip(count, w->strip, state.sum);
-  if (meets == MEETS_BAND) {
-    band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets, tail, NULL);
+  const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
+  if (!item->pairs.dropout.threshold) {
+    weigh_strip(count, w->strip, state.sums + whole * RPI_LANES);
+  } else {
+    weigh_strip(count, w->strip, state.sums);
+    drop_strip(&item->pairs, view->row0 + i, count, view->key + j, w->strip);
+    if (whole != SUM_MIDDLE) {
+      add_row_sums(count, w->strip, state.sums + whole * RPI_LANES, RPI_SUMS_STRIDE);
+    }
   }
-  const dense *const values = meets == MEETS_TAIL ? &view->tail_values : &view->values;
+  if (meets == MEETS_BAND) {
+    band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets,
+               vw->tail ? state.sums + SUM_AFTER * RPI_LANES : NULL,
+               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * RPI_LANES : NULL,
+               RPI_SUMS_STRIDE);
+  }
+  if (of_pairs.count) {
+    collect_pairs(&item->pairs, &of_pairs, &item->seq, view->row0 + i, count, view->key + j,
+                  tile_keys, w->strip);
+  }
   const rpi_product weighted = {.a = w->strip,
                                 .a_row = RPI_TILE,
                                 .a_inner = 1,
-                                .b = values->data + j * values->stride,
-                                .b_stride = values->stride,
+                                .b = view->values.data + j * view->values.stride,
+                                .b_stride = view->values.stride,
                                 .c = state.out,
                                 .c_stride = width,
                                 .inner = tile_keys};
   rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &weighted, NULL);
 }
 
-/* A block of queries against one chunk of keys. */
-static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
-                          int64_t keys, dense values, dense tail_values) {
+/* Makes a block of queries ready to walk a chunk of keys: windows, E, empty buckets. */
+static forward_view open_view(const forward_item *item, forward_scratch *w, int64_t block,
+                              int64_t key, int64_t keys, dense values, const reach *r) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t width = item->n.value_width, row0 = item->query + block;
-  const int64_t count = rpi_min(item->n.block, item->count - block);
-  const reach r = reach_of(seq, s->causal, row0, count, key, keys);
-  if (r.farthest < r.nearest) return;
-  const window value_window = window_of(&item->value, r.nearest, r.farthest);
+  const int64_t row0 = item->query + block, count = rpi_min(item->n.block, item->count - block);
+  const window value_window = window_of(&item->value, r->nearest, r->farthest);
+  const window key_window = window_of(&item->key, r->nearest, r->farthest);
   const forward_view view = {
       .row0 = row0,
       .rows = count,
@@ -207,112 +263,170 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
       .q = row_of(&item->args->q, seq->query_batch, item->head, seq->query_row + row0),
       .q_stride = item->args->q.row_stride,
       .values = values,
-      .tail_values = tail_values,
-      .key_window = window_of(&item->key, r.nearest, r.farthest),
+      .at = {.distance = key - (row0 + seq->start), .rows = count, .keys = keys},
+      .key_window = key_window,
       .value_window = value_window,
-      .collects = value_window.columns && !(value_window.tail && r.nearest >= item->value.last),
+      .e_stride = band_stride(&item->key, &key_window),
+      .collects = value_window.columns && !(value_window.tail && r->nearest >= item->value.last),
   };
-  const window *const kw = &view.key_window, *const vw = &view.value_window;
-  const int64_t bucket_stride = window_stride(vw->columns);
-  if (kw->columns) {
+  if (!window_empty(&key_window)) {
     const real factor = scale_of(s) * LOG2_E;
-    pack_window(&item->key, kw, factor, item->n.width, &w->key_table);
-    band_scores(&w->key_table, view.q, view.q_stride, count, s->D, factor, w->zeros, w->e);
+    pack_window(&item->key, &key_window, factor, LOG2_E, item->n.width, &w->key_table);
+    band_scores(&item->key, &key_window, &w->key_table, view.q, view.q_stride, &view.at, factor,
+                w->zeros, w->e);
   }
   if (view.collects) {
-    pack_window(&item->value, vw, 1, width, &w->value_table);
-    memset(w->buckets, 0, (size_t)(count * bucket_stride) * sizeof(real));
-    memset(w->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
+    const int64_t numbers = count * window_stride(value_window.columns);
+    pack_window(&item->value, &value_window, 1, 0, item->n.value_width, &w->value_table);
+    memset(w->buckets, 0, (size_t)numbers * sizeof(real));
   }
-  for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    for (int64_t i = 0; i < count; i += RPI_STRIP) {
-      forward_strip(item, w, &view, i, j, rpi_min(RPI_TILE, keys - j));
-    }
+  w->pairs.base = block;
+  const pair_rows rows = rows_of(&view);
+  if (item->pairs.any) {
+    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, key, keys);
   }
-  if (view.collects) {
-    band_finish(vw, count, w->buckets, w->tail);
-    const rpi_product related = {.a = w->buckets + RPI_LANES,
-                                 .a_row = bucket_stride,
-                                 .a_inner = 1,
-                                 .b = w->value_table.down,
-                                 .b_stride = width,
-                                 .c = w->state.out + block * width,
-                                 .c_stride = width,
-                                 .inner = vw->columns};
-    rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, related, NULL);
+  return view;
+}
+
+/* The same for the tile at key j of the chunk. */
+static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
+                      int64_t j, int64_t tile_keys) {
+  const pair_rows rows = rows_of(view);
+  if (item->pairs.count) {
+    open_pair_tile(&item->pairs, &w->pairs, &item->seq, &rows, view->key + j, tile_keys);
+  }
+  if (item->pairs.scores) {
+    pair_scores(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys,
+                w->zeros);
   }
 }
 
+/* A block of queries against one chunk of keys. */
+static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
+                          int64_t keys, dense values) {
+  const int64_t width = item->n.value_width;
+  const int64_t count = rpi_min(item->n.block, item->count - block);
+  const reach r = reach_of(&item->seq, &item->sees, item->query + block, count, key, keys);
+  if (r.farthest < r.nearest) return;
+  const forward_view view = open_view(item, w, block, key, keys, values, &r);
+  const stretch seen = keys_seen(&item->seq, &item->sees, view.row0, count);
+  const int64_t end = rpi_min(keys, seen.end - key);
+  for (int64_t j = rpi_max(seen.begin - key, 0) / RPI_TILE * RPI_TILE; j < end; j += RPI_TILE) {
+    const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
+    open_tile(item, w, &view, j, tile_keys);
+    for (int64_t i = 0; i < count; i += RPI_STRIP) {
+      forward_strip(item, w, &view, i, j, tile_keys);
+    }
+  }
+  if (!view.collects) return;
+  /* the last column of a tail is a part of SUM_AFTER */
+  const window *const vw = &view.value_window;
+  const rpi_product related = {.a = w->buckets + RPI_LANES,
+                               .a_row = window_stride(vw->columns),
+                               .a_inner = 1,
+                               .b = w->value_table.down,
+                               .b_stride = width,
+                               .c = w->state.out + block * width,
+                               .c_stride = width,
+                               .inner = vw->columns - vw->tail};
+  band_product(&related, &view.at, width, vw, 0);
+}
+
 /* Divides by the sums and writes a chunk's rows: (3). */
-static void forward_finish(const forward_item *item, const running *state) {
+static void forward_finish(const forward_item *item, forward_scratch *w) {
   const rpi_attention_args *const args = item->args;
   const rpi_sequence *const seq = &item->seq;
+  const running *const state = &w->state;
   const int64_t Dv = args->shape->Dv, width = item->n.value_width;
-  const real *const row0 = item->value.table && item->value.shifted ? item->value.table : NULL;
+  const term *const value = &item->value;
+  const bool dropped = item->pairs.dropout.threshold != 0;
   real *const lse = args->lse ? args->lse + lse_at(args->shape, seq, item->head) : NULL;
+  if (item->pairs.values) {
+    add_pair_values(&item->pairs, &w->pairs, item->count, width, state->out);
+  }
+  if (value->head) term_vector(value, value->first - 1, width, w->ends);
+  if (value->tail) term_vector(value, value->last, width, w->ends + width);
   for (int64_t i = 0; i < item->count; i++) {
-    const real sum = sum_lanes(state->sum + i * RPI_LANES);
-    const real *const from = state->out + i * width;
+    const real *const kept = state->sums + i * RPI_SUMS_STRIDE;
+    real sums[SUMS];
+    for (int x = 0; x < SUMS; x++) sums[x] = sum_lanes(kept + x * RPI_LANES);
+    const real sum = sums[SUM_MIDDLE] + (dropped ? 0 : sums[SUM_HEAD] + sums[SUM_TAIL]);
+    real *const from = state->out + i * width;
     real *const to =
         out_row_of(&args->out, seq->query_batch, item->head, seq->query_row + item->query + i);
     if (sum == 0) { /* the row sees no key; a NaN is not 0 and goes on */
       memset(to, 0, (size_t)Dv * sizeof(real));
     } else {
+      const real head = sums[SUM_HEAD] + sums[SUM_BEFORE], tail = sums[SUM_TAIL] + sums[SUM_AFTER];
       const real inverse = 1 / sum;
-      if (row0) {
-        for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse + row0[c];
-      } else {
-        for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
-      }
+      for (int64_t c = 0; head != 0 && c < width; c++) from[c] += head * w->ends[c];
+      for (int64_t c = 0; tail != 0 && c < width; c++) from[c] += tail * w->ends[width + c];
+      for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
     }
     if (lse && sum == 0) {
       lse[item->query + i] = (real)-INFINITY;
-    } else if (lse) { /* of the scores as they are: with the row that band.h subtracts */
-      const real *const q =
-          row_of(&args->q, seq->query_batch, item->head, seq->query_row + item->query + i);
-      /* in double: this one number scales every weight of backward */
-      const double own = ((double)state->max[i] + log2((double)sum)) * 0.69314718055994530942;
-      lse[item->query + i] = (real)(own + (double)score_shift(args->shape, &item->key, q));
+    } else if (lse) { /* in double: this one number scales every weight of backward */
+      lse[item->query + i] =
+          (real)(((double)state->max[i] + log2((double)sum)) * 0.69314718055994530942);
     }
   }
+}
+
+/* Packs a chunk of keys. */
+static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t key, int64_t keys) {
+  const rpi_sequence *const seq = &item->seq;
+  const rp_rows *const k = &item->args->k;
+  const int64_t D = item->args->shape->D;
+  const real factor = scale_of(item->args->shape) * LOG2_E;
+  for (int64_t j = 0; j < keys; j += RPI_TILE) {
+    rpi_pack_transposed(row_of(k, seq->key_batch, item->head, seq->key_row + key + j),
+                        k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
+                        RPI_TILE, RPI_TILE);
+  }
+  if (item->pairs.count) open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
+}
+
+/* An item's rows of the terms that are looked up. */
+static void open_rows_of(const forward_item *item, forward_scratch *w) {
+  const rp_rows *const q = &item->args->q;
+  if (!item->pairs.count) return;
+  const pair_rows rows = {
+      .row0 = item->query,
+      .rows = item->count,
+      .x = row_of(q, item->seq.query_batch, item->head, item->seq.query_row + item->query),
+      .x_stride = q->row_stride};
+  open_pair_tables(&item->pairs, &w->pairs);
+  open_pair_rows(&item->pairs, &w->pairs, &rows, NULL);
 }
 
 static void forward_rows(const forward_item *item, forward_scratch *w) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t D = s->D, width = item->n.value_width;
+  const int64_t width = item->n.value_width;
   const running *const state = &w->state;
   memset(state->max, 0, (size_t)item->count * sizeof(real));
   memset(state->negated_max, 0, (size_t)item->count * sizeof(real));
-  memset(state->sum, 0, (size_t)(item->count * RPI_LANES) * sizeof(real));
+  memset(state->sums, 0, (size_t)(item->count * RPI_SUMS_STRIDE) * sizeof(real));
   memset(state->out, 0, (size_t)(item->count * width) * sizeof(real));
   memset(state->seen, 0, (size_t)item->count);
-  const int64_t visible = keys_visible(s, seq, item->query + item->count - 1);
-  for (int64_t key = 0; key < visible; key += item->n.keys) {
-    const int64_t keys = rpi_min(item->n.keys, visible - key);
-    const rp_rows *const k = &item->args->k, *const v = &item->args->v;
-    for (int64_t j = 0; j < keys; j += RPI_TILE) {
-      rpi_pack_transposed(row_of(k, seq->key_batch, item->head, seq->key_row + key + j),
-                          k->row_stride, rpi_min(RPI_TILE, keys - j), D, scale_of(s) * LOG2_E,
-                          w->keys + j * D, RPI_TILE, RPI_TILE);
-    }
+  open_rows_of(item, w);
+  const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
+  for (int64_t key = seen.begin / RPI_TILE * RPI_TILE; key < seen.end; key += item->n.keys) {
+    const int64_t keys = rpi_min(item->n.keys, seen.end - key);
+    const rp_rows *const v = &item->args->v;
+    open_keys_of(item, w, key, keys);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
-    dense tail_values = {0};
-    if (reaches_tail(&item->value, seq, item->query, key, keys)) {
-      tail_values = tail_rows(&item->value, &values, keys, width, w->tail_values);
-    }
     for (int64_t block = 0; block < item->count; block += item->n.block) {
-      forward_block(item, w, block, key, keys, values, tail_values);
+      forward_block(item, w, block, key, keys, values);
     }
   }
-  forward_finish(item, state);
+  forward_finish(item, w);
 }
 
 typedef struct forward_call {
   const rpi_attention_args *args;
   bounds n;
-  int64_t nearest;
   const int64_t *first_item; /* [B + 1]: items of the sequences before, over all heads */
   forward_scratch **scratch; /* [workers] */
 } forward_call;
@@ -334,12 +448,15 @@ static void forward_task(void *context, int64_t task, int worker) {
   const int64_t query = chunk * cut.rows;
   const forward_item item = {.args = call->args,
                              .seq = seq,
+                             .sees = sight_of(s),
                              .head = head,
                              .query = query,
                              .count = rpi_min(cut.rows, seq.queries - query),
-                             .key = term_of(&s->key, head, s->D, call->nearest),
-                             .value = term_of(&s->value, head, s->Dv, call->nearest),
-                             .n = call->n};
+                             .key = key_term(s, head),
+                             .value = value_term(s, head),
+                             .pairs = pair_terms_of(s, head, low),
+                             .n = call->n,
+                             .inner = s->D};
   if (item.count > 0) forward_rows(&item, call->scratch[worker]);
   if (chunk == cut.count - 1 && !s->offsets) {
     clear_rows(&call->args->out, seq.query_batch, head, seq.queries, s->N, s->Dv);
@@ -354,7 +471,7 @@ static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
   int64_t *const first_item = rpi_arena_take(arena, s->B + 1, sizeof *first_item);
   call->scratch = rpi_arena_take(arena, workers, sizeof *call->scratch);
   for (int worker = 0; worker < workers; worker++) {
-    forward_scratch *const scratch = take_forward(arena, &call->n, s->D);
+    forward_scratch *const scratch = take_forward(arena, &call->n, s);
     if (arena->base && !arena->failed) call->scratch[worker] = scratch;
   }
   call->first_item = first_item;
@@ -368,7 +485,7 @@ static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
 
 static rp_status attention_forward(const rpi_attention_args *args) {
   const rp_attention *const s = args->shape;
-  forward_call call = {.args = args, .n = bounds_of(s), .nearest = nearest_distance(s)};
+  forward_call call = {.args = args, .n = bounds_of(s)};
   const int workers = rp_get_threads();
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_forward(&arena, s, workers, &call);

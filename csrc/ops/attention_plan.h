@@ -28,6 +28,9 @@
 #define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */
 #define RPI_QUERY_CHUNK 1024 /* the queries that one packing of keys serves */
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
+#define RPI_LOOKUP_NUMBERS (1 << 19) /* that a chunk of queries keeps of a looked-up table */
+/* The same where keys meet relations: every tile computes 64 columns more than it has queries. */
+#define RPI_SKEW_BLOCK 192
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t *const key_offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -69,48 +72,64 @@ static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64
   return (chunks){.rows = size, .count = rpi_max((rows + size - 1) / size, 1)};
 }
 
+/* Rows of the largest table that is looked up: forward keeps so many numbers a query. */
+static int64_t looked_up_rows(const rp_attention *s) {
+  int64_t most = 0;
+  for (int i = 0; i < RP_TERMS; i++) {
+    const rp_relation *const list[] = {&s->key[i], &s->bias[i], &s->query[i], &s->value[i]};
+    for (int x = 0; x < 4; x++) {
+      if (is_looked_up(list[x])) most = rpi_max(most, table_rows(list[x]));
+    }
+  }
+  return most;
+}
+
 static chunks query_chunks(const rp_attention *s, const rpi_sequence *seq) {
-  return chunks_of(s, seq->queries, RPI_STRIP, RPI_QUERY_CHUNK);
+  const int64_t fit = RPI_LOOKUP_NUMBERS / rpi_max(looked_up_rows(s), 1);
+  return chunks_of(s, seq->queries, RPI_STRIP, rpi_max(rpi_min(fit, RPI_QUERY_CHUNK), RPI_BLOCK));
 }
 static chunks key_chunks(const rp_attention *s, const rpi_sequence *seq) {
   return chunks_of(s, seq->keys, RPI_TILE, RPI_KEY_CHUNK);
 }
 
-/* The first distance any visible pair of the call has. */
-static int64_t nearest_distance(const rp_attention *s) {
-  int64_t nearest = INT64_MAX;
-  for (int64_t b = 0; b < s->B; b++) {
-    const rpi_sequence seq = sequence_of(s, b);
-    if (seq.queries > 0 && seq.keys > 0) {
-      nearest = rpi_min(nearest, -(seq.start + seq.queries - 1));
-    }
-  }
-  return nearest;
+/* Which keys a query at absolute position x may see by position alone: those from x - left
+ * to x + right. A causal mask is right = 0. */
+typedef struct sight {
+  int64_t left, right;
+} sight;
+
+#define RPI_FAR ((int64_t)1 << 44) /* beyond any distance of two positions */
+
+static sight sight_of(const rp_attention *s) {
+  const int64_t right = s->window_right < 0 ? RPI_FAR : s->window_right;
+  return (sight){.left = s->window_left < 0 ? RPI_FAR : s->window_left,
+                 .right = s->causal ? rpi_min(right, 0) : right};
 }
 
-/* The distances that the visible pairs of some queries and keys span. */
+/* The distances that the visible pairs of some queries and keys span; none where
+ * farthest < nearest. */
 typedef struct reach {
   int64_t nearest, farthest;
 } reach;
 
-static reach reach_of(const rpi_sequence *seq, bool causal, int64_t query, int64_t rows,
+static reach reach_of(const rpi_sequence *seq, const sight *sees, int64_t query, int64_t rows,
                       int64_t key, int64_t keys) {
-  const int64_t farthest = key + keys - 1 - (query + seq->start);
-  return (reach){.nearest = key - (query + rows - 1 + seq->start),
-                 .farthest = causal ? rpi_min(farthest, 0) : farthest};
+  return (reach){.nearest = rpi_max(key - (query + rows - 1 + seq->start), -sees->left),
+                 .farthest = rpi_min(key + keys - 1 - (query + seq->start), sees->right)};
 }
 
 /* Sizes that bound every chunk and window of a call. */
 typedef struct bounds {
-  int64_t queries, keys;              /* rows of the largest chunks */
-  int64_t block;                      /* rows of the largest block of queries */
-  int64_t key_columns, value_columns; /* of the widest window of a block */
-  int64_t width, value_width;         /* D and Dv, rounded up to vectors */
+  int64_t queries, keys; /* rows of the largest chunks */
+  int64_t block;         /* rows of the largest block of queries */
+  /* of the widest window of a block */
+  int64_t key_columns, value_columns, query_columns;
+  int64_t width, value_width; /* D and Dv, rounded up to vectors */
 } bounds;
 
-static int64_t widest_window(const rp_relation *relation, int64_t rows, int64_t keys) {
-  if (!relation->table) return 0;
-  return rpi_max(rpi_min(relation->left + relation->right + 1, rows + keys), 1);
+static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
+  if (!t->present) return 0;
+  return rpi_max(rpi_min(t->last - t->first + 1, rows + keys), 1);
 }
 
 static bounds bounds_of(const rp_attention *s) {
@@ -120,13 +139,15 @@ static bounds bounds_of(const rp_attention *s) {
     queries = rpi_max(queries, query_chunks(s, &seq).rows);
     keys = rpi_max(keys, key_chunks(s, &seq).rows);
   }
-  const int64_t block = rpi_min(RPI_BLOCK, queries);
+  const term key = key_term(s, 0), value = value_term(s, 0), query = query_term(s, 0);
+  const int64_t block = rpi_min(query.present ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
   return (bounds){
       .queries = queries,
       .keys = keys,
       .block = block,
-      .key_columns = widest_window(&s->key, block, keys),
-      .value_columns = widest_window(&s->value, block, keys),
+      .key_columns = widest_window(&key, block, keys),
+      .value_columns = widest_window(&value, block, keys),
+      .query_columns = widest_window(&query, block, keys),
       .width = rpi_round_up(s->D, RPI_LANES),
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
   };

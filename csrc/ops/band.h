@@ -19,19 +19,19 @@
  * *stored* into a row of buckets, one key per column, and what falls beyond the
  * ends lands in the padding.
  *
- * One relation fewer. With clip, subtracting table row 0 from every row changes no
- * softmax (each row of scores moves by one constant), and makes the far left plain
- * attention: its bias is 0. What is left are T - 1 columns (32 for k = 16: two
- * vectors, not three). For the values the same subtraction is undone by adding row
- * 0 once, because weights sum to 1. It is done where some visible pair lies beyond the
- * left end: else row 0 is a column like any other, and a row that nobody reaches gets a
- * gradient of exactly zero.
+ * The ends. With clip, every d before the first column meets one relation (the head), and
+ * every d from the last column on another (the tail). A strip of queries wholly there is
+ * plain attention with one constant per row: for scores a start of the accumulators, for
+ * values and for dq a sum of weights times that relation's vector. Strips across an end
+ * collect per row, in vectors, what they have beyond it.
  *
- * The tail. With clip, every d >= last shares the last column. A strip of queries wholly
- * there is plain attention again, with one constant per row and the last relation's vector
- * added to every key (value): see tail_rows. What strips across the band have in the tail
- * is collected per row, in vectors, and put into the last bucket at the end; so is, where
- * backward asks for it, what they have before the first column (head).
+ * Nothing is subtracted from the table. (Subtracting row 0 from all of it would make the head
+ * free, and did; with a row 0 ten times the others gradients of queries were off by four
+ * times what the plain formula is.) With k = 16 the head's relation costs one dot
+ * product a query instead of a third vector of columns.
+ *
+ * Sums. Several terms of one kind, and the numbers of bias terms, are one function of d:
+ * their vectors and numbers are added when a window is packed, and cost nothing after.
  *
  * Windows. Only the columns that a block and a run of keys can reach are made, so
  * no buffer here grows with the clip distance: an unclipped table costs rows +
@@ -40,97 +40,10 @@
 #ifndef RPI_BAND_H
 #define RPI_BAND_H
 
-#include "ops/exp2.h"
 #include "ops/ops.h"
 #include "ops/tile.h"
 
 #define RPI_TILE 64 /* keys in a tile */
-
-/* One term, for one head. */
-typedef struct term {
-  const real *table; /* row of distance d at table + (d + left) * stride; NULL: no term */
-  int64_t stride, width;
-  int64_t left, first, last; /* distances that have a column: first to last */
-  bool clip, shifted;        /* shifted: row 0 is subtracted from every row */
-} term;
-
-/* nearest: the smallest distance any visible pair of the call has. */
-static term term_of(const rp_relation *relation, int64_t head, int64_t width, int64_t nearest) {
-  const bool clip = relation->beyond == RP_BEYOND_CLIP;
-  /* k = 0, clipped: every distance is row 0, none has a column. */
-  const bool one = clip && relation->left + relation->right == 0;
-  const bool shifted = one || (clip && nearest < -relation->left);
-  return (term){
-      .table = relation->table ? relation->table + head * relation->head_stride : NULL,
-      .stride = relation->row_stride,
-      .width = width,
-      .left = relation->left,
-      .first = one       ? INT64_MAX
-               : shifted ? 1 - relation->left
-                         : -relation->left,
-      .last = relation->right,
-      .clip = clip,
-      .shifted = shifted,
-  };
-}
-
-/* The columns that a block can reach. */
-typedef struct window {
-  int64_t first, columns; /* distance of column 0; 0 columns: nothing to do */
-  bool tail;              /* the last column stands for every distance from there on */
-} window;
-
-static window window_of(const term *t, int64_t nearest, int64_t farthest) {
-  if (!t->table || farthest < nearest || t->last < t->first) return (window){0};
-  const bool tail = t->clip && farthest >= t->last;
-  const int64_t first =
-      tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
-  const int64_t end = rpi_min(t->last, farthest) + 1;
-  if (end <= first) return (window){0};
-  return (window){.first = first, .columns = end - first, .tail = tail};
-}
-
-static int64_t window_stride(int64_t columns) {
-  return rpi_round_up(columns, RPI_LANES) + 2 * RPI_LANES;
-}
-
-/* What a strip of queries meets in a tile of keys. */
-enum { MEETS_NOTHING, MEETS_BAND, MEETS_TAIL };
-
-static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
-  if (w->columns == 0 || farthest < w->first) return MEETS_NOTHING;
-  const int64_t last = w->first + w->columns - 1;
-  if (w->tail && nearest >= last) return MEETS_TAIL;
-  return nearest > last ? MEETS_NOTHING : MEETS_BAND;
-}
-
-/* The rows of a window, packed for both products; kept from block to block while
- * the window stays. across: [width][columns, padded]; down: [columns][width, padded]. */
-typedef struct packed_term {
-  const real *table;
-  window w;
-  real *across, *down;
-} packed_term;
-
-static void pack_window(const term *t, const window *w, real factor, int64_t padded_width,
-                        packed_term *packed) {
-  if (packed->table == t->table && packed->w.first == w->first && packed->w.columns == w->columns) {
-    return;
-  }
-  packed->table = t->table;
-  packed->w = *w;
-  const real *const from = t->table + (w->first + t->left) * t->stride;
-  for (int64_t column = 0; column < w->columns; column++) {
-    real *const to = packed->down + column * padded_width;
-    const real *const row = from + column * t->stride;
-    for (int64_t c = 0; c < t->width; c++) to[c] = row[c] - (t->shifted ? t->table[c] : (real)0);
-    for (int64_t c = t->width; c < padded_width; c++) to[c] = 0;
-  }
-  if (w->columns == 1) return; /* band_scores reads it as it is */
-  const int64_t padded = rpi_round_up(w->columns, RPI_LANES);
-  rpi_pack_transposed(packed->down, padded_width, w->columns, t->width, factor, packed->across,
-                      padded, padded);
-}
 
 RPI_INLINE real sum_lanes(const real *lanes) {
   real sum = 0;
@@ -149,34 +62,293 @@ RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t widt
   return total;
 }
 
-/* E = x . tableᵀ for a block of rows, padded as drawn above. zeros: rows zeros. */
-static void band_scores(const packed_term *packed, const real *x, int64_t x_stride, int64_t rows,
-                        int64_t width, real factor, const real *zeros, real *e) {
-  const int64_t columns = packed->w.columns, stride = window_stride(columns);
-  const int64_t padded = rpi_round_up(columns, RPI_LANES);
-  if (columns == 1) { /* most blocks right of the band: half of all work at long N */
-    for (int64_t r = 0; r < rows; r++) {
-      const real score = factor * dot(x + r * x_stride, packed->down, width);
-      real *const row = e + r * stride;
-      for (int l = 0; l < RPI_LANES; l++) row[l] = 0;
-      row[RPI_LANES] = score;
-      for (int l = 1; l <= RPI_LANES; l++) row[RPI_LANES + l] = packed->w.tail ? score : (real)0;
-    }
+/* Is the relation of a pair to be looked up, or a function of their distance? */
+static bool is_looked_up(const rp_relation *r) {
+  return r->table && (r->map != RP_MAP_BAND || r->query_positions);
+}
+static int64_t table_rows(const rp_relation *r) {
+  return r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows;
+}
+
+/* One table on a band, for one head. */
+typedef struct band_part {
+  const real *table;
+  int64_t stride, left, right;
+  const int32_t *buckets;
+  bool clip;
+} band_part;
+
+/* The row for distance d, or -1. */
+static int64_t part_row(const band_part *p, int64_t d) {
+  if (!p->clip && (d < -p->left || d > p->right)) return -1;
+  const int64_t column = rpi_min(rpi_max(d, -p->left), p->right) + p->left;
+  return p->buckets ? p->buckets[column] : column;
+}
+
+/* A function of d for one head: a vector, the sum of up to RP_TERMS tables, and a number. */
+typedef struct term {
+  band_part vectors[RP_TERMS], numbers[RP_TERMS];
+  int vector_count, number_count;
+  int64_t width;
+  const real *position_bias; /* meets the vectors, which gives a number more; or NULL */
+  int64_t head_index;        /* of this head: what packed_term remembers */
+  int64_t first, last;       /* distances that have a column: first to last */
+  bool present;
+  bool head, tail; /* is something there before first, from last on? */
+} term;
+
+static void term_add(term *t, const rp_relation *relation, int64_t head, bool vector) {
+  if (!relation->table || is_looked_up(relation)) return;
+  const band_part p = {.table = relation->table + head * relation->head_stride,
+                       .stride = relation->row_stride,
+                       .left = relation->left,
+                       .right = relation->right,
+                       .buckets = relation->buckets,
+                       .clip = relation->beyond == RP_BEYOND_CLIP};
+  if (vector) t->vectors[t->vector_count++] = p;
+  else t->numbers[t->number_count++] = p;
+}
+
+/* Where the columns lie: a clipped part is constant up to -left, and from right on; the
+ * others are from -left to right. */
+static void term_close(term *t) {
+  const int count = t->vector_count + t->number_count;
+  t->present = count > 0;
+  for (int i = 0; i < count; i++) {
+    const band_part *const p =
+        i < t->vector_count ? t->vectors + i : t->numbers + i - t->vector_count;
+    t->head = t->tail = t->head || p->clip;
+  }
+  t->first = INT64_MAX;
+  t->last = INT64_MIN;
+  for (int i = 0; i < count; i++) {
+    const band_part *const p =
+        i < t->vector_count ? t->vectors + i : t->numbers + i - t->vector_count;
+    t->first = rpi_min(t->first, p->clip ? 1 - p->left : -p->left);
+    t->last = rpi_max(t->last, p->clip || !t->tail ? p->right : p->right + 1);
+  }
+  t->first = rpi_min(t->first, t->last); /* a table of one row has a column all the same */
+}
+
+/* What the queries meet: vectors of key terms, numbers of bias terms. */
+static term key_term(const rp_attention *s, int64_t head) {
+  term t = {.width = s->D, .head_index = head};
+  for (int i = 0; i < RP_TERMS; i++) {
+    term_add(&t, &s->key[i], head, true);
+    term_add(&t, &s->bias[i], head, false);
+  }
+  if (t.vector_count && s->position_bias) {
+    t.position_bias = s->position_bias + head * s->position_bias_stride;
+  }
+  term_close(&t);
+  return t;
+}
+
+/* What the keys meet. */
+static term query_term(const rp_attention *s, int64_t head) {
+  term t = {.width = s->D, .head_index = head};
+  for (int i = 0; i < RP_TERMS; i++) term_add(&t, &s->query[i], head, true);
+  term_close(&t);
+  return t;
+}
+
+static term value_term(const rp_attention *s, int64_t head) {
+  term t = {.width = s->Dv, .head_index = head};
+  for (int i = 0; i < RP_TERMS; i++) term_add(&t, &s->value[i], head, true);
+  term_close(&t);
+  return t;
+}
+
+/* The vector at distance d, filled up with zeros. */
+static void term_vector(const term *t, int64_t d, int64_t padded, real *to) {
+  bool empty = true;
+  for (int i = 0; i < t->vector_count; i++) {
+    const int64_t at = part_row(&t->vectors[i], d);
+    if (at < 0) continue;
+    const real *const row = t->vectors[i].table + at * t->vectors[i].stride;
+    if (empty) memcpy(to, row, (size_t)t->width * sizeof(real));
+    else
+      for (int64_t c = 0; c < t->width; c++) to[c] += row[c];
+    empty = false;
+  }
+  for (int64_t c = empty ? 0 : t->width; c < padded; c++) to[c] = 0;
+}
+
+/* The numbers at distance d, without what position_bias adds. */
+static real term_number(const term *t, int64_t d) {
+  real sum = 0;
+  for (int i = 0; i < t->number_count; i++) {
+    const int64_t at = part_row(&t->numbers[i], d);
+    if (at >= 0) sum += t->numbers[i].table[at * t->numbers[i].stride];
+  }
+  return sum;
+}
+
+/* The columns that a block can reach. */
+typedef struct window {
+  int64_t first, columns; /* distance of column 0 */
+  bool head;              /* something is met before the first column */
+  bool tail;              /* the last column stands for every distance from there on */
+} window;
+
+static window window_of(const term *t, int64_t nearest, int64_t farthest) {
+  if (!t->present || farthest < nearest) return (window){0};
+  const bool head = t->head && nearest < t->first;
+  if (farthest < t->first) return (window){.first = t->first, .head = head};
+  const bool tail = t->tail && farthest >= t->last;
+  const int64_t first =
+      tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
+  const int64_t end = rpi_min(t->last, farthest) + 1;
+  return (window){.first = first, .columns = rpi_max(end - first, 0), .head = head, .tail = tail};
+}
+
+static bool window_empty(const window *w) { return w->columns == 0 && !w->head; }
+
+static int64_t window_stride(int64_t columns) {
+  return rpi_round_up(columns, RPI_LANES) + 2 * RPI_LANES;
+}
+
+/* What a strip of queries meets in a tile of keys. */
+enum { MEETS_NOTHING, MEETS_HEAD, MEETS_BAND, MEETS_TAIL };
+
+static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
+  if (window_empty(w)) return MEETS_NOTHING;
+  if (farthest < w->first) return w->head ? MEETS_HEAD : MEETS_NOTHING;
+  const int64_t last = w->first + w->columns - 1;
+  if (w->tail && nearest >= last) return MEETS_TAIL;
+  return nearest > last ? MEETS_NOTHING : MEETS_BAND;
+}
+
+/* The columns of a window, ready for both products; kept from block to block while the
+ * window stays. */
+typedef struct packed_term {
+  int64_t head_index;
+  window w;
+  const real *down; /* [columns][width, padded]: the table itself, or the copy; row -1: the head */
+  real *across;     /* [width][columns, padded], times the factor */
+  real *copy;
+  real *numbers; /* [columns, padded], then the head's */
+} packed_term;
+
+/* Do the columns of a window read one table as it lies? */
+static bool is_plain(const band_part *p, int count, const window *w) {
+  return count == 1 && !p->buckets && w->first - w->head >= -p->left &&
+         w->first + w->columns - 1 <= p->right;
+}
+
+/* factor: of the vectors' products; number_factor: of the numbers. */
+static void pack_window(const term *t, const window *w, real factor, real number_factor,
+                        int64_t padded_width, packed_term *packed) {
+  if (packed->head_index == t->head_index && packed->w.first == w->first &&
+      packed->w.columns == w->columns && packed->w.head >= w->head) {
     return;
   }
-  const rpi_product product = {.a = x,
-                               .a_row = x_stride,
-                               .a_inner = 1,
-                               .b = packed->across,
-                               .b_stride = padded,
-                               .c = e + RPI_LANES,
-                               .c_stride = stride,
-                               .inner = width};
-  rpi_block_product(RPI_START_ROW, rows, padded / RPI_LANES, product, zeros);
+  packed->head_index = t->head_index;
+  packed->w = *w;
+  const int64_t padded = rpi_round_up(w->columns, RPI_LANES);
+  if (t->vector_count) {
+    const band_part *const p = t->vectors;
+    if (is_plain(p, t->vector_count, w) && p->stride == padded_width && t->width == padded_width) {
+      packed->down = p->table + (w->first + p->left) * p->stride;
+    } else {
+      real *const copy = packed->copy + padded_width;
+      for (int64_t column = w->head ? -1 : 0; column < w->columns; column++) {
+        term_vector(t, w->first + column, padded_width, copy + column * padded_width);
+      }
+      packed->down = copy;
+    }
+    if (packed->across && w->columns > 1) {
+      rpi_pack_transposed(packed->down, padded_width, w->columns, t->width, factor, packed->across,
+                          padded, padded);
+    }
+  }
+  if (!t->number_count && !t->position_bias) return;
+  if (!t->vector_count && is_plain(t->numbers, t->number_count, w)) {
+    const band_part *const p = t->numbers;
+    const real *const from = p->table + (w->first + p->left) * p->stride;
+    for (int64_t c = 0; c < w->columns; c++)
+      packed->numbers[c] = number_factor * from[c * p->stride];
+  } else {
+    for (int64_t c = 0; c < w->columns; c++) {
+      packed->numbers[c] = number_factor * term_number(t, w->first + c);
+      if (!t->position_bias) continue;
+      packed->numbers[c] +=
+          factor * dot(t->position_bias, packed->down + c * padded_width, t->width);
+    }
+  }
+  for (int64_t c = w->columns; c < padded; c++) packed->numbers[c] = 0;
+  if (!w->head) return;
+  packed->numbers[padded] = number_factor * term_number(t, t->first - 1);
+  if (t->position_bias) {
+    packed->numbers[padded] +=
+        factor * dot(t->position_bias, packed->down - padded_width, t->width);
+  }
+}
+
+/* A term without vectors gives every query the same numbers: its E is one row. */
+static int64_t band_stride(const term *t, const window *w) {
+  return t->vector_count ? window_stride(w->columns) : 0;
+}
+
+/* Where a block of queries lies before a run of keys. */
+typedef struct block_place {
+  int64_t distance; /* from the first query to the first key */
+  int64_t rows, keys;
+} block_place;
+
+/* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above. A strip of rows
+ * computes the columns that it can meet: of a wide window no more than the keys are.
+ * zeros: rows zeros. */
+static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
+                        int64_t x_stride, const block_place *at, real factor, const real *zeros,
+                        real *e) {
+  const int64_t columns = w->columns, stride = window_stride(columns);
+  const int64_t padded = rpi_round_up(columns, RPI_LANES);
+  const int64_t rows = t->vector_count ? at->rows : 1;
+  const bool numbers = t->number_count || t->position_bias;
+  if (columns == 1 && t->vector_count) { /* most blocks right of the band: half of long N */
+    for (int64_t r = 0; r < rows; r++) {
+      const real score = factor * dot(x + r * x_stride, packed->down, t->width);
+      e[r * stride + RPI_LANES] = numbers ? score + packed->numbers[0] : score;
+    }
+  } else if (columns) {
+    for (int64_t r = 0; numbers && r < rows; r++) {
+      memcpy(e + r * stride + RPI_LANES, packed->numbers, (size_t)padded * sizeof(real));
+    }
+    for (int64_t i = 0; t->vector_count && i < rows; i += RPI_STRIP) {
+      const int64_t count = rpi_min(RPI_STRIP, rows - i);
+      const int64_t nearest = at->distance - (i + count - 1) - w->first;
+      const int64_t farthest = at->distance - i + rpi_round_up(at->keys, RPI_TILE) - w->first;
+      /* strips wholly in the tail need the last column */
+      const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) / RPI_LANES * RPI_LANES;
+      const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
+      if (begin >= end) continue;
+      const rpi_product product = {.a = x + i * x_stride,
+                                   .a_row = x_stride,
+                                   .a_inner = 1,
+                                   .b = packed->across + begin,
+                                   .b_stride = padded,
+                                   .c = e + i * stride + RPI_LANES + begin,
+                                   .c_stride = stride,
+                                   .inner = t->width};
+      const rpi_start start = {.row = zeros};
+      rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count, (end - begin) / RPI_LANES,
+                        &product, &start);
+    }
+  }
+  const real *const vector =
+      w->head && t->vector_count ? packed->down - rpi_round_up(t->width, RPI_LANES) : NULL;
   for (int64_t r = 0; r < rows; r++) {
     real *const row = e + r * stride, *const end = row + RPI_LANES + columns;
-    const real beyond = packed->w.tail ? end[-1] : (real)0;
-    for (int l = 0; l < RPI_LANES; l++) row[l] = 0;
+    real before = 0;
+    if (w->head) {
+      if (vector) {
+        before = factor * dot(x + r * x_stride, vector, t->width);
+      }
+      if (numbers) before += packed->numbers[padded];
+    }
+    const real beyond = w->tail ? end[-1] : (real)0;
+    for (int l = 0; l < RPI_LANES; l++) row[l] = before;
     for (int l = 0; l < RPI_LANES; l++) end[l] = beyond;
   }
 }
@@ -197,37 +369,58 @@ static const real band_step[2 * RPI_LANES + 1] = {
 #endif
 };
 
-/* Stores a strip of weights x[rows][RPI_TILE] into the rows of buckets, adds what
- * belongs to the tail to tail[rows][RPI_LANES], and where head is given what lies
- * before the first column to head[rows][RPI_LANES]. offset: as rpi_start's. */
+/* Stores a strip of weights x[rows][RPI_TILE] into the rows of buckets, and adds what lies
+ * in the tail to the vectors tail[rows], what lies before the first column to head[rows],
+ * each where given and sum_stride apart. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict x, int64_t offset,
-                             real *restrict buckets, real *restrict tail, real *restrict head) {
+                             real *restrict buckets, real *restrict tail, real *restrict head,
+                             int64_t sum_stride) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
   for (int64_t r = 0; r < rows; r++) {
-    real *const row = buckets + r * stride, *const end = tail + r * RPI_LANES;
-    rpi_register after = rpi_load(end), before = {0};
-    _Pragma("GCC unroll 4") for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
+    real *const row = buckets + r * stride;
+    rpi_register after = {0}, before = {0};
+    RPI_UNROLL(4) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
       const int64_t at = rpi_min(rpi_max(offset - r + v, 0), last);
       const rpi_register weight = rpi_load(x + r * RPI_TILE + v);
       rpi_store(row + at, weight);
       /* lane l is in the tail from column at + l - LANES = columns - 1 on */
-      after += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
+      if (tail) after += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
       if (head) before += weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES));
     }
-    if (w->tail) rpi_store(end, after);
-    if (head) {
-      real *const begin = head + r * RPI_LANES;
-      rpi_store(begin, rpi_load(begin) + before);
-    }
+    if (tail) rpi_store(tail + r * sum_stride, rpi_load(tail + r * sum_stride) + after);
+    if (head) rpi_store(head + r * sum_stride, rpi_load(head + r * sum_stride) + before);
   }
 }
 
-/* Puts the tails into the last buckets: they are complete then. */
-static void band_finish(const window *w, int64_t rows, real *buckets, const real *tail) {
-  if (!w->tail) return;
+/* c += buckets . down for a block of rows, by strips and the columns that each can have met.
+ * product: of the first row and of the columns first to first + inner - 1. */
+static void band_product(const rpi_product *product, const block_place *at, int64_t width,
+                         const window *w, int64_t first) {
+  for (int64_t i = 0; i < at->rows; i += RPI_STRIP) {
+    const int64_t count = rpi_min(RPI_STRIP, at->rows - i);
+    const int64_t nearest = at->distance - (i + count - 1) - w->first;
+    const int64_t farthest = at->distance - i + at->keys - w->first;
+    const int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
+    const int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
+    if (begin >= end) continue;
+    rpi_product strip = *product;
+    strip.a += i * product->a_row + begin * product->a_inner;
+    strip.b += begin * product->b_stride;
+    strip.c += i * product->c_stride;
+    strip.inner = end - begin;
+    rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &strip, NULL);
+  }
+}
+
+/* Puts the tails into the last buckets, and the heads before the first: column -1. */
+static void band_finish(const window *w, int64_t rows, real *buckets, const real *tail,
+                        const real *head) {
   const int64_t stride = window_stride(w->columns);
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t r = 0; w->tail && r < rows; r++) {
     buckets[r * stride + RPI_LANES + w->columns - 1] = sum_lanes(tail + r * RPI_LANES);
+  }
+  for (int64_t r = 0; w->head && r < rows; r++) {
+    buckets[r * stride + RPI_LANES - 1] = sum_lanes(head + r * RPI_LANES);
   }
 }
 

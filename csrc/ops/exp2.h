@@ -20,6 +20,7 @@
 #ifdef RP_REAL_IS_DOUBLE
 
 static inline real rpi_exp2(real x) { return exp2(x); }
+static inline real rpi_tanh(real x) { return tanh(x); }
 
 #else
 
@@ -43,6 +44,22 @@ static inline real rpi_exp2(real x) {
   float scale;
   memcpy(&scale, &bits, sizeof scale);
   return power * scale;
+}
+
+/* tanh, to 2e-7: small arguments by a polynomial in x^2 of our own fit (4e-9), because the
+ * quotient below loses what they are about; the others by exp2 of something negative. */
+static inline real rpi_tanh(real x) {
+  const float size = x < 0 ? -x : x, xx = x * x;
+  float near = -0.0057050011304633835f;
+  near = near * xx + 0.020639108183846226f;
+  near = near * xx - 0.05373972515371819f;
+  near = near * xx + 0.13331442377685934f;
+  near = near * xx - 0.33333281950269694f;
+  near = near * xx * size + size;
+  const float e = rpi_exp2(-2.8853900817779268f * size); /* e^(-2 size) */
+  const float far = (1.0f - e) / (1.0f + e);
+  const float value = size < 0.625f ? near : far;
+  return x < 0 ? -value : value;
 }
 
 #endif

@@ -190,10 +190,10 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
   for (; k + RPI_LANES <= inner; k += RPI_LANES) {
     for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.row + i * b_stride + k, 0, 2);
     rpi_register x[4];
-    _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k);
-    _Pragma("GCC unroll 16") for (int j = 0; j < columns; j++) {
+    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k);
+    RPI_UNROLL(16) for (int j = 0; j < columns; j++) {
       const rpi_register y = rpi_load(b + j * b_stride + k);
-      _Pragma("GCC unroll 4") for (int r = 0; r < rows; r++) sum[r * columns + j] += x[r] * y;
+      RPI_UNROLL(4) for (int r = 0; r < rows; r++) sum[r * columns + j] += x[r] * y;
     }
   }
   if (k < inner) {
@@ -205,10 +205,10 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
     }
   }
   real total[GEMM_DOTS];
-  _Pragma("GCC unroll 4") for (int first = 0; first < GEMM_DOTS; first += RPI_LANES) {
+  RPI_UNROLL(4) for (int first = 0; first < GEMM_DOTS; first += RPI_LANES) {
     rpi_transpose(sum + first);
     rpi_register all = sum[first];
-    _Pragma("GCC unroll 16") for (int i = 1; i < RPI_LANES; i++) all += sum[first + i];
+    RPI_UNROLL(16) for (int i = 1; i < RPI_LANES; i++) all += sum[first + i];
     rpi_store(total + first, all);
   }
   for (int r = 0; r < rows; r++) {
@@ -271,8 +271,8 @@ static void gemm_dots_task(void *context, int64_t task, int worker) {
 RPI_INLINE void gemm_add(const int rows, const int depth, const rpi_product *p, int64_t vectors,
                          bool ahead) {
   rpi_register x[8][8];
-  _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
-    _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) {
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    RPI_UNROLL(8) for (int k = 0; k < depth; k++) {
       x[r][k] = (rpi_register){0} + p->a[r * p->a_row + k * p->a_inner];
     }
   }
@@ -281,13 +281,13 @@ RPI_INLINE void gemm_add(const int rows, const int depth, const rpi_product *p, 
   const int64_t b_stride = p->b_stride, c_stride = p->c_stride;
   for (int64_t j = 0; j < vectors * RPI_LANES; j += RPI_LANES) {
     rpi_register y[8];
-    _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) {
+    RPI_UNROLL(8) for (int k = 0; k < depth; k++) {
       y[k] = rpi_load(b + k * b_stride + j);
       if (ahead) __builtin_prefetch(b + (k + depth) * b_stride + j, 0, 2);
     }
-    _Pragma("GCC unroll 8") for (int r = 0; r < rows; r++) {
+    RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
       rpi_register sum = rpi_load(c + r * c_stride + j);
-      _Pragma("GCC unroll 8") for (int k = 0; k < depth; k++) sum += x[r][k] * y[k];
+      RPI_UNROLL(8) for (int k = 0; k < depth; k++) sum += x[r][k] * y[k];
       rpi_store(c + r * c_stride + j, sum);
     }
   }

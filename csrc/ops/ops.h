@@ -67,6 +67,18 @@ typedef struct rpi_attention_backward_args {
   const rp_attention_gradients *gradients;
 } rpi_attention_backward_args;
 
+/* Rows of one head's scores or probabilities; what: RP_SHOW_... */
+typedef struct rpi_attention_map_args {
+  const rp_attention *shape;
+  rp_rows q, k;
+  int what;
+  int64_t b, head, row, rows;
+  real *to; /* [rows][keys of the sequence] */
+  int64_t to_stride;
+  void *workspace;
+  int64_t workspace_bytes;
+} rpi_attention_map_args;
+
 typedef struct rp_ops {
   const char *name;
   rp_status (*gemm)(const rpi_gemm_args *args);
@@ -74,6 +86,9 @@ typedef struct rp_ops {
                                    int64_t *backward_bytes);
   rp_status (*attention_forward)(const rpi_attention_args *args);
   rp_status (*attention_backward)(const rpi_attention_backward_args *args);
+  /* bytes given: only says what workspace it needs */
+  rp_status (*attention_map)(const rpi_attention_map_args *args, int64_t *bytes);
+  rp_status (*rotate)(const rp_rotation *rotation, rp_rows x, rp_rows_out out);
 } rp_ops;
 
 #endif

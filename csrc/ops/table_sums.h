@@ -10,42 +10,52 @@
  *             sums 0           sums 1          sums 2           [columns + 1][width]
  *   table gradient += sums 0, then sums 1, then sums 2          tasks own table rows
  *
- * The last line of the sums is for table row 0, which has no column of its own where
- * it is subtracted from the others (band.h).
+ * The lines of a band's sums are its distances, after a line 0 for all before the first: the
+ * reduction finds each distance's row. Those of a looked-up term are table rows.
  */
 #ifndef RPI_TABLE_SUMS_H
 #define RPI_TABLE_SUMS_H
 
 #include "ops/attention.h"
+#include "ops/pairs.h"
 
-#define RPI_SLOTS 64             /* slots aimed at in a phase: enough for as many threads */
-#define RPI_SLOT_PAIRS (1 << 14) /* ... unless they had fewer (query, key) pairs than this */
-#define RPI_REDUCE 16            /* table rows that one task of the reduction owns */
+#define RPI_SLOTS 64               /* slots aimed at in a phase: enough for as many threads */
+#define RPI_SLOT_NUMBERS (1 << 22) /* ... or would hold more than this together */
+#define RPI_SLOT_PAIRS (1 << 14)   /* ... unless they had fewer (query, key) pairs than this */
+#define RPI_REDUCE 16              /* table rows that one task of the reduction owns */
 
-/* Sums of one term, for the distances first to last; none where first > last. */
+/* Sums of one function of d, for the distances first to last; none where first > last. Of
+ * a term that is looked up: of its rows. numbers: of ds alone, for bias terms and position_bias. */
 typedef struct table_sums {
   int64_t first, last;
-  real *lines; /* [columns + 1][width, padded]; NULL: the gradient is not wanted */
+  real *lines;   /* [1 + columns][width, padded]; NULL: not wanted */
+  real *numbers; /* [1 + columns]; NULL: not wanted */
 } table_sums;
 
 static int64_t columns_of(const table_sums *t) { return rpi_max(t->last - t->first + 1, 0); }
+
+/* What is summed: the bands by kind, then the looked-up terms as pair_terms lists them. */
+enum { SUM_OF_KEYS, SUM_OF_VALUES, SUM_OF_QUERIES, BAND_SUMS };
+#define RPI_SUMMED (BAND_SUMS + RPI_LOOKUPS)
 
 typedef struct slot {
   int64_t head;
   pair begin; /* items from here on, in the order of pair_from */
   int64_t items;
-  table_sums key, value;
+  table_sums sums[RPI_SUMMED];
 } slot;
 
 /* The slots of the phase at hand, of all heads, and memory for those of any phase. */
 typedef struct slot_list {
   const rp_attention *shape;
   const bounds *n;
-  int64_t nearest;
+  pair_terms pairs; /* of head 0 */
+  term band[BAND_SUMS];
+  int64_t few;             /* slots aimed at in a phase */
   int64_t phase, per_head; /* slots of head h follow those of head h - 1 */
   slot *slots;
-  int64_t key_lines, value_lines; /* of one slot's memory */
-  real *key_memory, *value_memory;
+  int64_t most[RPI_SUMMED], width[RPI_SUMMED]; /* of one slot's memory: lines, padded width */
+  real *lines[RPI_SUMMED], *numbers[RPI_SUMMED];
 } slot_list;
 
 static table_sums widened(table_sums sums, const term *t, const reach *r) {
@@ -67,14 +77,14 @@ static pair pair_after(const rp_attention *s, int64_t phase, const pair *p) {
 }
 
 /* The most work that a slot of this phase takes on. */
-static int64_t slot_share(const rp_attention *s, int64_t phase) {
+static int64_t slot_share(const rp_attention *s, int64_t phase, int64_t slots) {
   int64_t total = 0;
   for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_after(s, phase, &p)) {
     const rpi_sequence seq = sequence_of(s, p.b);
     const rectangle r = rectangle_of(s, &seq, &p);
     total += pair_cost(&r);
   }
-  const int64_t per_head = (RPI_SLOTS + s->H - 1) / s->H;
+  const int64_t per_head = (slots + s->H - 1) / s->H;
   return rpi_max((total + per_head - 1) / per_head, RPI_SLOT_PAIRS);
 }
 
@@ -83,27 +93,33 @@ static int64_t slot_share(const rp_attention *s, int64_t phase) {
  * reach: the memory of a slot is bounded by the chunks, not by the table. */
 static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
   const rp_attention *const s = list->shape;
-  const term key = term_of(&s->key, 0, s->D, list->nearest);
-  const term value = term_of(&s->value, 0, s->Dv, list->nearest);
-  const int64_t share = slot_share(s, phase), most = list->n->queries + list->n->keys;
-  const slot empty = {.key.first = 1, .value.first = 1};
+  const sight sees = sight_of(s);
+  const int64_t share = slot_share(s, phase, list->few), most = list->n->queries + list->n->keys;
+  slot empty = {.head = 0};
+  for (int i = 0; i < RPI_SUMMED; i++) empty.sums[i].first = 1;
+  for (int i = 0; i < list->pairs.count; i++) {
+    empty.sums[BAND_SUMS + i] = (table_sums){.first = 0, .last = list->pairs.list[i].rows - 1};
+  }
   int64_t count = 0, cost = 0;
   slot current = empty;
   for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_after(s, phase, &p)) {
     const rpi_sequence seq = sequence_of(s, p.b);
     const rectangle r = rectangle_of(s, &seq, &p);
-    const reach reached = reach_of(&seq, s->causal, r.query, r.rows, r.key, r.keys);
+    const reach reached = reach_of(&seq, &sees, r.query, r.rows, r.key, r.keys);
     slot wider = current;
-    wider.key = widened(wider.key, &key, &reached);
-    wider.value = widened(wider.value, &value, &reached);
-    if (count == 0 || cost + pair_cost(&r) > share || columns_of(&wider.key) > most ||
-        columns_of(&wider.value) > most) {
+    bool too_wide = false;
+    for (int i = 0; i < BAND_SUMS; i++) {
+      wider.sums[i] = widened(wider.sums[i], &list->band[i], &reached);
+      too_wide |= columns_of(&wider.sums[i]) > most;
+    }
+    if (count == 0 || cost + pair_cost(&r) > share || too_wide) {
       count++;
       cost = 0;
       wider = empty;
       wider.begin = p;
-      wider.key = widened(wider.key, &key, &reached);
-      wider.value = widened(wider.value, &value, &reached);
+      for (int i = 0; i < BAND_SUMS; i++) {
+        wider.sums[i] = widened(wider.sums[i], &list->band[i], &reached);
+      }
     }
     wider.items++;
     cost += pair_cost(&r);
@@ -113,21 +129,68 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
   return count;
 }
 
-static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const bounds *n,
-                             int64_t nearest) {
-  slot_list list = {.shape = s, .n = n, .nearest = nearest};
+static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const bounds *n) {
+  slot_list list = {.shape = s, .n = n, .pairs = pair_terms_of(s, 0, 0)};
+  list.band[SUM_OF_KEYS] = key_term(s, 0);
+  list.band[SUM_OF_VALUES] = value_term(s, 0);
+  list.band[SUM_OF_QUERIES] = query_term(s, 0);
+  int64_t numbers = 0; /* of one slot */
+  for (int i = 0; i < RPI_SUMMED; i++) {
+    const lookup *const x = i < BAND_SUMS ? NULL : &list.pairs.list[i - BAND_SUMS];
+    if (x && i - BAND_SUMS >= list.pairs.count) break;
+    const term *const t = x ? NULL : &list.band[i];
+    if (t && !t->present) continue;
+    list.most[i] = 1 + (x ? x->rows : widest_window(t, n->queries, n->keys));
+    const bool vectors = x ? x->kind != PAIR_BIAS : t->vector_count > 0;
+    list.width[i] = !vectors ? 0 : rpi_round_up(x ? x->width : t->width, RPI_LANES);
+    numbers += list.most[i] * (list.width[i] + 1);
+  }
+  /* few slots where one takes much memory: their number is a matter of shapes too */
+  list.few = rpi_max(rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1)), 4);
   const int64_t phases = phase_count(s);
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases; phase++) {
     most = rpi_max(most, list_slots(&list, phase, NULL));
   }
   const int64_t slots = most * s->H, real_bytes = sizeof(real);
-  list.key_lines = widest_window(&s->key, n->queries, n->keys) + 1;
-  list.value_lines = widest_window(&s->value, n->queries, n->keys) + 1;
   list.slots = rpi_arena_take(arena, slots, sizeof *list.slots);
-  list.key_memory = rpi_arena_take(arena, slots * list.key_lines, n->width * real_bytes);
-  list.value_memory = rpi_arena_take(arena, slots * list.value_lines, n->value_width * real_bytes);
+  for (int i = 0; i < RPI_SUMMED; i++) {
+    if (!list.most[i]) continue;
+    list.lines[i] = rpi_arena_take(arena, slots * list.most[i], list.width[i] * real_bytes);
+    list.numbers[i] = rpi_arena_take(arena, slots * list.most[i], real_bytes);
+  }
   return list;
+}
+
+/* Does the caller want gradients of terms whose sums these are? */
+static bool wants_lines(const slot_list *list, int i, const rp_attention_gradients *g) {
+  const lookup *const x = i < BAND_SUMS ? NULL : &list->pairs.list[i - BAND_SUMS];
+  if (!list->width[i]) return false;
+  bool wanted = false;
+  for (int place = 0; place < RP_TERMS; place++) {
+    if (x && x->place != place) continue;
+    const int kind = x                    ? x->kind
+                     : i == SUM_OF_KEYS   ? PAIR_KEY
+                     : i == SUM_OF_VALUES ? PAIR_VALUE
+                                          : PAIR_QUERY;
+    wanted |= (kind == PAIR_KEY     ? g->key[place]
+               : kind == PAIR_VALUE ? g->value[place]
+                                    : g->query[place]) != NULL;
+  }
+  return wanted;
+}
+
+static bool wants_numbers(const slot_list *list, int i, const rp_attention_gradients *g) {
+  const lookup *const x = i < BAND_SUMS ? NULL : &list->pairs.list[i - BAND_SUMS];
+  if (x && x->kind == PAIR_BIAS) return g->bias[x->place] != NULL;
+  if (i != SUM_OF_KEYS && !(x && x->kind == PAIR_KEY)) return false;
+  bool wanted =
+      list->shape->position_bias && list->width[i] && (g->position_bias || wants_lines(list, i, g));
+  for (int place = 0; i == SUM_OF_KEYS && place < RP_TERMS; place++) {
+    const rp_relation *const r = &list->shape->bias[place];
+    wanted |= r->table && !is_looked_up(r) && g->bias[place];
+  }
+  return wanted;
 }
 
 static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradients *g) {
@@ -138,25 +201,28 @@ static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradie
     slot *const at = list->slots + i;
     *at = list->slots[i % list->per_head];
     at->head = i / list->per_head;
-    at->key.lines = s->key.table && g->key_table
-                        ? list->key_memory + i * list->key_lines * list->n->width
-                        : NULL;
-    at->value.lines = s->value.table && g->value_table
-                          ? list->value_memory + i * list->value_lines * list->n->value_width
-                          : NULL;
+    for (int x = 0; x < RPI_SUMMED; x++) {
+      if (!list->most[x]) continue;
+      at->sums[x].lines =
+          wants_lines(list, x, g) ? list->lines[x] + i * list->most[x] * list->width[x] : NULL;
+      at->sums[x].numbers = wants_numbers(list, x, g) ? list->numbers[x] + i * list->most[x] : NULL;
+    }
   }
 }
 
 static void sums_clear(const table_sums *t, int64_t width) {
-  if (t->lines) memset(t->lines, 0, (size_t)((columns_of(t) + 1) * width) * sizeof(real));
+  const size_t lines = (size_t)columns_of(t) + 1;
+  if (t->lines) memset(t->lines, 0, lines * (size_t)width * sizeof(real));
+  if (t->numbers) memset(t->numbers, 0, lines * sizeof(real));
 }
 
-/* The reduction of one term. */
+/* The reduction of one term's sums into its table's gradient. */
 typedef struct reduction {
   const slot_list *list;
-  term t; /* of head 0: maps are the same for all heads */
-  bool value;
-  int64_t head_stride, tasks_per_table, padded;
+  const rp_relation *relation;
+  int sums; /* SUM_OF_..., or of a looked-up term */
+  bool looked_up, number, with_bias;
+  int64_t width, rows, tables, tasks_per_table;
   real factor;
   real *gradient;
 } reduction;
@@ -165,49 +231,126 @@ static void add_line(real *to, const real *from, int64_t width, real factor) {
   for (int64_t c = 0; c < width; c++) to[c] += factor * from[c];
 }
 
-/* Part 0 of a table is row 0 of a shifted term, part i the i-th RPI_REDUCE rows. */
+/* Adds line `from` of a slot's sums to a table row. */
+static void reduce_line(const reduction *r, const slot *from, int64_t line, real *to) {
+  const table_sums *const t = &from->sums[r->sums];
+  const rp_attention *const s = r->list->shape;
+  if (r->number) {
+    *to += t->numbers[line];
+    return;
+  }
+  add_line(to, t->lines + line * r->list->width[r->sums], r->width, r->factor);
+  if (r->with_bias) { /* queries met the table with position_bias added */
+    add_line(to, s->position_bias + from->head * s->position_bias_stride, r->width,
+             r->factor * t->numbers[line]);
+  }
+}
+
+/* One part of one table: RPI_REDUCE of its rows, over all slots in order. */
 static void reduce_task(void *context, int64_t task, int worker) {
   (void)worker;
   const reduction *const r = context;
-  const int64_t table = task / r->tasks_per_table, part = task % r->tasks_per_table;
-  const int64_t begin = (part - 1) * RPI_REDUCE, end = begin + RPI_REDUCE;
-  const int64_t slots = r->list->per_head * (r->head_stride ? 1 : r->list->shape->H);
+  const int64_t table = task / r->tasks_per_table, begin = task % r->tasks_per_table * RPI_REDUCE;
+  const int64_t end = rpi_min(begin + RPI_REDUCE, r->rows);
+  const int64_t slots = r->list->per_head * (r->tables > 1 ? 1 : r->list->shape->H);
   const slot *const from = r->list->slots + table * r->list->per_head;
-  real *const gradient = r->gradient + table * r->head_stride;
+  real *const gradient = r->gradient + table * r->relation->head_stride;
+  const int64_t stride = r->relation->row_stride;
+  const band_part p = {.left = r->relation->left,
+                       .right = r->relation->right,
+                       .buckets = r->relation->buckets,
+                       .clip = r->relation->beyond == RP_BEYOND_CLIP};
   for (int64_t i = 0; i < slots; i++) {
-    const table_sums *const t = r->value ? &from[i].value : &from[i].key;
-    const int64_t row0 = t->first + r->t.left, rows = columns_of(t);
-    if (part > 0) {
-      for (int64_t row = rpi_max(begin, row0); row < rpi_min(end, row0 + rows); row++) {
-        add_line(gradient + row * r->t.stride, t->lines + (row - row0) * r->padded, r->t.width,
-                 r->factor);
+    const table_sums *const t = &from[i].sums[r->sums];
+    if (r->looked_up) {
+      for (int64_t row = begin; row < end; row++) {
+        reduce_line(r, from + i, row, gradient + row * stride);
       }
-    } else if (r->t.shifted) {
-      add_line(gradient, t->lines + rows * r->padded, r->t.width, r->factor);
+      continue;
+    }
+    /* without buckets distance and row go together; the ends may hold several distances */
+    int64_t first = t->first, last = t->last;
+    if (!p.buckets && begin > 0) first = rpi_max(first, begin - p.left);
+    if (!p.buckets && end < r->rows) last = rpi_min(last, end - 1 - p.left);
+    for (int64_t d = first; d <= last; d++) {
+      const int64_t row = part_row(&p, d);
+      if (row < begin || row >= end) continue;
+      reduce_line(r, from + i, d - t->first + 1, gradient + row * stride);
+    }
+    const int64_t head = p.clip ? part_row(&p, -p.left) : -1;
+    if (head >= begin && head < end) {
+      reduce_line(r, from + i, 0, gradient + head * stride);
     }
   }
 }
 
-static void reduce_term(const slot_list *list, bool value, real *gradient, int workers) {
+static void reduce_term(const slot_list *list, const rp_relation *relation, int kind, int place,
+                        real *gradient, int workers) {
   const rp_attention *const s = list->shape;
-  const rp_relation *const relation = value ? &s->value : &s->key;
   if (!relation->table || !gradient) return;
-  const int64_t T = relation->left + relation->right + 1;
   reduction r = {.list = list,
-                 .t = term_of(relation, 0, value ? s->Dv : s->D, list->nearest),
-                 .value = value,
-                 .head_stride = relation->head_stride,
-                 .tasks_per_table = 1 + (T + RPI_REDUCE - 1) / RPI_REDUCE,
-                 .padded = value ? list->n->value_width : list->n->width,
-                 .factor = value ? (real)1 : scale_of(s),
+                 .relation = relation,
+                 .looked_up = is_looked_up(relation),
+                 .number = kind == PAIR_BIAS,
+                 .with_bias = kind == PAIR_KEY && s->position_bias,
+                 .width = kind == PAIR_VALUE ? s->Dv : s->D,
+                 .rows = table_rows(relation),
+                 .tables = relation->head_stride ? s->H : 1,
+                 .factor = kind == PAIR_VALUE ? (real)1 : scale_of(s),
                  .gradient = gradient};
-  rpi_parallel_for(r.tasks_per_table * (r.head_stride ? s->H : 1), workers, reduce_task, &r);
+  r.sums = kind == PAIR_VALUE ? SUM_OF_VALUES : kind == PAIR_QUERY ? SUM_OF_QUERIES : SUM_OF_KEYS;
+  for (int i = 0; r.looked_up && i < list->pairs.count; i++) {
+    const lookup *const x = &list->pairs.list[i];
+    if (x->kind == kind && x->place == place) r.sums = BAND_SUMS + i;
+  }
+  r.tasks_per_table = (r.rows + RPI_REDUCE - 1) / RPI_REDUCE;
+  rpi_parallel_for(r.tasks_per_table * r.tables, workers, reduce_task, &r);
+}
+
+/* position_bias meets the vector of every distance as often as ds says. */
+static void reduce_position_bias(void *context, int64_t head, int worker) {
+  (void)worker;
+  const slot_list *const list = ((const reduction *)context)->list;
+  const rp_attention *const s = list->shape;
+  real *const to = ((const reduction *)context)->gradient + head * s->position_bias_stride;
+  const real scale = scale_of(s);
+  const term t = key_term(s, head);
+  const pair_terms pairs = pair_terms_of(s, head, 0);
+  for (int64_t i = head * list->per_head; i < (head + 1) * list->per_head; i++) {
+    const table_sums *const sums = list->slots[i].sums;
+    const table_sums *const band = &sums[SUM_OF_KEYS];
+    for (int64_t line = 0; t.vector_count && line <= columns_of(band); line++) {
+      const int64_t d = line == 0 ? t.first - 1 : band->first + line - 1;
+      for (int x = 0; x < t.vector_count; x++) {
+        const int64_t row = part_row(&t.vectors[x], d);
+        if (row < 0) continue;
+        add_line(to, t.vectors[x].table + row * t.vectors[x].stride, s->D,
+                 scale * band->numbers[line]);
+      }
+    }
+    for (int x = 0; x < pairs.count; x++) {
+      if (pairs.list[x].kind != PAIR_KEY) continue;
+      for (int64_t row = 0; row < pairs.list[x].rows; row++) {
+        add_line(to, pairs.list[x].table + row * pairs.list[x].relation->row_stride, s->D,
+                 scale * sums[BAND_SUMS + x].numbers[row]);
+      }
+    }
+  }
 }
 
 /* One term after the other: tied tables share their gradient. */
 static void slots_reduce(const slot_list *list, const rp_attention_gradients *g, int workers) {
-  reduce_term(list, false, g->key_table, workers);
-  reduce_term(list, true, g->value_table, workers);
+  const rp_attention *const s = list->shape;
+  for (int i = 0; i < RP_TERMS; i++) {
+    reduce_term(list, &s->key[i], PAIR_KEY, i, g->key[i], workers);
+    reduce_term(list, &s->query[i], PAIR_QUERY, i, g->query[i], workers);
+    reduce_term(list, &s->bias[i], PAIR_BIAS, i, g->bias[i], workers);
+    reduce_term(list, &s->value[i], PAIR_VALUE, i, g->value[i], workers);
+  }
+  if (s->position_bias && g->position_bias) {
+    reduction r = {.list = list, .gradient = g->position_bias};
+    rpi_parallel_for(s->H, workers, reduce_position_bias, &r);
+  }
 }
 
 #endif

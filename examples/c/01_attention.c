@@ -60,7 +60,7 @@ int main(void) {
   a.D = D;
   a.Dv = N;
   a.causal = 1;
-  a.key = (rp_relation){.table = table, .row_stride = D, .left = K, .right = K};
+  a.key[0] = (rp_relation){.table = table, .row_stride = D, .left = K, .right = K};
 
   /* The library allocates nothing: it says how much it needs. */
   int64_t forward_bytes, backward_bytes;
@@ -90,7 +90,7 @@ int main(void) {
   const rp_attention_gradients gradients = {.q = rows_out(dq, D),
                                             .k = rows_out(dk, D),
                                             .v = rows_out(dv, N),
-                                            .key_table = dtable}; /* added to: zeros here */
+                                            .key = {dtable}}; /* added to: zeros here */
   CHECK(rp_attention_backward(&a, rows(q, D), rows(keys, D), rows(values, N), rows(out, N), lse,
                               rows(dout, N), &gradients, workspace, most));
 
@@ -101,7 +101,7 @@ int main(void) {
   for (int back = 0; back < 2; back++) {
     float moved[T * D];
     for (int i = 0; i < T * D; i++) moved[i] = table[i] + (back ? -step : step) * dtable[i];
-    a.key.table = moved;
+    a.key[0].table = moved;
     CHECK(rp_attention_forward(&a, rows(q, D), rows(keys, D), rows(values, N), rows_out(out, N),
                                NULL, workspace, most));
     side[back] = loss();

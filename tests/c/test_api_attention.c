@@ -2,113 +2,12 @@
  *
  * test_api_attention.c: api_attention.c. Every check has a call that fails it, with its
  * status and a sentence that names the argument; empty calls succeed; and where memory
- * runs out, nothing leaks. What the numbers must be is test_attention.c's.
+ * runs out, nothing leaks. Terms and masks are test_api_relation.c's; what the numbers
+ * must be is test_attention.c's.
  */
-#include "base/memory.h"
-#include "check.h"
-#include "tables.h"
+#include "call.h"
 
 #include <stdlib.h>
-
-enum { B = 2, H = 3, N = 5, M = 7, D = 4, DV = 6, LEFT = 2, RIGHT = 1, T = LEFT + 1 + RIGHT };
-#define BEYOND ((INT64_C(1) << 40) + 1) /* sizes end at 2^40 */
-#define HUGE_STRIDE (INT64_C(1) << 62)
-
-/* One valid call; each test spoils one thing of it. */
-typedef struct call {
-  rp_attention a;
-  rp_rows q, k, v, out_in, dout;
-  rp_rows_out out;
-  rp_attention_gradients g;
-  rp_real *lse;
-  void *workspace;
-  int64_t workspace_bytes;
-} call;
-
-static rp_real q_data[B * H * N * D], k_data[B * H * M * D], v_data[B * H * M * DV];
-static rp_real out_data[B * H * N * DV], dout_data[B * H * N * DV], lse_data[B * H * N];
-static rp_real dq_data[B * H * N * D], dk_data[B * H * M * D], dv_data[B * H * M * DV];
-static rp_real key_table[H * T * D], value_table[H * T * DV];
-static void *workspace;
-static int64_t forward_bytes, backward_bytes, most_bytes;
-
-static rp_rows rows(const rp_real *data, int64_t count, int64_t width) {
-  return (rp_rows){data, H * count * width, count * width, width};
-}
-static rp_rows_out rows_out(rp_real *data, int64_t count, int64_t width) {
-  return (rp_rows_out){data, H * count * width, count * width, width};
-}
-
-static call valid(void) {
-  call c = {
-      .a = rp_attention_default(),
-      .q = rows(q_data, N, D),
-      .k = rows(k_data, M, D),
-      .v = rows(v_data, M, DV),
-      .out = rows_out(out_data, N, DV),
-      .out_in = rows(out_data, N, DV),
-      .dout = rows(dout_data, N, DV),
-      .g = {rows_out(dq_data, N, D), rows_out(dk_data, M, D), rows_out(dv_data, M, DV), NULL, NULL},
-      .lse = lse_data,
-      .workspace = workspace,
-      .workspace_bytes = most_bytes};
-  c.a.B = B;
-  c.a.H = H;
-  c.a.N = N;
-  c.a.M = M;
-  c.a.D = D;
-  c.a.Dv = DV;
-  c.a.key = (rp_relation){key_table, T * D, D, LEFT, RIGHT, RP_BEYOND_CLIP};
-  c.a.value = (rp_relation){value_table, 0, DV, LEFT, RIGHT, RP_BEYOND_NONE};
-  return c;
-}
-
-static rp_status forward(const call *c) {
-  return rp_attention_forward(&c->a, c->q, c->k, c->v, c->out, c->lse, c->workspace,
-                              c->workspace_bytes);
-}
-
-static rp_status backward(const call *c) {
-  return rp_attention_backward(&c->a, c->q, c->k, c->v, c->out_in, c->lse, c->dout, &c->g,
-                               c->workspace, c->workspace_bytes);
-}
-
-/* A shape that every function must refuse. */
-static void refused(const rp_attention *a, rp_status status, const char *sentence) {
-  call c = valid();
-  c.a = *a;
-  int64_t f = -7, b = -7;
-  CHECK_INT(rp_attention_workspace(a, &f, &b), status);
-  CHECK_TEXT(rp_last_error(), sentence);
-  CHECK(f == -7 && b == -7);
-  CHECK_INT(forward(&c), status);
-  CHECK_TEXT(rp_last_error(), sentence);
-  CHECK_INT(backward(&c), status);
-  CHECK_TEXT(rp_last_error(), sentence);
-}
-
-/* Spoils fields of a valid shape. */
-#define REFUSED(status, sentence, ...)                                                             \
-  do {                                                                                             \
-    rp_attention a = valid().a;                                                                    \
-    __VA_ARGS__;                                                                                   \
-    refused(&a, (status), (sentence));                                                             \
-  } while (0)
-
-/* Spoils a valid call of one pass. */
-#define PASS_REFUSED(pass, status, sentence, ...)                                                  \
-  do {                                                                                             \
-    call c = valid();                                                                              \
-    __VA_ARGS__;                                                                                   \
-    CHECK_INT(pass(&c), (status));                                                                 \
-    CHECK_TEXT(rp_last_error(), (sentence));                                                       \
-  } while (0)
-#define FORWARD_REFUSED(status, sentence, ...) PASS_REFUSED(forward, status, sentence, __VA_ARGS__)
-#define BACKWARD_REFUSED(status, sentence, ...)                                                    \
-  PASS_REFUSED(backward, status, sentence, __VA_ARGS__)
-#define BOTH_REFUSED(status, sentence, ...)                                                        \
-  FORWARD_REFUSED(status, sentence, __VA_ARGS__);                                                  \
-  BACKWARD_REFUSED(status, sentence, __VA_ARGS__)
 
 /* ---- the shape ---------------------------------------------------------------- */
 
@@ -120,8 +19,24 @@ static void test_valid(void) {
 
 static void test_default(void) {
   const rp_attention a = rp_attention_default();
-  const rp_attention zero = {.struct_size = sizeof zero};
-  CHECK(memcmp(&a, &zero, sizeof a) == 0);
+  rp_attention expected;
+  memset(&expected, 0, sizeof expected);
+  expected.struct_size = sizeof expected;
+  expected.window_left = expected.window_right = -1;
+  CHECK(memcmp(&a, &expected, sizeof a) == 0);
+}
+
+/* A caller of an older header has a shorter struct: whatever lies behind it is not read. */
+static void test_older_structs(void) {
+  const size_t first = offsetof(rp_attention, window_left);
+  for (size_t size = first; size <= sizeof(rp_attention); size += 8) {
+    rp_attention a = valid().a;
+    a.struct_size = size;
+    memset((char *)&a + size, 0xA5, sizeof a - size);
+    taken(&a);
+  }
+  REFUSED(RP_ERROR_ARGUMENT, "attention: struct_size=", a.struct_size = first - 8);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: struct_size=", a.struct_size = first + 4);
 }
 
 static void test_struct(void) {
@@ -137,6 +52,7 @@ static void test_struct(void) {
   CHECK_TEXT(rp_last_error(), "attention: a is NULL");
   REFUSED(RP_ERROR_ARGUMENT, "struct_size=0", a.struct_size = 0);
   REFUSED(RP_ERROR_ARGUMENT, "rp_attention_default()", a.struct_size++);
+  REFUSED(RP_ERROR_ARGUMENT, "no newer than the library", a.struct_size += 8);
 }
 
 static void test_sizes(void) {
@@ -196,34 +112,33 @@ static void test_starts(void) {
   REFUSED(RP_ERROR_ARGUMENT, "attention: query_start[0]=", a.query_start = behind);
 }
 
-static void test_relations(void) {
-  REFUSED(RP_ERROR_ARGUMENT, "attention: key.left=-1", a.key.left = -1);
-  REFUSED(RP_ERROR_ARGUMENT, "attention: key.left=", a.key.left = BEYOND);
-  REFUSED(RP_ERROR_ARGUMENT, "right=-1", a.key.right = -1);
-  REFUSED(RP_ERROR_ARGUMENT, "attention: value.left=", a.value.right = BEYOND);
-  REFUSED(RP_ERROR_ARGUMENT, "attention: key.beyond=2", a.key.beyond = 2);
-  REFUSED(RP_ERROR_ARGUMENT, "attention: value.beyond=-1", a.value.beyond = -1);
-  REFUSED(RP_ERROR_SHAPE, "attention: key.row_stride=3, must be at least the row's width 4",
-          a.key.row_stride = D - 1);
-  REFUSED(RP_ERROR_SHAPE, "attention: value.row_stride=5, must be at least the row's width 6",
-          a.value.row_stride = DV - 1);
-  REFUSED(RP_ERROR_SHAPE, "attention: key.row_stride=", a.key.row_stride = BEYOND);
-  REFUSED(RP_ERROR_SHAPE, "attention: key: ", a.key.left = BEYOND - 1,
-          a.key.row_stride = INT64_C(1) << 30);
-  REFUSED(RP_ERROR_SHAPE, "attention: key.head_stride=15", a.key.head_stride = T * D - 1);
-  REFUSED(RP_ERROR_SHAPE, "attention: value.head_stride=-1", a.value.head_stride = -1);
-  REFUSED(RP_ERROR_SHAPE, "attention: key.head_stride=", a.key.head_stride = HUGE_STRIDE);
-  /* Without a table nothing else of a term is looked at. */
-  call c = valid();
-  c.a.key = (rp_relation){NULL, -1, -1, -1, -1, 77};
-  CHECK_INT(forward(&c), RP_OK);
-  CHECK_INT(backward(&c), RP_OK);
-  /* The last row of a table may end with its width. */
-  c = valid();
-  c.a.value.row_stride = DV + 1;
-  c.a.value.left = c.a.value.right = 1;
-  c.a.value.head_stride = 2 * (DV + 1) + DV;
-  CHECK_INT(forward(&c), RP_OK);
+static void test_numbers(void) {
+  REFUSED(RP_ERROR_ARGUMENT, "attention: softcap=-1", a.softcap = -1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: softcap=inf", a.softcap = INFINITY);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: softcap=", a.softcap = NAN);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: window_left=-2", a.window_left = -2);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: window_right=-2", a.window_right = -2);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: window_left=1099511627777", a.window_left = BEYOND);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: window_right=", a.window_right = BEYOND);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: dropout=-0.1", a.dropout = -0.1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: dropout=1, must be from 0 to below 1", a.dropout = 1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: dropout=", a.dropout = NAN);
+  TAKEN(a.softcap = 30);
+  TAKEN(a.window_left = 0, a.window_right = 0);
+  TAKEN(a.window_left = BEYOND - 1);
+  TAKEN(a.window_right = BEYOND - 1);
+  TAKEN(a.dropout = 0.9999, a.dropout_key[1] = UINT32_MAX, a.dropout_first = UINT32_MAX);
+}
+
+static void test_position_bias(void) {
+  static rp_real bias[H * D];
+  REFUSED(RP_ERROR_SHAPE, "attention: position_bias_stride=3, must be at least the row's width D=4",
+          a.position_bias = bias, a.position_bias_stride = D - 1);
+  REFUSED(RP_ERROR_SHAPE, "attention: position_bias_stride=", a.position_bias = bias,
+          a.position_bias_stride = BEYOND);
+  TAKEN(a.position_bias = bias, a.position_bias_stride = D);
+  TAKEN(a.position_bias = bias, a.H = 1);
+  TAKEN(a.position_bias = NULL, a.position_bias_stride = -1);
 }
 
 /* ---- arrays -------------------------------------------------------------------- */
@@ -305,7 +220,7 @@ static void test_workspace(void) {
   rp_attention a = valid().a;
   a.D = a.Dv = BEYOND - 1;
   a.N = a.M = 100000;
-  a.key.table = a.value.table = NULL;
+  a.key[0].table = a.value[0].table = NULL;
   CHECK_INT(rp_set_threads(1024), RP_OK);
   int64_t f = -7, b = -7;
   CHECK_INT(rp_attention_workspace(&a, &f, NULL), RP_ERROR_SHAPE);
@@ -467,29 +382,18 @@ static void test_no_memory_needed(void) {
 }
 
 int main(void) {
-  for (int i = 0; i < B * H * N * D; i++) q_data[i] = (rp_real)(i % 5) - 2;
-  for (int i = 0; i < B * H * M * D; i++) k_data[i] = (rp_real)(i % 7) / 3;
-  for (int i = 0; i < B * H * M * DV; i++) v_data[i] = (rp_real)(i % 3);
-  most_bytes = 0;
-  CHECK_INT(rp_set_threads(2), RP_OK);
-  const call c = valid();
-  const rp_status status = rp_attention_workspace(&c.a, &forward_bytes, &backward_bytes);
-  if (status != RP_OK && strstr(rp_last_error(), "cannot run on this machine") != NULL) {
-    printf("%s\n", rp_last_error()); /* asked for by RELPOS_ISA: nothing to test */
-    return 77;
-  }
-  if (!CHECK_INT(status, RP_OK)) return 1;
-  most_bytes = forward_bytes > backward_bytes ? forward_bytes : backward_bytes;
-  workspace = rpi_allocate((size_t)most_bytes);
-  if (!CHECK(workspace != NULL)) return 1;
+  const int code = call_begin();
+  if (code != 0) return code;
   test_valid();
   test_default();
+  test_older_structs();
   test_struct();
   test_sizes();
   test_lengths();
   test_offsets();
   test_starts();
-  test_relations();
+  test_numbers();
+  test_position_bias();
   test_missing_arrays();
   test_input_strides();
   test_output_strides();
@@ -498,7 +402,5 @@ int main(void) {
   test_shaw();
   test_memory();
   test_no_memory_needed();
-  rpi_release(workspace);
-  rp_set_threads(0);
-  return check_report();
+  return call_end();
 }

@@ -5,7 +5,8 @@
  *   1. status and messages
  *   2. attention in one call
  *   3. attention in full: shapes, layouts, masks, relation terms, gradients
- *   4. threads, instruction sets, build information
+ *   4. rotary positions and sinusoids
+ *   5. threads, instruction sets, build information
  *
  * Dimension letters, the same everywhere (Python too):
  *   B batch, H heads, N queries, M keys, D head width, Dv value width,
@@ -20,6 +21,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -111,29 +113,82 @@ enum {
   RP_BEYOND_NONE = 1  /* no relation: the term is absent for that pair */
 };
 
-/* One relation term: a table of T = left + 1 + right vectors and the map that
- * picks one for query i and key j. With d = j - (i + start):
+/* How a term finds the row of its table for query i and key j. */
+enum {
+  RP_MAP_BAND = 0,  /* from a distance: see left, right, beyond, buckets, positions */
+  RP_MAP_LABEL = 1, /* from a matrix of labels, one per pair */
+  RP_MAP_EDGES = 2  /* from a list of labelled edges; most pairs have none */
+};
+
+/* One relation term: a table of T vectors and the map that picks one, or none, for
+ * query i and key j. table == NULL: the term is absent.
  *
- *   row 0                row left      row T - 1
- *   d = -left (or less)  d = 0         d = right (or more)
+ * The table is [T, width] shared by all heads (head_stride 0) or [H, T, width]. width
+ * is D for key and query terms, Dv for value terms, 1 for bias terms.
  *
- * The table is [T, width] shared by all heads (head_stride 0) or [H, T, width];
- * width is D for the key term and Dv for the value term. table == NULL: the
- * term is absent. */
+ * RP_MAP_BAND: with d = j - (i + start) the row is r = clip(d, -left, right) + left,
+ *
+ *   r = 0                left       left + right
+ *   d = -left (or less)  0          right (or more)
+ *
+ * or, where buckets is given, buckets[r]: a table row, or -1 for no relation. Without
+ * buckets T = left + 1 + right. Where positions are given, d = key_positions[j] -
+ * query_positions[i].
+ *
+ * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation
+ * (the pair itself stays visible). The matrix of sequence b and head h has one row
+ * per query in use and lies at labels + (b * label_batch_stride + h *
+ * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it.
+ *
+ * RP_MAP_EDGES: the edges of query i (counted over the rows of the padded array, b * N + i,
+ * or the tokens of the packed one) are edge_starts[i] to edge_starts[i + 1] - 1, each a
+ * key of the sequence and a label, keys not falling within a query. Several
+ * edges of one pair add up. All heads share them. */
 typedef struct rp_relation {
   const rp_real *table;
   int64_t head_stride; /* elements between two heads' tables; 0: shared */
   int64_t row_stride;  /* elements between two rows, at least the width */
-  int64_t left, right; /* >= 0 */
-  int beyond;          /* RP_BEYOND_CLIP or RP_BEYOND_NONE */
+  int64_t rows;        /* T; for a band without buckets 0 will do */
+  int map;             /* RP_MAP_... */
+
+  int64_t left, right;    /* >= 0 */
+  int beyond;             /* RP_BEYOND_CLIP or RP_BEYOND_NONE */
+  const int32_t *buckets; /* [left + 1 + right] or NULL */
+
+  /* Positions of queries [B, N] or [tokens] and of keys [B, M] or [tokens], below 2^30 in
+   * magnitude; both or neither. A stride of 0 gives every sequence the same ones. */
+  const int32_t *query_positions, *key_positions;
+  int64_t query_position_stride, key_position_stride; /* between sequences; padded alone */
+
+  const void *labels;
+  int label_bytes; /* 1, 2 or 4 */
+  int64_t label_batch_stride, label_head_stride, label_row_stride;
+  const int64_t *label_starts; /* [B], or NULL: of sequence b in place of b * label_batch_stride;
+                                  its rows are then as many labels apart as it has keys */
+
+  const int64_t *edge_starts; /* [B * N + 1] or [tokens + 1] */
+  const int32_t *edge_keys, *edge_labels;
 } rp_relation;
+
+#define RP_TERMS 2 /* terms of one kind: enough for rows and columns of a plane */
+
+/* Boolean masks, one byte a pair, 0: hidden. Laid out as labels are. */
+typedef struct rp_mask {
+  const uint8_t *data; /* NULL: no mask */
+  int64_t batch_stride, head_stride, row_stride;
+  const int64_t *starts; /* as label_starts */
+} rp_mask;
 
 /* One attention call. Obtain it from rp_attention_default(), then set what
  * differs. Query i of sequence b stands at absolute position i + start[b].
  *
- *   s_ij  = scale * ( q_i . k_j + q_i . key.table[r(i,j)] )
- *   p_ij  = softmax over the keys j that i may see
- *   out_i = sum_j p_ij ( v_j + value.table[r'(i,j)] )
+ *   s_ij  = scale * ( q_i . k_j + (q_i + position_bias) . key.table[a(i,j)]
+ *                               + k_j . query.table[b(i,j)] ) + bias.table[t(i,j)]
+ *   s_ij  = softcap * tanh(s_ij / softcap)            where softcap is not 0
+ *   p_ij  = softmax over the keys j that i may see;   p~ = p after dropout
+ *   out_i = sum_j p~_ij ( v_j + value.table[v(i,j)] )
+ *
+ * where each term may be there up to RP_TERMS times, added up.
  *
  * A query that may see no key gives a row of zeros and takes no gradient, as long as
  * its numbers are finite. Calls fail with RP_ERROR_ARGUMENT or RP_ERROR_SHAPE for what
@@ -161,12 +216,43 @@ typedef struct rp_attention {
   int causal;   /* != 0: query i sees the keys j <= i + start */
   double scale; /* finite; 0 means 1/sqrt(D) */
 
-  rp_relation key;   /* "query meets relation", scores */
-  rp_relation value; /* added to the values */
+  /* Relation terms, by what meets what. */
+  rp_relation key[RP_TERMS];   /* A: a query meets a relation */
+  rp_relation query[RP_TERMS]; /* B: a key meets a relation */
+  rp_relation bias[RP_TERMS];  /* c: a number per head and relation, not scaled */
+  rp_relation value[RP_TERMS]; /* added to the values */
+
+  /* Added to every query before it meets the key terms (not the keys): [H, D] with
+   * this many elements from head to head, or NULL. */
+  const rp_real *position_bias;
+  int64_t position_bias_stride;
+
+  /* A sliding window: query i sees the keys from i + start - window_left to i + start +
+   * window_right; -1: no bound on that side. Default: -1, -1. */
+  int64_t window_left, window_right;
+
+  rp_mask mask;
+
+  double softcap; /* >= 0; 0: none */
+
+  /* A probability is dropped (set to 0) at this rate, the others are scaled up. The mask is a
+   * function of dropout_key, dropout_site, dropout_first + b, head, query and key alone:
+   * backward makes it again. Rates are multiples of 1/256, rounded. */
+  double dropout; /* from 0 to below 1 */
+  uint32_t dropout_key[2];
+  uint32_t dropout_site;  /* distinguishes layers; heads are told apart by themselves */
+  uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key */
 } rp_attention;
 
-/* An rp_attention with every field zero but struct_size: no masks, no terms. */
-RP_API rp_attention rp_attention_default(void);
+/* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size
+ * is that of the header a program was compiled with: libcore takes older, shorter ones. */
+static inline rp_attention rp_attention_default(void) {
+  rp_attention a;
+  memset(&a, 0, sizeof a);
+  a.struct_size = sizeof a;
+  a.window_left = a.window_right = -1;
+  return a;
+}
 
 /* Bytes of workspace that forward and backward need for this call with the
  * current number of threads. Either result may be NULL. */
@@ -182,12 +268,14 @@ RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows 
                                       rp_rows_out out, rp_real *lse, void *workspace,
                                       int64_t workspace_bytes);
 
-/* Where the gradients go. Those of activations are overwritten; those of tables
- * are added to what is there. A NULL table gradient is not computed. The key
- * and the value term may name the same memory (tied tables). */
+/* Where the gradients go. Those of activations are overwritten; those of tables and of
+ * position_bias are added to what is there, laid out as these themselves. NULL: not
+ * computed. Terms may name the same memory (tied tables). Start from zeros, as in
+ * rp_attention_gradients g = {.q = ..., .k = ..., .v = ...}. */
 typedef struct rp_attention_gradients {
   rp_rows_out q, k, v;
-  rp_real *key_table, *value_table; /* laid out as the tables themselves */
+  rp_real *key[RP_TERMS], *query[RP_TERMS], *bias[RP_TERMS], *value[RP_TERMS];
+  rp_real *position_bias;
 } rp_attention_gradients;
 
 /* The gradients of sum(out * dout), from forward's inputs and results; lse is required.
@@ -197,8 +285,83 @@ RP_API rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows
                                        const rp_attention_gradients *gradients, void *workspace,
                                        int64_t workspace_bytes);
 
+/* What rp_attention_map shows. The parts (from CONTENT on) are those of the score before
+ * softcap and masks, and add up to it; RP_SHOW_KEY + 1 is key[1]. */
+enum {
+  RP_SHOW_PROBABILITIES = 0, /* p, before dropout; 0 where hidden */
+  RP_SHOW_SCORES = 1,        /* s, after softcap; -inf where hidden */
+  RP_SHOW_CONTENT = 2, /* scale * q_i . k_j; like all parts 0 where hidden by position or mask */
+  RP_SHOW_KEY = 10,
+  RP_SHOW_QUERY = 20,
+  RP_SHOW_BIAS = 30
+};
+
+/* Rows `row` to row + rows - 1 of one head's map in sequence b, computed again by the kernels of
+ * attention: to[rows][keys of the sequence], rows to_stride apart. A term that the call does not
+ * have shows zeros. Allocates and frees its own workspace, which does not grow with the map.
+ * Fails with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; to is then unspecified. */
+RP_API rp_status rp_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
+                                  int64_t head, int64_t row, int64_t rows, rp_real *to,
+                                  int64_t to_stride);
+
 /* ------------------------------------------------------------------------
- * 4. Threads, instruction sets, build information
+ * 4. Rotary positions and sinusoids
+ * ------------------------------------------------------------------------ */
+
+/* Rotary positions (RoPE): pair c of the numbers of the row at position p is turned by the
+ * angle t = p * frequencies[c], (x, y) -> (x cos t - y sin t, x sin t + y cos t). The
+ * numbers after the first 2 * pairs stay. Apply it to queries and keys alike; the
+ * gradient with respect to x is the gradient with respect to out, turned back (inverse).
+ * Obtain it from rp_rotation_default(), then set what differs. */
+typedef struct rp_rotation {
+  size_t struct_size;     /* set by rp_rotation_default() */
+  int64_t B, H, N, D;     /* as in rp_attention, as are: */
+  const int64_t *lengths; /* rows beyond: not read, written as zeros; left alone in place */
+  const int64_t *offsets;
+
+  /* Row i of sequence b stands at start[b] + i, [B], or i (NULL); or at explicit positions,
+   * [B, N] or [tokens], without start. Positions are within 2^40 of 0. A stride of 0 gives
+   * every sequence the same ones. */
+  const int64_t *start;
+  const int32_t *positions;
+  int64_t position_stride; /* between sequences; padded alone */
+
+  const double *frequencies; /* [pairs], finite, radians a position; see rp_frequencies */
+  int64_t pairs;             /* from 0 to D / 2 */
+  int interleaved;           /* 0: pair c is columns c and pairs + c; else 2c and 2c + 1 */
+  int inverse;               /* != 0: turn back */
+} rp_rotation;
+
+static inline rp_rotation rp_rotation_default(void) {
+  rp_rotation r;
+  memset(&r, 0, sizeof r);
+  r.struct_size = sizeof r;
+  return r;
+}
+
+/* Turns x into out, which may be x itself (the same data and strides) but not overlap it
+ * otherwise. Angles are computed in double. Allocates nothing. Fails with
+ * RP_ERROR_ARGUMENT or RP_ERROR_SHAPE. */
+RP_API rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out);
+
+/* How frequencies fall with c. */
+enum {
+  RP_FREQUENCIES_OPEN = 0,  /* base^(-c / pairs): RoPE, Vaswani et al., Transformer-XL */
+  RP_FREQUENCIES_CLOSED = 1 /* base^(-c / (pairs - 1)): Tensor2Tensor; the last is 1 / base */
+};
+
+/* frequencies[c] for c below pairs. base > 0, 10000 in the literature; NTK scaling by f is
+ * base * f^(pairs / (pairs - 1)), linear scaling divides the result by f. */
+RP_API rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies);
+
+/* Sinusoidal positions: row r of table[rows][width] has sin t and cos t, with t = (first + r)
+ * * frequencies[c] for c below width / 2: the sines in one half and the cosines in the
+ * other, or interleaved, sine first. The last column of an odd width is zero. */
+RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
+                             const double *frequencies, rp_real *table);
+
+/* ------------------------------------------------------------------------
+ * 5. Threads, instruction sets, build information
  * ------------------------------------------------------------------------ */
 
 /* Threads used by every later call, the caller's included. 0 returns to the

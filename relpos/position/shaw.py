@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Position schemes: what `attention(..., position=...)` takes.
+"""Relative position representations (Shaw, Uszkoreit and Vaswani 2018), the paper's own scheme.
 
 A relation term is a table with one row per relation and a map that picks the row for a
 query and a key. The band map clips the distance d = j - (i + start):
@@ -29,18 +29,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
+from relpos.position.arrays import Table, as_array, check_table, describe
+from relpos.position.terms import Band, Kind, Lowered, Scheme, Shape, Term, itself
 
-Array = npt.NDArray[np.float32]
-Band = tuple[int, int]
 Distances = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Shaw:
+class Shaw(Scheme):
     """Relative position representations (Shaw, Uszkoreit and Vaswani 2018).
 
         s_ij  = scale * ( q_i . k_j + q_i . key_table[r(i,j)] )
@@ -59,11 +57,14 @@ class Shaw:
     beyond: "clip", a distance outside the band takes the row at the nearer end (the paper), or
         "none", such a pair has no relation and the term is absent for it. It is not a mask.
 
-    The tables are used where they lie, neither copied nor converted.
+    The tables are used where they lie, neither copied nor converted. Systems with this row order
+    (tensor2tensor, OpenNMT, CTranslate2, fairseq2) import as they are.
     """
 
-    key_table: Array | None = None
-    value_table: Array | None = None
+    parameters: ClassVar[tuple[str, ...]] = ("key_table", "value_table")
+
+    key_table: Table = None
+    value_table: Table = None
     k: int | None = field(default=None, kw_only=True)
     left: int | None = field(default=None, kw_only=True)
     right: int | None = field(default=None, kw_only=True)
@@ -71,13 +72,14 @@ class Shaw:
     value_left: int | None = field(default=None, kw_only=True)
     value_right: int | None = field(default=None, kw_only=True)
     beyond: Literal["clip", "none"] = field(default="clip", kw_only=True)
-    key_band: Band | None = field(init=False)
-    value_band: Band | None = field(init=False)
+    key_band: tuple[int, int] | None = field(init=False)
+    value_band: tuple[int, int] | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.key_table is None and self.value_table is None:
             raise ValueError(
-                "Shaw: give key_table, value_table or both; attention without either is position=None"
+                "Shaw: give key_table, value_table or both; "
+                "attention without either is position=None"
             )
         if self.beyond not in ("clip", "none"):
             raise ValueError(f"beyond: expected 'clip' or 'none', got {self.beyond!r}")
@@ -97,9 +99,25 @@ class Shaw:
         """Whether one table serves both terms."""
         return self.key_table is not None and self.key_table is self.value_table
 
+    def lower(self, shape: Shape) -> Lowered:
+        terms = []
+        key = None if self.key_table is None else as_array("key_table", self.key_table)
+        value = None if self.value_table is None else as_array("value_table", self.value_table)
+        if self.tied:
+            value = key
+        tables: tuple[tuple[str, Kind, Table, tuple[int, int] | None], ...] = (
+            ("key_table", "key", key, self.key_band),
+            ("value_table", "value", value, self.value_band),
+        )
+        for name, kind, table, band in tables:
+            if table is not None and band is not None:
+                terms.append(Term(name, kind, table, Band(*band, self.beyond), itself(name)))
+        scale = None if key is None else shape.default_scale
+        return Lowered(tuple(terms), scale=scale)
+
     def __repr__(self) -> str:
         parts = [
-            f"{name}={table.dtype} {table.shape}, {name[:-6]}_band={band}"
+            f"{name}={describe(table)}, {name[:-6]}_band={band}"
             for name, table, band in (
                 ("key_table", self.key_table, self.key_band),
                 ("value_table", self.value_table, self.value_band),
@@ -107,20 +125,6 @@ class Shaw:
             if table is not None
         ]
         return f"Shaw({', '.join(parts)}, beyond={self.beyond!r})"
-
-
-Position = Shaw | tuple[Shaw, ...] | None
-
-
-def one_scheme(position: Position) -> Shaw | None:
-    """The scheme of a call: `position` itself, or the one in the tuple."""
-    schemes = position if isinstance(position, tuple) else (position,)
-    for scheme in schemes:
-        if scheme is not None and not isinstance(scheme, Shaw):
-            raise TypeError(f"position: expected relpos.Shaw or None, got {type(scheme).__name__}")
-    if len(schemes) > 1:
-        raise ValueError(f"position: expected one scheme, got {len(schemes)}")
-    return schemes[0] if schemes else None
 
 
 def _distances(prefix: str, k: int | None, left: int | None, right: int | None) -> Distances:
@@ -143,19 +147,11 @@ def _distances(prefix: str, k: int | None, left: int | None, right: int | None) 
     return k, k
 
 
-def _band(name: str, table: Array | None, prefix: str, given: Distances) -> Band | None:
+def _band(name: str, table: Table, prefix: str, given: Distances) -> tuple[int, int] | None:
     """The band of a table: what was given of it, and the number of rows for the rest."""
     if table is None:
         return None
-    expected = f"{name}: expected float32 (T, d) or (H, T, d), got"
-    fix = f"; use np.ascontiguousarray({name}, np.float32)"
-    if not isinstance(table, np.ndarray):
-        raise TypeError(f"{expected} {type(table).__name__}{fix}")
-    if table.dtype != np.float32:
-        raise TypeError(f"{expected} {table.dtype} {table.shape}{fix}")
-    if table.ndim not in (2, 3):
-        raise ValueError(f"{expected} float32 {table.shape}")
-    rows: int = table.shape[-2]
+    rows = check_table(name, table, "(T, d) or (H, T, d)", (2, 3))[-2]
     left, right = given
     if left is None and right is None:
         if rows % 2 == 0:

@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * api_attention.h: what the checks of api_attention.c and api_relation.c share.
+ */
+#ifndef RPI_API_ATTENTION_H
+#define RPI_API_ATTENTION_H
+
+#include <stdbool.h>
+
+#include "base/error.h"
+
+/* Sizes, strides and positions stay below this, so that sums of a few of them are safe. */
+#define RPI_LIMIT ((int64_t)1 << 40)
+
+typedef long long wide; /* for printf */
+
+/* Rows in use of one sequence; meaningful once lengths and offsets are checked. */
+static inline int64_t rpi_queries_of(const rp_attention *a, int64_t b) {
+  if (a->offsets) return a->offsets[b + 1] - a->offsets[b];
+  return a->lengths ? a->lengths[b] : a->N;
+}
+static inline int64_t rpi_keys_of(const rp_attention *a, int64_t b) {
+  const int64_t *const offsets = a->key_offsets ? a->key_offsets : a->offsets;
+  const int64_t *const lengths = a->key_lengths ? a->key_lengths : a->lengths;
+  if (offsets) return offsets[b + 1] - offsets[b];
+  return lengths ? lengths[b] : a->M;
+}
+
+/* One axis of an array. */
+typedef struct axis {
+  int64_t count, stride;
+} axis;
+
+/* The array is there, its strides are not negative and its last element can be
+ * addressed; rows that are to be written do not overlap. An empty array may be NULL.
+ * `call` begins the sentence. */
+rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
+                         axis head, axis row, int64_t width, bool written);
+
+/* Every term and the mask, as far as a look at lists will do: all but what the matrices
+ * of labels and the lists of edges hold. */
+rp_status rpi_check_terms(const rp_attention *a);
+
+/* What they hold, which takes a pass over all of it. */
+rp_status rpi_check_labels(const rp_attention *a);
+
+#endif

@@ -1,0 +1,123 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * api_rotate.c: the checks of rotary positions, then one call inward; frequencies and
+ * tables of sinusoids.
+ *
+ * The latter are computed here: they are made once, in double, by the C library, alike for
+ * every instruction set and device.
+ */
+#include <math.h>
+
+#include "api_attention.h"
+#include "base/memory.h"
+#include "isa/dispatch.h"
+
+static rp_status check_range(const char *name, int64_t value, int64_t least, int64_t most) {
+  RPI_CHECK(value >= least && value <= most, RP_ERROR_SHAPE,
+            "rotate: %s=%lld, must be from %lld to %lld", name, (wide)value, (wide)least,
+            (wide)most);
+  return RP_OK;
+}
+
+/* Which rows belong to which sequence, and where they stand. */
+static rp_status check_places(const rp_rotation *r) {
+  RPI_CHECK(!(r->offsets && r->lengths), RP_ERROR_ARGUMENT,
+            "rotate: both lengths and offsets are given; packed rows have offsets alone");
+  RPI_CHECK(!r->offsets || r->offsets[0] == 0, RP_ERROR_SHAPE, "rotate: offsets[0]=%lld, must be 0",
+            (wide)r->offsets[0]);
+  for (int64_t b = 0; b < r->B; b++) {
+    RPI_CHECK(!r->offsets || (r->offsets[b + 1] >= r->offsets[b] && r->offsets[b + 1] <= RPI_LIMIT),
+              RP_ERROR_SHAPE,
+              "rotate: offsets[%lld]=%lld after %lld, must not fall and not exceed 2^40",
+              (wide)(b + 1), (wide)r->offsets[b + 1], (wide)r->offsets[b]);
+    RPI_CHECK(!r->lengths || (r->lengths[b] >= 0 && r->lengths[b] <= r->N), RP_ERROR_SHAPE,
+              "rotate: lengths[%lld]=%lld, must be from 0 to N=%lld", (wide)b, (wide)r->lengths[b],
+              (wide)r->N);
+    RPI_CHECK(!r->start || (r->start[b] >= -RPI_LIMIT && r->start[b] <= RPI_LIMIT),
+              RP_ERROR_ARGUMENT, "rotate: start[%lld]=%lld, must be within 2^40 of 0", (wide)b,
+              (wide)r->start[b]);
+  }
+  RPI_CHECK(!(r->positions && r->start), RP_ERROR_ARGUMENT,
+            "rotate: both positions and start are given; positions are the rows' own");
+  RPI_CHECK(!r->positions || r->offsets || r->position_stride == 0 ||
+                (r->position_stride >= r->N && r->position_stride <= RPI_LIMIT),
+            RP_ERROR_SHAPE, "rotate: position_stride=%lld, must be 0 or at least N=%lld",
+            (wide)r->position_stride, (wide)r->N);
+  return RP_OK;
+}
+
+static rp_status check_rotation(const rp_rotation *r) {
+  RPI_CHECK(r, RP_ERROR_ARGUMENT, "rotate: r is NULL");
+  RPI_CHECK(r->struct_size == sizeof *r, RP_ERROR_ARGUMENT,
+            "rotate: struct_size=%zu, must be %zu: start from rp_rotation_default()",
+            r->struct_size, sizeof *r);
+  RPI_TRY(check_range("B", r->B, 0, RPI_LIMIT));
+  RPI_TRY(check_range("H", r->H, 0, RPI_LIMIT));
+  RPI_TRY(check_range("N", r->N, 0, RPI_LIMIT));
+  RPI_TRY(check_range("D", r->D, 1, RPI_LIMIT));
+  RPI_TRY(check_places(r));
+  RPI_TRY(check_range("pairs", r->pairs, 0, r->D / 2));
+  RPI_CHECK(r->frequencies || r->pairs == 0, RP_ERROR_ARGUMENT, "rotate: frequencies is NULL");
+  for (int64_t c = 0; c < r->pairs; c++) {
+    RPI_CHECK(isfinite(r->frequencies[c]), RP_ERROR_ARGUMENT,
+              "rotate: frequencies[%lld]=%g, must be finite", (wide)c, r->frequencies[c]);
+  }
+  return RP_OK;
+}
+
+rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
+  RPI_TRY(check_rotation(r));
+  const int64_t rows = r->offsets ? r->offsets[r->B] : r->N;
+  const int64_t batches = r->offsets ? 1 : r->B;
+  const axis x_batch = {batches, r->offsets ? 0 : x.batch_stride};
+  const axis out_batch = {batches, r->offsets ? 0 : out.batch_stride};
+  RPI_TRY(rpi_check_rows("rotate", "x", x.data, x_batch, (axis){r->H, x.head_stride},
+                         (axis){rows, x.row_stride}, r->D, false));
+  RPI_TRY(rpi_check_rows("rotate", "out", out.data, out_batch, (axis){r->H, out.head_stride},
+                         (axis){rows, out.row_stride}, r->D, true));
+  if (r->B == 0 || r->H == 0 || rows == 0) return RP_OK;
+  RPI_CHECK(x.data != out.data || ((batches == 1 || x.batch_stride == out.batch_stride) &&
+                                   (r->H == 1 || x.head_stride == out.head_stride) &&
+                                   (rows == 1 || x.row_stride == out.row_stride)),
+            RP_ERROR_SHAPE, "rotate: out is x, but their strides differ");
+  const rp_ops *ops = NULL;
+  RPI_TRY(rpi_ops_get(&ops));
+  return ops->rotate(r, x, out);
+}
+
+rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies) {
+  RPI_CHECK(pairs >= 0 && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
+            "frequencies: pairs=%lld, must be from 0 to 2^40", (wide)pairs);
+  RPI_CHECK(base > 0 && isfinite(base), RP_ERROR_ARGUMENT,
+            "frequencies: base=%g, must be finite and above 0", base);
+  RPI_CHECK(rule == RP_FREQUENCIES_OPEN || rule == RP_FREQUENCIES_CLOSED, RP_ERROR_ARGUMENT,
+            "frequencies: rule=%d, must be RP_FREQUENCIES_OPEN (0) or RP_FREQUENCIES_CLOSED (1)",
+            rule);
+  RPI_CHECK(frequencies || pairs == 0, RP_ERROR_ARGUMENT, "frequencies: frequencies is NULL");
+  const int64_t last = rule == RP_FREQUENCIES_CLOSED && pairs > 1 ? pairs - 1 : pairs;
+  for (int64_t c = 0; c < pairs; c++) frequencies[c] = pow(base, -(double)c / (double)last);
+  return RP_OK;
+}
+
+rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
+                      const double *frequencies, rp_real *table) {
+  int64_t count = 0;
+  RPI_CHECK(rpi_multiply(rows, width, &count) && count <= INT64_MAX / 16, RP_ERROR_SHAPE,
+            "sinusoid: rows=%lld and width=%lld must not be negative, nor their product overflow",
+            (wide)rows, (wide)width);
+  RPI_CHECK(first >= -RPI_LIMIT && first <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+            "sinusoid: first=%lld, must be within 2^40 of 0", (wide)first);
+  RPI_CHECK(table || count == 0, RP_ERROR_ARGUMENT, "sinusoid: table is NULL");
+  RPI_CHECK(frequencies || width < 2 || rows == 0, RP_ERROR_ARGUMENT,
+            "sinusoid: frequencies is NULL");
+  const int64_t pairs = width / 2;
+  for (int64_t row = 0; row < rows; row++, table += width) {
+    for (int64_t c = 0; c < pairs; c++) {
+      const double angle = (double)(first + row) * frequencies[c];
+      table[interleaved ? 2 * c : c] = (rp_real)sin(angle);
+      table[interleaved ? 2 * c + 1 : pairs + c] = (rp_real)cos(angle);
+    }
+    if (width % 2 != 0) table[width - 1] = 0;
+  }
+  return RP_OK;
+}

@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_maps.c: rows of scores and probabilities, on demand, from the kernels that attention
+ * itself runs, and the scores split by term: the same call with all other terms left out.
+ *
+ * One head of one sequence; a task is a block of queries. Nothing but what is asked for is
+ * stored.
+ */
+#include "ops/attention.h"
+
+typedef struct map_call {
+  const rpi_attention_map_args *args;
+  rp_attention shape; /* with the terms that are shown */
+  rpi_attention_args forward;
+  bounds n;
+  forward_scratch **scratch; /* [workers] */
+} map_call;
+
+/* The call of which one part of the scores is all there is. */
+static rp_attention shown_of(const rp_attention *s, int what) {
+  rp_attention shown = *s;
+  const int kind = what / 10 * 10, place = what % 10;
+  for (int i = 0; i < RP_TERMS; i++) {
+    shown.value[i].table = NULL;
+    if (what == RP_SHOW_PROBABILITIES || what == RP_SHOW_SCORES) continue;
+    if (kind != RP_SHOW_KEY || i != place) shown.key[i].table = NULL;
+    if (kind != RP_SHOW_QUERY || i != place) shown.query[i].table = NULL;
+    if (kind != RP_SHOW_BIAS || i != place) shown.bias[i].table = NULL;
+  }
+  if (what != RP_SHOW_PROBABILITIES && what != RP_SHOW_SCORES) shown.softcap = 0;
+  return shown;
+}
+
+/* Scores in units of log 2 to what is shown. */
+static void show_row(real *row, int64_t keys, int what) {
+  const real ln2 = (real)0.69314718055994530942;
+  if (what == RP_SHOW_PROBABILITIES) {
+    real most = (real)-INFINITY, sum = 0;
+    for (int64_t j = 0; j < keys; j++) most = row[j] > most ? row[j] : most;
+    for (int64_t j = 0; j < keys; j++) {
+      row[j] = most == (real)-INFINITY ? 0 : rpi_exp2(row[j] - most);
+      sum += row[j];
+    }
+    for (int64_t j = 0; j < keys; j++) row[j] = sum == 0 ? 0 : row[j] / sum;
+  } else {
+    const bool whole = what == RP_SHOW_SCORES;
+    for (int64_t j = 0; j < keys; j++) {
+      row[j] = !whole && row[j] == (real)-INFINITY ? 0 : row[j] * ln2;
+    }
+  }
+}
+
+static void map_task(void *context, int64_t task, int worker) {
+  const map_call *const call = context;
+  const rpi_attention_map_args *const args = call->args;
+  const rp_attention *const s = &call->shape;
+  forward_scratch *const w = call->scratch[worker];
+  const rpi_sequence seq = sequence_of(s, args->b);
+  const int64_t first = task * call->n.block, rows = rpi_min(call->n.block, args->rows - first);
+  const int what = args->what;
+  const bool content = what <= RP_SHOW_CONTENT;
+  const forward_item item = {.args = &call->forward,
+                             .seq = seq,
+                             .sees = sight_of(s),
+                             .head = args->head,
+                             .query = args->row + first,
+                             .count = rows,
+                             .key = key_term(s, args->head),
+                             .value = value_term(s, args->head),
+                             .pairs = pair_terms_of(s, args->head, args->b),
+                             .n = call->n,
+                             .inner = content ? s->D : 0};
+  real *const to = args->to + first * args->to_stride;
+  for (int64_t i = 0; i < rows; i++) {
+    for (int64_t j = 0; j < seq.keys; j++) to[i * args->to_stride + j] = (real)-INFINITY;
+  }
+  running state = {.negated_max = w->zeros};
+  open_rows_of(&item, w);
+  const stretch seen = keys_seen(&seq, &item.sees, item.query, rows);
+  for (int64_t key = seen.begin / RPI_TILE * RPI_TILE; key < seen.end; key += item.n.keys) {
+    const int64_t keys = rpi_min(item.n.keys, seen.end - key);
+    const reach r = reach_of(&seq, &item.sees, item.query, rows, key, keys);
+    if (r.farthest < r.nearest) continue;
+    open_keys_of(&item, w, key, keys);
+    const forward_view view = open_view(&item, w, 0, key, keys, (dense){0}, &r);
+    for (int64_t j = 0; j < keys; j += RPI_TILE) {
+      const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
+      open_tile(&item, w, &view, j, tile_keys);
+      for (int64_t i = 0; i < rows; i += RPI_STRIP) {
+        forward_scores(&item, w, &view, &state, i, j, tile_keys);
+        for (int64_t x = 0; x < rpi_min(RPI_STRIP, rows - i); x++) {
+          memcpy(to + (i + x) * args->to_stride + key + j, w->strip + x * RPI_TILE,
+                 (size_t)tile_keys * sizeof(real));
+        }
+      }
+    }
+  }
+  for (int64_t i = 0; i < rows; i++) show_row(to + i * args->to_stride, seq.keys, what);
+}
+
+static void carve_map(rpi_arena *arena, int workers, map_call *call) {
+  call->scratch = rpi_arena_take(arena, workers, sizeof *call->scratch);
+  for (int worker = 0; worker < workers; worker++) {
+    forward_scratch *const scratch = take_forward(arena, &call->n, &call->shape);
+    if (arena->base && !arena->failed) call->scratch[worker] = scratch;
+  }
+}
+
+/* bytes given: counts the workspace and does nothing else. */
+static rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
+  map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
+  call.n = bounds_of(&call.shape);
+  call.forward = (rpi_attention_args){.shape = &call.shape, .q = args->q, .k = args->k};
+  const int workers = rp_get_threads();
+  rpi_arena arena =
+      bytes ? rpi_arena_counting() : rpi_arena_over(args->workspace, args->workspace_bytes);
+  carve_map(&arena, workers, &call);
+  RPI_CHECK(!arena.failed, bytes ? RP_ERROR_SHAPE : RP_ERROR_MEMORY,
+            "attention: the workspace of a map %s", bytes ? "overflows" : "is too small");
+  if (bytes) {
+    *bytes = arena.used;
+    return RP_OK;
+  }
+  rpi_parallel_for((args->rows + call.n.block - 1) / call.n.block, workers, map_task, &call);
+  return RP_OK;
+}

@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_phases.c: backward as a whole: phases, slots and items (attention_plan.h,
+ * table_sums.h), and the workspace of both passes.
+ */
+#include "ops/attention.h"
+#include "ops/table_sums.h"
+
+typedef struct backward_call {
+  const rpi_attention_backward_args *args;
+  bounds n;
+  slot_list list;
+  backward_scratch **scratch; /* [workers] */
+} backward_call;
+
+/* Rows beyond the lengths of a sequence take no gradient. */
+static void clear_padding(const backward_item *item, const pair *p, int64_t query_chunks_count,
+                          int64_t key_chunks_count) {
+  const rp_attention *const s = item->args->shape;
+  const rp_attention_gradients *const g = item->args->gradients;
+  const rpi_sequence *const seq = &item->seq;
+  if (item->first_for_queries && p->query_chunk == query_chunks_count - 1 && !s->offsets) {
+    clear_rows(&g->q, seq->query_batch, item->head, seq->queries, s->N, s->D);
+  }
+  if (item->first_for_keys && p->key_chunk == key_chunks_count - 1 && !s->offsets &&
+      !s->key_offsets) {
+    clear_rows(&g->k, seq->key_batch, item->head, seq->keys, s->M, s->D);
+    clear_rows(&g->v, seq->key_batch, item->head, seq->keys, s->M, s->Dv);
+  }
+}
+
+static void backward_task(void *context, int64_t task, int worker) {
+  const backward_call *const call = context;
+  const rp_attention *const s = call->args->shape;
+  const slot *const at = &call->list.slots[task];
+  for (int i = 0; i < RPI_SUMMED; i++) sums_clear(&at->sums[i], call->list.width[i]);
+  const bool numbers = at->sums[SUM_OF_KEYS].numbers != NULL;
+  pair p = at->begin;
+  for (int64_t done = 0; done < at->items; done++) {
+    const rpi_sequence seq = sequence_of(s, p.b);
+    const int64_t queries = query_chunks(s, &seq).count, keys = key_chunks(s, &seq).count;
+    backward_item item = {
+        .args = call->args,
+        .seq = seq,
+        .sees = sight_of(s),
+        .head = at->head,
+        .r = rectangle_of(s, &seq, &p),
+        .first_for_queries = first_for_queries(&p, keys),
+        .first_for_keys = first_for_keys(&p, queries),
+        .n = call->n,
+        .pairs = pair_terms_of(s, at->head, p.b),
+        .sums = at,
+        .term = {key_term(s, at->head), value_term(s, at->head)},
+        .width = {s->D, s->Dv},
+        .padded = {call->n.width, call->n.value_width},
+        .factor = {scale_of(s) * LOG2_E, 1},
+        .to = {at->sums[SUM_OF_KEYS], at->sums[SUM_OF_VALUES]},
+    };
+    bool other_dk = item.pairs.query.present;
+    for (int i = 0; i < item.pairs.count; i++) other_dk |= item.pairs.list[i].kind == PAIR_QUERY;
+    item.by_row[KEY] = numbers || other_dk;
+    backward_pair(&item, call->scratch[worker]);
+    clear_padding(&item, &p, queries, keys);
+    p = pair_after(s, call->list.phase, &p);
+  }
+}
+
+/* The one list of what backward needs, for counting and for carving. */
+static void carve_backward(rpi_arena *arena, const rp_attention *s, int workers,
+                           backward_call *call) {
+  call->list = slots_carve(arena, s, &call->n);
+  call->scratch = rpi_arena_take(arena, workers, sizeof *call->scratch);
+  for (int worker = 0; worker < workers; worker++) {
+    backward_scratch *const scratch = take_backward(arena, &call->n, s);
+    if (arena->base && !arena->failed) call->scratch[worker] = scratch;
+  }
+}
+
+static rp_status attention_backward(const rpi_attention_backward_args *args) {
+  const rp_attention *const s = args->shape;
+  backward_call call = {.args = args, .n = bounds_of(s)};
+  const int workers = rp_get_threads();
+  rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
+  carve_backward(&arena, s, workers, &call);
+  RPI_CHECK(!arena.failed, RP_ERROR_MEMORY,
+            "attention: workspace_bytes=%lld is too small for %d threads; ask "
+            "rp_attention_workspace again after rp_set_threads",
+            (long long)args->workspace_bytes, workers);
+  const int64_t phases = phase_count(s);
+  for (int64_t phase = 0; phase < phases; phase++) {
+    slots_open(&call.list, phase, args->gradients);
+    rpi_parallel_for(call.list.per_head * s->H, workers, backward_task, &call);
+    slots_reduce(&call.list, args->gradients, workers);
+  }
+  return RP_OK;
+}
+
+static rp_status attention_workspace(const rp_attention *s, int64_t *forward_bytes,
+                                     int64_t *backward_bytes) {
+  const int workers = rp_get_threads();
+  rpi_arena arena = rpi_arena_counting();
+  forward_call forward = {.n = bounds_of(s)};
+  carve_forward(&arena, s, workers, &forward);
+  RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
+  if (forward_bytes) *forward_bytes = arena.used;
+  if (!backward_bytes) return RP_OK;
+  arena = rpi_arena_counting();
+  backward_call backward = {.n = forward.n};
+  carve_backward(&arena, s, workers, &backward);
+  RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
+  *backward_bytes = arena.used;
+  return RP_OK;
+}

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _call.h: one call of attention on its way from Python to libcore.
+ */
+#ifndef RELPOS_CALL_H
+#define RELPOS_CALL_H
+
+#include "_core.h"
+
+/* The axes of every array of a call, by layout. */
+typedef struct axis_words {
+  const char *q, *k, *v, *out, *lse;
+} axis_words;
+
+/* A term and where its gradient goes. */
+typedef struct term {
+  const char *name; /* of the table, in messages */
+  const char *axes; /* of the table */
+  rp_relation *relation;
+  rp_real **gradient;
+} term;
+
+enum { MOST_TERMS = 4 * RP_TERMS };
+
+typedef struct job {
+  int backward; /* which of the two it is */
+  rp_attention attention;
+  rp_attention_gradients gradients;
+  rp_rows q, k, v, dout, out_in; /* out_in: backward's, which reads it */
+  rp_rows_out out;
+  rp_real *lse;
+  sizes sizes;
+  axis_words axes;
+  term terms[MOST_TERMS];
+  int term_count;
+} job;
+
+/* Axes by the layout, "bhnd" or "bnhd", and by what is packed. */
+int choose_axes(axis_words *w, PyObject *layout, int packed, int packed_keys);
+
+/* None, or the offsets of packed sequences, which fix their number; they end where the
+ * tokens (along `axis` of an array) end. */
+int take_offsets(PyObject *object, const char *name, sizes *s, const int64_t **to);
+int offsets_end(const int64_t *offsets, const char *name, const sizes *s, char axis,
+                const char *array);
+
+/* Reads the arguments and the arrays that forward and backward share: the tuple
+ *
+ *   call = (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets,
+ *           query_start, terms, position_bias, window, mask, softcap, dropout)
+ *
+ * of which what is not there is None. window is (left, right), dropout (rate, key0,
+ * key1, site, first); _terms.c says what terms and mask are. */
+int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v);
+
+/* _terms.c: a tuple of terms; a mask. The arrays of the call are known by now. */
+int take_terms(job *j, PyObject *terms);
+int take_mask(job *j, PyObject *mask);
+
+/* Where the gradients of the tables go: a tuple with an array, or None, for each term. */
+int take_table_gradients(job *j, PyObject *gradients);
+
+#endif

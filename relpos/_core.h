@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _core.h: what the files of the binding share. Each of them includes it first.
+ *
+ *   _core.c        the module: its functions, constants and exception
+ *   _arrays.c      the one way from an object to memory
+ *   _terms.c       relation terms and masks
+ *   _call.c        the arguments that forward and backward share
+ *   _attention.c   forward and backward
+ *   _rotate.c      rotary positions
+ *
+ * Objects are borrowed from the argument tuple, which the caller holds for as long
+ * as the call lasts, also while the GIL is released.
+ */
+#ifndef RELPOS_CORE_H
+#define RELPOS_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_23_API_VERSION
+#define PY_ARRAY_UNIQUE_SYMBOL relpos_numpy_api /* one table for all files */
+#ifndef RELPOS_IMPORTS_NUMPY                    /* _core.c does */
+#define NO_IMPORT_ARRAY
+#endif
+#include <numpy/arrayobject.h>
+
+#include <stdint.h>
+
+#include "relpos/relpos.h"
+
+/* ---- errors: _core.c ---------------------------------------------------------- */
+
+/* Raises the exception for a status of libcore, with libcore's own sentence. */
+void raise_status(PyObject *module, rp_status status);
+
+/* ---- arrays: _arrays.c --------------------------------------------------------- */
+
+/* Axes are named by letters, and an array's axes by a word of them:
+ *
+ *   B H N M D   as in relpos.h        E   Dv, the width of values and outputs
+ *   b h         B or 1, H or 1: an axis of 1 is shared, its stride becomes 0
+ *   X Y         tokens of packed queries, of packed keys
+ *   T R         rows of a relation table, distances of a band
+ *   C S         B + 1 offsets, one start more than there are rows of queries
+ *   F G         numbers laid end to end, edges
+ *
+ * The first array that has an axis fixes its size; the others must agree. */
+typedef struct sizes {
+  int64_t of['Z' + 1]; /* -1: no array has fixed it yet */
+} sizes;
+
+sizes sizes_unknown(void);
+
+enum { /* float32 unless said otherwise */
+       TAKE_INT64 = 1,
+       TAKE_INT32 = 2,
+       TAKE_LABELS = 4, /* int8, int16 or int32 */
+       TAKE_MASK = 8,   /* bool or uint8 */
+       TAKE_TYPES = TAKE_INT64 | TAKE_INT32 | TAKE_LABELS | TAKE_MASK,
+       TAKE_WRITE = 16,      /* to be written: writable, and no element twice */
+       TAKE_DISTINCT = 32,   /* to be read, but no element twice */
+       TAKE_CONTIGUOUS = 64, /* in C order without gaps */
+       TAKE_MAX_AXES = 4
+};
+
+/* Where an array lies; strides in elements, 0 for an axis it does not have. */
+typedef struct view {
+  void *data;
+  int64_t batch_stride, head_stride, row_stride;
+  int bytes; /* of an element */
+} view;
+
+/* Checks that the object is a native, aligned array of the type and the axes asked for,
+ * of whole strides forward and a contiguous last axis. Never copies. False, with an
+ * exception, where it does not fit. `name` begins the message; its first word is what
+ * the message says to convert. */
+int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to);
+
+/* The same for rows of float32. */
+int take_rows(PyObject *object, const char *name, const char *axes, int flags, sizes *s,
+              rp_rows *to);
+int take_rows_out(PyObject *object, const char *name, const char *axes, sizes *s, rp_rows_out *to);
+
+/* None, or integers without gaps: *to NULL, or where they are. */
+int take_int64(PyObject *object, const char *name, const char *axes, sizes *s, const int64_t **to);
+int take_int32(PyObject *object, const char *name, const char *axes, sizes *s, const int32_t **to);
+
+/* Raises "name: problem, got strides (8, 4) in bytes; fix". */
+void raise_strides(const char *name, PyObject *array, const char *problem, const char *fix);
+
+/* A new float32 array of these axes, whose sizes are known by now. */
+PyObject *array_new(const char *axes, const sizes *s);
+
+/* ---- kinds of terms, as Python counts them ------------------------------------------ */
+
+enum { RELPOS_KEY, RELPOS_QUERY, RELPOS_BIAS, RELPOS_VALUE, RELPOS_KINDS };
+
+/* ---- functions of the module ------------------------------------------------------ */
+
+PyObject *attention_forward(PyObject *module, PyObject *args);
+PyObject *attention_backward(PyObject *module, PyObject *args);
+PyObject *rotate(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absolute positions: tables that are added to the embeddings, before attention sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from relpos.position import arrays
+from relpos.position.arrays import (
+    Array,
+    Table,
+    as_array,
+    check_choice,
+    check_count,
+    check_number,
+    check_table,
+    shape_of,
+)
+from relpos.position.terms import Scheme, Shape
+
+
+def sinusoid(
+    positions: npt.ArrayLike,
+    width: int,
+    *,
+    layout: str = "interleaved",
+    exponent: str = "vaswani",
+    base: float = 10000.0,
+    dtype: npt.DTypeLike = np.float64,
+) -> npt.NDArray[Any]:
+    """Sines and cosines of positions (P,) at falling frequencies: (P, width), computed in float64.
+
+    interleaved   column 2c: sin(p w_c),  column 2c + 1: cos(p w_c)
+    halves        [ sin(p w_c) ; cos(p w_c) ], a last column of zeros where width is odd
+    vaswani       w_c = base^(-2c / width)
+    t2t           w_c = base^(-c / (width // 2 - 1)), from 1 to 1 / base exactly
+    """
+    p = np.asarray(positions, np.float64)[:, None]
+    half = width // 2
+    pair = np.arange((width + 1) // 2 if layout == "interleaved" else half)
+    if exponent == "vaswani":
+        power = 2.0 * pair / width
+    else:
+        power = pair / max(half - 1, 1)
+    waves = np.zeros((len(p), width), dtype)
+    angle = p * base**-power
+    if layout == "interleaved":
+        sines, cosines = waves[:, 0::2], waves[:, 1::2]
+    else:
+        sines, cosines = waves[:, :half], waves[:, half : 2 * half]
+    np.sin(angle, out=sines, casting="same_kind")
+    np.cos(angle[:, : cosines.shape[1]], out=cosines, casting="same_kind")
+    return waves
+
+
+class Absolute(Scheme):
+    """The base of what has no term: given to attention, it says where it belongs."""
+
+    __slots__ = ()
+
+    def lower(self, shape: Shape) -> NoReturn:
+        raise ValueError(
+            f"position: {type(self).__name__} has no term in attention; add its table(n) to the "
+            "embeddings and leave position out"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sinusoidal(Absolute):
+    """Sinusoidal positions (Vaswani et al. 2017), in every variant in use.
+
+        x_p + table(n)[p],   see `sinusoid` for the columns
+
+    width: int. d_model, the width of the embeddings (multiply those by sqrt(d_model) first).
+    layout: "interleaved" (the paper, Joey NMT, OpenNMT-py's default) or "halves" (tensor2tensor,
+        OpenNMT-tf, Sockeye, Transformer-XL; OpenNMT-py's SinusoidalConcat).
+    exponent: "vaswani", w_c = base^(-2c / width) (the paper, Joey, Sockeye), or "t2t",
+        base^(-c / (width / 2 - 1)) (tensor2tensor, OpenNMT-tf).
+    base: float.
+    start: int. The position of row 0.
+    """
+
+    width: int
+    layout: Literal["interleaved", "halves"] = field(default="interleaved", kw_only=True)
+    exponent: Literal["vaswani", "t2t"] = field(default="vaswani", kw_only=True)
+    base: float = field(default=10000.0, kw_only=True)
+    start: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_count("width", self.width, 1)
+        check_choice("layout", self.layout, ("interleaved", "halves"))
+        check_choice("exponent", self.exponent, ("vaswani", "t2t"))
+        check_number("base", self.base, positive=True)
+
+    def table(self, n: int, offset: int = 0) -> Array:
+        """Rows for n positions from start + offset on: float32 (n, width)."""
+        first = self.start + offset
+        return sinusoid(
+            np.arange(first, first + check_count("n", n, 0)),
+            self.width,
+            layout=self.layout,
+            exponent=self.exponent,
+            base=self.base,
+            dtype=arrays.REAL,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LearnedAbsolute(Absolute):
+    """Learned absolute positions: a row for each, up to a longest length.
+
+        x_p + embedding[p]
+
+    embedding: float32 (P, d_model).
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("embedding",)
+
+    embedding: Table
+
+    def __post_init__(self) -> None:
+        check_table("embedding", self.embedding, "(P, d_model)", (2,))
+
+    def table(self, n: int, offset: int = 0) -> Array:
+        """Rows for n positions from `offset` on: float32 (n, d_model), a view."""
+        last = check_count("offset", offset, 0) + check_count("n", n, 0)
+        rows = shape_of(self.embedding)[0]
+        if last > rows:
+            raise ValueError(f"embedding: {rows} rows, but position {last - 1} is asked for")
+        part: Array = as_array("embedding", self.embedding)[offset:last]
+        return part
+
+    def gradient(self, d: Any, offset: int = 0) -> Array:
+        """The gradient of `embedding` for that of table(n): (..., n, d_model), summed over the
+        leading axes."""
+        d = as_array("d", d)
+        summed = d.reshape(-1, *d.shape[-2:]).sum(axis=0)
+        total = np.zeros(shape_of(self.embedding), summed.dtype)
+        total[offset : offset + len(summed)] = summed
+        return total

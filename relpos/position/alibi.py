@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ALiBi: attention with linear biases (Press, Smith and Lewis 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from relpos.position import arrays
+from relpos.position.arrays import Array, Table, as_array, check_shape, check_table
+from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
+
+
+def alibi_slopes(heads: int) -> npt.NDArray[np.float64]:
+    """The published slopes: 2^(-8 (t + 1) / h) for h a power of two, t = 0 to h - 1.
+
+    For other counts those of the power of two below, c, then every second of those of 2c.
+    """
+    if heads <= 0:
+        return np.zeros(0)
+    below = 1 << (heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
+    finer = 2.0 ** (-8.0 * np.arange(1, 2 * below + 1) / (2 * below))
+    return np.concatenate([slopes, finer[::2][: heads - below]])
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ALiBi(Scheme):
+    """ALiBi: a penalty per head that grows with the distance.
+
+        s_ij = scale * q_i . k_j - slopes[h] * |j - (i + start)|
+
+    slopes: float32 (H,), learned: they take a gradient. None: the published ones,
+        `alibi_slopes(H)`, fixed.
+
+    Symmetric where attention is not causal. Not scaled. Code that adds slope * j instead gives the
+    same softmax.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("slopes",)
+
+    slopes: Table = None
+
+    def __post_init__(self) -> None:
+        if self.slopes is not None:
+            check_table("slopes", self.slopes, "(H,)", (1,))
+
+    def lower(self, shape: Shape) -> Lowered:
+        left, right = shape.band()
+        distance = np.abs(np.arange(-left, right + 1)).astype(arrays.REAL)
+        if self.slopes is None:
+            slopes = alibi_slopes(shape.H).astype(arrays.REAL)
+        else:
+            slopes = as_array("slopes", self.slopes)
+            check_shape("slopes", slopes, H=shape.H)
+
+        def pull(raw: Array) -> dict[str, Array]:
+            return {"slopes": -(raw @ distance)}
+
+        table = slopes[:, None] * -distance
+        learned = self.slopes is not None
+        term = Term("slopes", "bias", table, Band(left, right), pull if learned else None)
+        return Lowered((term,))

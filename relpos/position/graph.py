@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shaw's relations over a labelled directed graph (section 3.2 of the paper; RAT-SQL, GREAT)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from relpos.position import terms
+from relpos.position.arrays import (
+    Table,
+    as_array,
+    check_integers,
+    check_table,
+    describe,
+)
+from relpos.position.terms import Kind, Lowered, Scheme, Shape, Term, itself
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class EdgeList:
+    """The labelled edges of a batch of graphs, in any order.
+
+    query, key: int (E,). Edge e goes from query[e] to key[e], both counted within their sequence.
+    label: int (E,). Its relation, a row of the tables.
+    sequence: int (E,). The sequence of the batch it belongs to. May be left out for one sequence.
+
+    Several edges between the same two nodes add up: each adds its row of the table. Pairs without
+    an edge have no relation and stay visible.
+    """
+
+    query: Any
+    key: Any
+    label: Any
+    sequence: Any = None
+    _last: list[Any] = field(init=False, default_factory=list)  # (key, edges) of the last call
+
+    def __post_init__(self) -> None:
+        for name in ("query", "key", "label", "sequence"):
+            given = getattr(self, name)
+            if given is None and name == "sequence":
+                continue
+            array = check_integers(name, given, "(E,)", (1,)).astype(np.int64)
+            if name != "query" and len(array) != len(self.query):
+                raise ValueError(
+                    f"{name}: expected {len(self.query)} numbers as in query, got {len(array)}"
+                )
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    def sorted(self, shape: Shape, rows: int) -> terms.Edges:
+        """The edges by query and key; `rows` is the height of the tables. Layers share the work."""
+        sides = (shape.queries, shape.keys)
+        key = (rows, *((s.rows, s.packed, s.first.tobytes(), s.counts.tobytes()) for s in sides))
+        last: tuple[Any, terms.Edges] | None = self._last[0] if self._last else None
+        if last is None or last[0] != key:
+            last = (key, self._sort(shape, rows))
+            self._last[:] = [last]
+        return last[1]
+
+    def _sort(self, shape: Shape, rows: int) -> terms.Edges:
+        sequence = self.sequence
+        if sequence is None:
+            if shape.B != 1:
+                raise ValueError(
+                    f"sequence: give that of every edge, there are {shape.B} sequences"
+                )
+            sequence = np.zeros_like(self.query)
+        _check_range("sequence", sequence, np.full_like(sequence, shape.B))
+        _check_range("query", self.query, shape.queries.counts[sequence])
+        _check_range("key", self.key, shape.keys.counts[sequence])
+        _check_range("label", self.label, np.full_like(sequence, rows))
+        row = shape.queries.first[sequence] + self.query
+        order = np.lexsort((self.label, self.key, row))
+        total = shape.queries.rows if shape.queries.packed else shape.queries.rows * shape.B
+        starts = np.zeros(total + 1, np.int64)
+        np.cumsum(np.bincount(row, minlength=total), out=starts[1:])
+        return terms.Edges(
+            starts, self.key[order].astype(np.int32), self.label[order].astype(np.int32)
+        )
+
+    def __repr__(self) -> str:
+        return f"EdgeList({len(self.query)} edges)"
+
+
+def _check_range(name: str, values: Any, below: Any) -> None:
+    bad = np.flatnonzero((values < 0) | (values >= below))
+    if len(bad):
+        e = int(bad[0])
+        raise ValueError(f"{name}[{e}]: expected 0 to {int(below[e]) - 1}, got {int(values[e])}")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ShawGraph(Scheme):
+    """Shaw's relations given as labels: attention over a labelled, directed graph.
+
+        s_ij  = scale * ( q_i . k_j + q_i . key_table[label_ij] )
+        out_i = sum_j softmax_j(s_ij) ( v_j + value_table[label_ij] )
+
+    and, where bias_table is given, + bias_table[label_ij] on the score, not scaled. Label -1: no
+    relation, the terms are absent for that pair; it is not a mask. Combine with `Shaw` in a tuple
+    for distances besides labels (RAT-SQL).
+
+    key_table: float32 (T, D) or (H, T, D). None: no such term.
+    value_table: float32 (T, Dv) or (H, T, Dv). The same object as key_table ties the two.
+    bias_table: float32 (T,) or (H, T).
+    labels: int8, int16 or int32, from 0 to T - 1 or -1, used where it lies: (N, M) for all, or
+        (B, N, M), or (B|1, H|1, N, M). For packed arrays a list of one (n, m) matrix per sequence
+        (copied into one), or (flat, starts): the matrices end to end and int (B,) where each
+        begins.
+    edges: `EdgeList(query, key, label, sequence)` instead of labels.
+    """
+
+    parameters: ClassVar[tuple[str, ...]] = ("key_table", "value_table", "bias_table")
+
+    key_table: Table = None
+    value_table: Table = None
+    bias_table: Table = field(default=None, kw_only=True)
+    labels: Any = field(default=None, kw_only=True)
+    edges: EdgeList | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.tables():
+            raise ValueError("ShawGraph: give key_table, value_table or bias_table")
+        for name, table in self.tables().items():
+            if name == "bias_table":
+                check_table(name, table, "(T,) or (H, T)", (1, 2))
+            else:
+                check_table(name, table, "(T, d) or (H, T, d)", (2, 3))
+        if (self.labels is None) == (self.edges is None):
+            raise ValueError("ShawGraph: give labels or edges, one of them")
+        if self.edges is not None and not isinstance(self.edges, EdgeList):
+            raise TypeError(f"edges: expected relpos.EdgeList, got {type(self.edges).__name__}")
+        if self.labels is not None:
+            object.__setattr__(self, "labels", matrices("labels", self.labels, LABEL_TYPES))
+
+    @property
+    def tied(self) -> bool:
+        """Whether one table serves keys and values."""
+        return self.key_table is not None and self.key_table is self.value_table
+
+    def lower(self, shape: Shape) -> Lowered:
+        made: list[Term] = []
+        arrays: dict[int, Any] = {}
+        kinds: dict[str, Kind] = {"key_table": "key", "value_table": "value", "bias_table": "bias"}
+        maps: dict[int, terms.Edges] = {}
+        for name, table in self.tables().items():
+            array = arrays.setdefault(id(table), as_array(name, table))
+            rows = array.shape[-1 if name == "bias_table" else -2]
+            if self.edges is None:
+                flat, starts = self.labels
+                where: terms.Labels | terms.Edges = terms.Labels(flat, starts)
+            else:
+                if rows not in maps:
+                    maps[rows] = self.edges.sorted(shape, rows)
+                where = maps[rows]
+            made.append(Term(name, kinds[name], array, where, itself(name)))
+        return Lowered(
+            tuple(made),
+            scale=None if self.key_table is None else shape.default_scale,
+        )
+
+
+LABEL_TYPES = ("int8", "int16", "int32")
+
+
+def matrices(name: str, given: Any, types: tuple[str, ...]) -> tuple[Any, Any]:
+    """Numbers for pairs as the core takes them: (4-D array, None), or packed (flat, starts)."""
+    if isinstance(given, tuple):
+        if len(given) != 2:
+            raise ValueError(
+                f"{name}: expected (flat, starts) for packed arrays, got {len(given)} parts"
+            )
+        flat = as_array(name, given[0])
+        if getattr(flat, "ndim", 0) == 4 and given[1] is None:  # as this function returns it
+            return flat, None
+        starts = check_integers(f"{name} starts", given[1], "(B,)", (1,)).astype(np.int64)
+        return _typed(name, flat, types, "(count,)", (1,)), starts
+    if isinstance(given, list):
+        parts = [_typed(name, as_array(name, part), types, "(n, m)", (2,)) for part in given]
+        sizes = [part.size for part in parts]
+        starts = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]).astype(np.int64)
+        starts = starts[: len(parts)]
+        joined = [part.reshape(-1) for part in parts]
+        flat = np.concatenate(joined) if joined else np.zeros(0, types[0])
+        return flat, starts
+    axes = "(N, M), (B, N, M) or (B|1, H|1, N, M)"
+    matrix = _typed(name, as_array(name, given), types, axes, (2, 3, 4))
+    if matrix.ndim == 2:
+        matrix = matrix[None, None]
+    elif matrix.ndim == 3:
+        matrix = matrix[:, None]
+    return matrix, None
+
+
+def _typed(name: str, array: Any, types: tuple[str, ...], axes: str, ranks: tuple[int, ...]) -> Any:
+    allowed = " or ".join(", ".join(types).rsplit(", ", 1))
+    expected = f"{name}: expected {allowed} {axes}, got {describe(array)}"
+    fix = "bool" if types[-1] == "bool" else f"np.{types[-1]}"
+    if not isinstance(array, np.ndarray) or str(array.dtype) not in types:
+        raise TypeError(f"{expected}; use np.asarray({name}, {fix})")
+    if array.ndim not in ranks:
+        raise ValueError(expected)
+    return array

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE: rotary position embedding (Su et al. 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from relpos import _core
+from relpos.position.arrays import (
+    Array,
+    Integers,
+    as_array,
+    check_choice,
+    check_count,
+    check_integers,
+    check_number,
+    check_positions,
+    describe,
+)
+from relpos.position.terms import Counts, Lowered, Rotation, Scheme, Shape, Side
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoPE(Scheme):
+    """RoPE: q and k are turned by their positions before they meet; values are not.
+
+        s_ij = scale * (Rot_{i + start} q_i) . (Rot_j k_j)
+        Rot_p: (x, y) -> (x cos t - y sin t, x sin t + y cos t) of pair c, t = p base^(-2c / width)
+
+    pairing: "half" pairs the columns (c, c + width / 2) (NeoX, LLaMA in transformers),
+        "interleaved" (2c, 2c + 1) (the paper, GPT-J). The same function up to an order of columns.
+    width: int. The columns that are turned, from the first on, even; the others are left as they
+        are. None: all D.
+    base: float.
+    scaling: None, "linear": positions divided by factor, or "ntk": base * factor^(width/(width-2)).
+    factor: float. How many times longer than trained for.
+    rotate_keys: bool. False: the keys come turned already, as a cache keeps them (`relpos.rotate`);
+        their gradient is then that of the turned keys.
+
+    No parameters. Refused together with key and query terms, whose tables would have to be turned
+    too; bias terms (ALiBi, T5) and value terms may stand beside it.
+    """
+
+    pairing: Literal["half", "interleaved"] = field(default="half", kw_only=True)
+    width: int | None = field(default=None, kw_only=True)
+    base: float = field(default=10000.0, kw_only=True)
+    scaling: Literal["linear", "ntk"] | None = field(default=None, kw_only=True)
+    factor: float = field(default=1.0, kw_only=True)
+    rotate_keys: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choice("pairing", self.pairing, ("half", "interleaved"))
+        if self.width is not None and check_count("width", self.width, 0) % 2 != 0:
+            raise ValueError(f"width: expected an even number of columns, got {self.width}")
+        check_number("base", self.base, positive=True)
+        check_number("factor", self.factor, positive=True)
+        if self.scaling is not None:
+            check_choice("scaling", self.scaling, ("linear", "ntk"))
+        elif self.factor != 1.0:
+            raise ValueError("factor: without effect; give scaling='linear' or 'ntk'")
+
+    def frequencies(self, D: int) -> npt.NDArray[np.float64]:
+        """The angle per position of every pair of a head of width D: (width / 2,)."""
+        width = D if self.width is None else self.width
+        if width > D or width % 2 != 0:
+            raise ValueError(f"width: expected an even number up to D={D}, got {width}")
+        base, slower = float(self.base), 1.0
+        if self.scaling == "linear":
+            slower = self.factor
+        elif self.scaling == "ntk":
+            if width <= 2:
+                raise ValueError(f"width: scaling='ntk' needs 4 columns or more, got {width}")
+            base *= self.factor ** (width / (width - 2))
+        powers = 2.0 * np.arange(width // 2) / max(width, 1)
+        result: npt.NDArray[np.float64] = base**-powers / slower
+        return result
+
+    def lower(self, shape: Shape) -> Lowered:
+        return Lowered(rotation=self.rotation(shape.D))
+
+    def rotation(self, D: int) -> Rotation:
+        return Rotation(self.frequencies(D), self.pairing == "interleaved", self.rotate_keys)
+
+
+def turn(
+    q: Array, k: Array, rotation: Rotation, shape: Shape, layout: str, *, back: bool = False
+) -> tuple[Array, Array]:
+    """q and k of a call, turned; with `back` their gradients, turned back where they lie."""
+    own = rotation.query_positions
+    q = _turned(q, rotation, shape.queries, shape.start, own, layout, back)
+    if rotation.rotate_keys:
+        own = rotation.key_positions
+        k = _turned(k, rotation, shape.keys, np.zeros_like(shape.start), own, layout, back)
+    return q, k
+
+
+def _turned(
+    x: Array,
+    rotation: Rotation,
+    side: Side,
+    start: Counts,
+    positions: Integers | None,
+    layout: str,
+    back: bool,
+) -> Array:
+    offsets = np.append(side.first, side.rows) if side.packed else None
+    if positions is not None and positions.ndim == 1 and not side.packed:
+        positions = positions[None]
+    return _core.rotate(
+        x,
+        x if back else None,
+        layout,
+        offsets,
+        None if side.packed else side.counts,
+        start if positions is None else None,
+        positions,
+        rotation.frequencies,
+        rotation.interleaved,
+        back,
+    )
+
+
+def rotate(
+    x: Any,
+    rope: RoPE,
+    *,
+    start: Any = 0,
+    positions: Any = None,
+    offsets: Any = None,
+    lengths: Any = None,
+    layout: str = "bhnd",
+    out: Any = None,
+) -> Array:
+    """x turned by `rope`, as attention turns q and k: for a cache of turned keys.
+
+        (x, y) -> (x cos t - y sin t, x sin t + y cos t) of every pair c, t = position * frequency
+
+    x: float32 (B, H, N, D), (B, N, H, D) with layout "bnhd", or packed (tokens, H, D).
+    rope: RoPE.
+    start: int or int (B,). The position of row 0 of each sequence, the others following it.
+    positions: int (N,) or (B, N), packed (tokens,), instead of start.
+    offsets: int (B + 1,). Where packed sequences begin and end. Left out: all tokens are one.
+    lengths: int (B,). Rows in use of padded arrays; those beyond give zeros.
+    out: float32, to be written and returned; x itself will do. None: a new array.
+    """
+    x = as_array("x", x)
+    out = None if out is None else as_array("out", out)
+    if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
+        raise ValueError(f"x: expected float32 (B, H, N, D) or (tokens, H, D), got {describe(x)}")
+    if x.ndim == 3 and offsets is None:
+        offsets = [0, len(x)]
+    if offsets is not None:
+        offsets = check_integers("offsets", offsets, "(B + 1,)", (1,)).astype(np.int64)
+    if lengths is not None:
+        lengths = check_integers("lengths", lengths, "(B,)", (1,)).astype(np.int64)
+    if positions is None:
+        start = check_integers("start", start, "() or (B,)", (0, 1)).astype(np.int64)
+        if start.ndim == 0:
+            start = np.full(len(x) if offsets is None else len(offsets) - 1, start)
+    else:
+        positions, start = check_positions("positions", positions), None
+        if positions.ndim == 1 and offsets is None:
+            positions = positions[None]
+    rotation = rope.rotation(x.shape[-1])
+    return _core.rotate(
+        x, out, layout, offsets, lengths, start, positions,
+        rotation.frequencies, rotation.interleaved, False,
+    )  # fmt: skip

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a call of attention: read, checked as far as Python can see, and made into the
+tuple that the core takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from relpos import _core
+from relpos.position.arrays import Array, as_array, check_number
+from relpos.position.graph import matrices
+from relpos.position.terms import Band, Edges, Labels, Lowered, Shape, Side, Term
+from relpos.reference import philox4x32
+
+Layout = Literal["bhnd", "bnhd"]
+Mask = Any  # bool array, list of bool arrays, or (flat, starts)
+Window = int | tuple[int | None, int | None] | None
+Seed = int | tuple[int, int, int, int]
+Counts = npt.NDArray[np.int64]
+
+KINDS = {"key": "KEY", "query": "QUERY", "bias": "BIAS", "value": "VALUE"}  # as _core calls them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A call as it was asked for, in the types of the core."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    causal: bool
+    lengths: Counts | None
+    key_lengths: Counts | None
+    offsets: Counts | None
+    key_offsets: Counts | None
+    query_start: Counts | None
+    mask: tuple[Any, Any] | None
+    window: tuple[int, int] | None
+    layout: Layout
+    scale: float | None
+    softcap: float
+    dropout: tuple[float, int, int, int, int] | None
+    shape: Shape | None  # None: the arrays do not fit each other
+
+
+def read_request(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    *,
+    causal: bool,
+    lengths: Any,
+    key_lengths: Any,
+    offsets: Any,
+    key_offsets: Any,
+    query_start: Any,
+    mask: Mask,
+    window: Window,
+    layout: Layout,
+    scale: float | None,
+    softcap: float,
+    dropout: float,
+    seed: Seed,
+    precision: str,
+) -> Request:
+    """The arguments of `relpos.attention`, checked one by one."""
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    out = None if out is None else as_array("out", out)
+    if scale is not None and (scale == 0 or not math.isfinite(scale)):
+        raise ValueError(
+            f"scale: expected a finite number other than 0, got {scale}; "
+            "leave it out for 1 / sqrt(D)"
+        )
+    if precision != "f32":
+        raise ValueError(f"precision: expected 'f32', got {precision!r}")
+    packed = _integers("offsets", offsets)
+    start = _integers("query_start", query_start)
+    if start is not None and start.ndim == 0:
+        start = np.full(np.shape(q)[:1] if packed is None else (max(packed.size - 1, 0),), start)
+    request = Request(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        causal=bool(causal),
+        lengths=_integers("lengths", lengths),
+        key_lengths=_integers("key_lengths", key_lengths),
+        offsets=packed,
+        key_offsets=_integers("key_offsets", key_offsets),
+        query_start=start,
+        mask=None if mask is None else matrices("mask", mask, ("bool",)),
+        window=_window(window),
+        layout=layout,
+        scale=None if scale is None else float(scale),
+        softcap=_softcap(softcap),
+        dropout=_dropout(dropout, seed),
+        shape=None,
+    )
+    return dataclasses.replace(request, shape=_shape(request))
+
+
+def make_call(request: Request, lowered: Lowered) -> _core.Call:
+    """What forward and backward share, as the core takes it."""
+    scale = request.scale if request.scale is not None else lowered.scale
+    shape = request.shape
+    if scale is None or (request.scale is None and shape and scale == shape.default_scale):
+        scale = 0.0
+    mask = request.mask
+    return (
+        request.layout,
+        request.causal,
+        float(scale),
+        request.lengths,
+        request.key_lengths,
+        request.offsets,
+        request.key_offsets,
+        request.query_start,
+        tuple(map(_term, lowered.terms)),
+        lowered.position_bias,
+        request.window,
+        mask if mask is None or mask[1] is not None else mask[0],
+        request.softcap,
+        request.dropout,
+    )
+
+
+def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
+    """Refuses an `out` that overlaps an input: rows are written while others are still read."""
+    inputs: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
+    inputs |= {term.name: term.table for term in lowered.terms}
+    if request.mask is not None:
+        inputs["mask"] = request.mask[0]
+    for name, array in inputs.items():
+        try:
+            shared = np.shares_memory(out, array, max_work=10_000)
+        except RuntimeError:  # TooHardError: the strides are too intricate to tell
+            shared = True
+        if shared:
+            raise ValueError(f"out: shares memory with {name}; give an array of its own")
+
+
+def _term(term: Term) -> _core.Term:
+    kind = getattr(_core, KINDS[term.kind])
+    where = term.map
+    if isinstance(where, Band):
+        beyond = _core.BEYOND_NONE if where.beyond == "none" else _core.BEYOND_CLIP
+        return (
+            term.name, kind, term.table, _core.MAP_BAND, where.left, where.right, beyond,
+            where.buckets, where.query_positions, where.key_positions,
+            None, None, None, None, None,
+        )  # fmt: skip
+    none = (0, 0, _core.BEYOND_CLIP, None, None, None)
+    if isinstance(where, Labels):
+        return (
+            term.name, kind, term.table, _core.MAP_LABEL, *none,
+            where.labels, where.starts, None, None, None,
+        )  # fmt: skip
+    assert isinstance(where, Edges)
+    return (
+        term.name, kind, term.table, _core.MAP_EDGES, *none,
+        None, None, where.starts, where.keys, where.labels,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------
+# Single arguments
+# --------------------------------------------------------------------------------------------------
+
+
+def _integers(name: str, values: Any) -> Counts | None:
+    """An int64 array of its own, so that a context does not change with the caller's list."""
+    if values is None:
+        return None
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu" and array.size > 0:
+        raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
+    return array.astype(np.int64, order="C")
+
+
+def _window(window: Window) -> tuple[int, int] | None:
+    """(left, right), -1 for no bound."""
+    if window is None:
+        return None
+    sides = window if isinstance(window, tuple) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"window: expected a number or (left, right), got {window!r}")
+    bounds = []
+    for side in sides:
+        try:
+            bound = -1 if side is None else operator.index(side)
+        except TypeError:
+            raise TypeError(f"window: expected integers or None, got {window!r}") from None
+        if side is not None and bound < 0:
+            raise ValueError(f"window: expected 0 or more on each side, or None, got {window!r}")
+        bounds.append(bound)
+    return bounds[0], bounds[1]
+
+
+def _softcap(softcap: float) -> float:
+    cap = check_number("softcap", softcap)
+    if cap < 0:
+        raise ValueError(f"softcap: expected 0 (none) or more, got {softcap}")
+    return cap
+
+
+def _dropout(rate: float, seed: Seed) -> tuple[float, int, int, int, int] | None:
+    dropped = check_number("dropout", rate)
+    if not 0 <= dropped < 1:
+        raise ValueError(f"dropout: expected a rate from 0 to below 1, got {rate}")
+    if isinstance(seed, tuple):
+        if len(seed) != 4 or not all(0 <= operator.index(word) < 1 << 32 for word in seed):
+            raise ValueError(f"seed: expected an integer or four words below 2^32, got {seed}")
+        words: tuple[int, ...] = tuple(operator.index(word) for word in seed)
+    else:
+        number = operator.index(seed)
+        if not 0 <= number < 1 << 64:
+            raise ValueError(f"seed: expected 0 to 2^64 - 1, got {number}")
+        words = (*_dropout_key(number), 0, 0)
+    return None if dropped == 0 else (dropped, words[0], words[1], words[2], words[3])
+
+
+@functools.lru_cache(maxsize=64)
+def _dropout_key(seed: int) -> tuple[int, int]:
+    """rpi_philox_step_key(seed, 0): the first two words of Philox4x32-10."""
+    key = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint64)
+    words = philox4x32(np.zeros(4, np.uint64), key, rounds=10)
+    return int(words[0]), int(words[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# The shape of a call
+# --------------------------------------------------------------------------------------------------
+
+
+def _shape(r: Request) -> Shape | None:
+    """What schemes need to know. None where the core will refuse the arrays: its sentences about
+    them are better than what could be said here."""
+    arrays = (r.q, r.k, r.v)
+    if r.layout not in ("bhnd", "bnhd") or not all(isinstance(x, np.ndarray) for x in arrays):
+        return None
+    key_offsets = r.key_offsets
+    key_lengths = r.key_lengths
+    if key_offsets is None and key_lengths is None:
+        key_offsets, key_lengths = r.offsets, r.lengths
+    if r.q.ndim != (4 if r.offsets is None else 3):
+        return None
+    if any(x.ndim != (4 if key_offsets is None else 3) for x in (r.k, r.v)):
+        return None
+    heads, rows = (1, 2) if r.layout == "bhnd" else (2, 1)
+    queries = _side(r.q, rows, r.lengths, r.offsets)
+    keys = _side(r.k, rows, key_lengths, key_offsets)
+    if queries is None or keys is None or len(queries.counts) != len(keys.counts):
+        return None
+    B = len(queries.counts)
+    start = r.query_start if r.query_start is not None else keys.counts - queries.counts
+    if start.shape != (B,):
+        return None
+    seen = (queries.counts > 0) & (keys.counts > 0)
+    lowest, highest = 0, -1
+    if seen.any():
+        lowest = int((1 - queries.counts - start)[seen].min())
+        highest = int((keys.counts - 1 - start)[seen].max())
+        if r.causal:
+            highest = min(highest, 0)
+        left, right = r.window or (-1, -1)
+        lowest = lowest if left < 0 else max(lowest, -left)
+        highest = highest if right < 0 else min(highest, right)
+    return Shape(
+        H=int(r.q.shape[heads if r.offsets is None else 1]),
+        D=int(r.q.shape[-1]),
+        Dv=int(r.v.shape[-1]),
+        queries=queries,
+        keys=keys,
+        start=start,
+        lowest=lowest,
+        highest=highest,
+    )
+
+
+def _side(x: Any, axis: int, lengths: Counts | None, offsets: Counts | None) -> Side | None:
+    if offsets is not None:
+        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != len(x):
+            return None
+        counts = np.diff(offsets)
+        return None if (counts < 0).any() else Side(len(x), offsets[:-1], counts, True)
+    B, rows = int(x.shape[0]), int(x.shape[axis])
+    if lengths is None:
+        lengths = np.full(B, rows, np.int64)
+    if lengths.shape != (B,) or (lengths < 0).any() or (lengths > rows).any():
+        return None
+    return Side(rows, np.arange(B, dtype=np.int64) * rows, lengths, False)

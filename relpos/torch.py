@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""relpos for torch: attention on CPU tensors, with gradients, without copies.
+
+    out = relpos.torch.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
+
+q, k, v and the parameters of the scheme are tensors; what requires a gradient gets one. To torch
+the call is one operation, `torch.ops.relpos.attention`, and torch.compile takes it as such. In
+compiled code use `Attention`, which is made once, outside of it:
+
+    self.attention = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(table)), causal=True)
+    out = self.attention(q, k, v)
+
+Needs torch (`pip install 'relpos[torch]'`). float32, on the CPU. There are no gradients of
+gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relpos.attention import attention_backward, attention_forward, context_of
+from relpos.position import arrays
+from relpos.position.combine import Position, schemes_of, tables_of, with_tables
+from relpos.request import Layout, Mask, Window, read_request
+
+__all__ = ["Attention", "attention"]
+
+PER_CALL = ("lengths", "key_lengths", "offsets", "key_offsets", "query_start")
+
+
+class _Spec:
+    """What of a call is not a tensor: the schemes and the options, under a number, which is all
+    that torch sees. Known for as long as somebody holds it."""
+
+    def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
+        schemes_of(position)
+        self.position = position
+        self.options = dict(options)
+        self.tensors: list[Tensor] = []  # the parameters, each once
+        self.places: dict[str, int] = {}
+        self.arrays: dict[str, Any] = {}  # parameters that are no tensors
+        for name, table in tables_of(position).items():
+            if isinstance(table, Tensor):
+                same = [i for i, known in enumerate(self.tensors) if known is table]
+                if not same:
+                    self.tensors.append(table)
+                self.places[name] = same[0] if same else len(self.tensors) - 1
+            else:
+                self.arrays[name] = table
+        self.number = next(_numbers)
+        _specs[self.number] = self
+
+    def over(self, tables: Sequence[Tensor]) -> Position:
+        """The schemes over arrays of these tensors' memory."""
+        own = [table.detach().numpy() for table in tables]
+        named = {name: own[place] for name, place in self.places.items()}
+        return with_tables(self.position, self.arrays | named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Spec, (self.position, self.options)  # copies have a number of their own
+
+
+_numbers = itertools.count(1)
+_specs: weakref.WeakValueDictionary[int, _Spec] = weakref.WeakValueDictionary()
+
+
+def _per_call(
+    spec: _Spec,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    offsets: Tensor | None,
+    key_offsets: Tensor | None,
+    query_start: Tensor | None,
+    mask: Tensor | None,
+    seed: int,
+) -> dict[str, Any]:
+    """The keyword arguments of relpos.attention but for position."""
+    given = (lengths, key_lengths, offsets, key_offsets, query_start)
+    found: dict[str, Any] = {
+        name: None if x is None else x.numpy() for name, x in zip(PER_CALL, given, strict=True)
+    }
+    if mask is not None:
+        found["mask"] = mask.numpy()
+    return spec.options | found | {"seed": seed}
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Sequence[Tensor],
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    offsets: Tensor | None,
+    key_offsets: Tensor | None,
+    query_start: Tensor | None,
+    mask: Tensor | None,
+    seed: int,
+    spec: int,
+) -> tuple[Tensor, Tensor]:
+    known = _specs[spec]
+    options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
+    activations = (x.detach().numpy() for x in (q, k, v))
+    out, ctx = attention_forward(*activations, position=known.over(tables), **options)
+    return torch.from_numpy(out), torch.from_numpy(ctx.lse)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tables: Sequence[Tensor],
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    offsets: Tensor | None,
+    key_offsets: Tensor | None,
+    query_start: Tensor | None,
+    mask: Tensor | None,
+    seed: int,
+    spec: int,
+) -> list[Tensor]:
+    known = _specs[spec]
+    options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
+    q_, k_, v_, out_, lse_ = (x.detach().numpy() for x in (q, k, v, out, lse))
+    position = known.over(tables)
+    ctx = context_of(read_request(q_, k_, v_, None, **options), position, out_, lse_)
+    if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
+        dout = dout.contiguous()
+    found = attention_backward(ctx, dout.detach().numpy())
+    names = {place: name for name, place in reversed(known.places.items())}
+    result = [found.q, found.k, found.v]
+    for place in range(len(tables)):
+        gradient = found.get(names[place])
+        result.append(np.zeros(tables[place].shape, lse_.dtype) if gradient is None else gradient)
+    return [torch.from_numpy(np.ascontiguousarray(x)) for x in result]
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    layout = _specs[rest[-1]].options["layout"]
+    if q.ndim == 3:  # packed
+        numbers = [q.shape[1], q.shape[0]]
+    else:
+        numbers = [q.shape[axis] for axis in ((0, 1, 2) if layout == "bhnd" else (0, 2, 1))]
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(numbers)
+
+
+def _backward_shapes(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v, *rest[0])]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, tables, *per_call, seed, spec = inputs
+    ctx.tables, ctx.seed, ctx.spec = len(tables), seed, spec
+    ctx.known = _specs[spec]  # or nobody might hold it when backward comes
+    ctx.save_for_backward(q, k, v, *output, *per_call, *tables)
+
+
+def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, out, lse, *rest = ctx.saved_tensors
+    per_call, tables = rest[: len(rest) - ctx.tables], rest[len(rest) - ctx.tables :]
+    found = _backward_operation(dout, q, k, v, out, lse, tables, *per_call, ctx.seed, ctx.spec)
+    return (*found[:3], list(found[3:]), *(None for _ in per_call), None, None)
+
+
+_operation: Any = torch.library.custom_op("relpos::attention", mutates_args=(), device_types="cpu")(
+    _forward
+)
+_operation.register_fake(_forward_shapes)
+_operation.register_autograd(_differentiate, setup_context=_save)
+_backward_operation: Any = torch.library.custom_op(
+    "relpos::attention_backward", mutates_args=(), device_types="cpu"
+)(_backward)
+_backward_operation.register_fake(_backward_shapes)
+
+
+def _check(name: str, x: Any) -> None:
+    real = str(np.dtype(arrays.REAL))
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.device.type != "cpu":
+        raise TypeError(f"{name}: lies on {x.device}, relpos computes on the CPU; use {name}.cpu()")
+    if str(x.dtype) != f"torch.{real}":
+        got = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: expected {real}, got {got}; use {name}.float()")
+
+
+class Attention(torch.nn.Module):
+    """`relpos.attention` as a module: the scheme and the options once, tensors with every call.
+
+    position: as in `relpos.attention`. Those of its parameters that are `torch.nn.Parameter` become
+        the module's, by their names; any tensor that requires a gradient gets one.
+    causal, window, layout, scale, softcap, dropout: as in `relpos.attention`. Dropout is applied in
+        training alone, as in torch.
+
+    May be called in code that torch.compile compiles.
+    """
+
+    def __init__(
+        self,
+        position: Position = None,
+        *,
+        causal: bool = False,
+        window: Window = None,
+        layout: Layout = "bhnd",
+        scale: float | None = None,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "layout": layout,
+            "scale": scale,
+            "softcap": softcap,
+            "dropout": dropout,
+            "precision": "f32",
+            "mask": None,
+        }
+        self._training = _Spec(position, options)
+        self._evaluation = _Spec(position, options | {"dropout": 0.0})
+        for name, table in tables_of(position).items():
+            if isinstance(table, torch.nn.Parameter):
+                self.register_parameter(name, table)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        key_offsets: Tensor | None = None,
+        query_start: Tensor | None = None,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """float32 CPU tensors, as `relpos.attention` takes arrays; int tensors for lengths, offsets
+        and query_start, a bool tensor for mask. seed: below 2^63, another one every step."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _check(name, x)
+        spec = self._training if self.training else self._evaluation
+        out: Tensor = _operation(
+            q, k, v, spec.tensors,
+            lengths, key_lengths, offsets, key_offsets, query_start, mask, seed, spec.number,
+        )[0]  # fmt: skip
+        return out
+
+
+_disable: Any = torch.compiler.disable
+
+
+@_disable(reason="make a relpos.torch.Attention outside of compiled code")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position: Position = None,
+    causal: bool = False,
+    lengths: Any = None,
+    key_lengths: Any = None,
+    offsets: Any = None,
+    key_offsets: Any = None,
+    query_start: Any = None,
+    mask: Mask = None,
+    window: Window = None,
+    layout: Layout = "bhnd",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int = 0,
+    precision: str = "f32",
+) -> Tensor:
+    """`relpos.attention` of tensors, differentiable by q, k, v and the parameters of `position`.
+
+    q, k, v: float32 CPU tensors, used where they lie.
+    position: a scheme, or a tuple of them, made of tensors (`relpos.Shaw(key_table)` with tensors
+        that may require gradients) or of arrays, which then are constants.
+    lengths, key_lengths, offsets, key_offsets, query_start: integers, as tensors or otherwise.
+    mask: a bool tensor, or as `relpos.attention` takes it.
+    seed: int below 2^63.
+    The others as in `relpos.attention`.
+
+    Returns a new tensor. Code that torch.compile compiles is left and entered again for this
+    function (see `Attention`).
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check(name, x)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "layout": layout,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout": dropout,
+        "precision": precision,
+        "mask": None if isinstance(mask, Tensor) else mask,
+    }
+    start = query_start
+    if start is not None and np.ndim(start) == 0:
+        sequences = len(q) if offsets is None else len(offsets) - 1
+        start = np.full(sequences, int(start))
+    given = (lengths, key_lengths, offsets, key_offsets, start)
+    integers = [None if x is None else torch.as_tensor(x) for x in given]
+    spec = _Spec(position, options)
+    out: Tensor = _operation(
+        q, k, v, spec.tensors, *integers,
+        mask if isinstance(mask, Tensor) else None, seed, spec.number,
+    )[0]  # fmt: skip
+    return out

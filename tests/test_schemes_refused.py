@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What schemes and calls refuse, by its sentence: the argument, what came, what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+
+B, H, N, D = 2, 4, 6, 8
+EDGES = relpos.EdgeList([0, 5], [1, 2], [0, 1], [0, 1])
+
+
+def rows(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def labels(*shape: int) -> Any:
+    return np.zeros(shape, np.int8)
+
+
+X = rows(B, H, N, D)
+F = "; use np.ascontiguousarray({}, np.float32)"
+V, T = ValueError, TypeError
+
+# Schemes that cannot be made.
+MADE: list[tuple[str, Any, type[Exception], str]] = [
+    (
+        "graph, nothing",
+        lambda: relpos.ShawGraph(labels=labels(N, N)),
+        V,
+        "ShawGraph: give key_table, value_table or bias_table",
+    ),
+    (
+        "graph, no labels",
+        lambda: relpos.ShawGraph(rows(3, D)),
+        V,
+        "ShawGraph: give labels or edges, one of them",
+    ),
+    (
+        "graph, both",
+        lambda: relpos.ShawGraph(rows(3, D), labels=labels(N, N), edges=EDGES),
+        V,
+        "ShawGraph: give labels or edges, one of them",
+    ),
+    (
+        "label type",
+        lambda: relpos.ShawGraph(rows(3, D), labels=np.zeros((N, N), np.int64)),
+        T,
+        "labels: expected int8, int16 or int32 (N, M), (B, N, M) or (B|1, H|1, N, M), "
+        "got int64 (6, 6); use np.asarray(labels, np.int32)",
+    ),
+    (
+        "label rank",
+        lambda: relpos.ShawGraph(rows(3, D), labels=labels(N)),
+        V,
+        "labels: expected int8, int16 or int32 (N, M), (B, N, M) or (B|1, H|1, N, M), "
+        "got int8 (6,)",
+    ),
+    (
+        "edges, counts",
+        lambda: relpos.EdgeList([1, 2], [1], [0, 0]),
+        V,
+        "key: expected 2 numbers as in query, got 1",
+    ),
+    (
+        "edges, type",
+        lambda: relpos.EdgeList([1.5], [1], [0]),
+        T,
+        "query: expected integers (E,), got float64 (1,)",
+    ),
+    (
+        "xl, odd",
+        lambda: relpos.TransformerXL(rows(H * D, 7)),
+        V,
+        "position_weight: expected an even d_model, got 7",
+    ),
+    (
+        "xl, type",
+        lambda: relpos.TransformerXL(rows(H * D, 6).astype(np.float64)),
+        T,
+        "position_weight: expected float32 (H * D, d_model), got float64 (32, 6)"
+        + F.format("position_weight"),
+    ),
+    (
+        "music, nothing",
+        lambda: relpos.MusicTransformer(),
+        V,
+        "MusicTransformer: give key_table, value_table or both",
+    ),
+    (
+        "music, even",
+        lambda: relpos.MusicTransformer(rows(4, D), masked=False),
+        V,
+        "key_table: expected 2P - 1 rows, got 4",
+    ),
+    (
+        "t5, odd",
+        lambda: relpos.T5Bias(rows(7, H)),
+        V,
+        "bias_table: expected an even number of buckets, at least 4, got 7",
+    ),
+    (
+        "t5, distance",
+        lambda: relpos.T5Bias(rows(32, H), max_distance=8),
+        V,
+        "max_distance: expected 9 or more, got 8",
+    ),
+    (
+        "t5, scale",
+        lambda: relpos.T5Bias(rows(32, H), scale=0),
+        V,
+        "scale: expected a number other than 0, or None for 1 / sqrt(D)",
+    ),
+    (
+        "deberta, nothing",
+        lambda: relpos.DeBERTa(),
+        V,
+        "DeBERTa: give key_table (c2p), query_table (p2c) or both",
+    ),
+    (
+        "deberta, odd",
+        lambda: relpos.DeBERTa(rows(7, D)),
+        V,
+        "key_table: expected 2 span rows, got 7",
+    ),
+    (
+        "deberta, p2c",
+        lambda: relpos.DeBERTa(rows(8, D), p2c="book"),  # type: ignore[arg-type]
+        V,
+        "p2c: expected 'code' or 'paper', got 'book'",
+    ),
+    (
+        "relative_key, even",
+        lambda: relpos.RelativeKey(rows(8, D)),
+        V,
+        "distance_table: expected 2P - 1 rows, got 8",
+    ),
+    (
+        "alibi",
+        lambda: relpos.ALiBi([0.5]),
+        T,
+        "slopes: expected float32 (H,), got list" + F.format("slopes"),
+    ),
+    (
+        "rope, odd",
+        lambda: relpos.RoPE(width=3),
+        V,
+        "width: expected an even number of columns, got 3",
+    ),
+    (
+        "rope, factor",
+        lambda: relpos.RoPE(factor=2),
+        V,
+        "factor: without effect; give scaling='linear' or 'ntk'",
+    ),
+    (
+        "cross, scheme",
+        lambda: relpos.CrossPositions(X, [1], [1]),
+        T,
+        "scheme: expected a scheme as relpos.Shaw, got ndarray",
+    ),
+    (
+        "cross, positions",
+        lambda: relpos.CrossPositions(relpos.ALiBi(), [1 << 30], [1]),
+        V,
+        "query_positions: expected positions below 2^30 in magnitude, got 1073741824",
+    ),
+    (
+        "plane",
+        lambda: relpos.Plane(relpos.ALiBi(), relpos.ALiBi(), width=0),
+        V,
+        "width: expected 1 or more, got 0",
+    ),
+    (
+        "sinusoid",
+        lambda: relpos.Sinusoidal(8, layout="odd"),  # type: ignore[arg-type]
+        V,
+        "layout: expected 'interleaved' or 'halves', got 'odd'",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"), [m[1:] for m in MADE], ids=[m[0] for m in MADE]
+)
+def test_scheme_refused(make: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert type(caught.value) is error and str(caught.value) == sentence
+
+
+def shaw(n: int = 5) -> Any:
+    return relpos.Shaw(rows(n, D))
+
+
+def graph(**where: Any) -> Any:
+    return relpos.ShawGraph(rows(3, D), **where)
+
+
+# Calls of attention over (B, H, N, D).
+CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    (
+        "no scheme",
+        {"position": X},
+        T,
+        "position: expected a scheme as relpos.Shaw, a tuple of them or None, got ndarray",
+    ),
+    (
+        "in a tuple",
+        {"position": (shaw(), 3)},
+        T,
+        "position: expected a scheme as relpos.Shaw, a tuple of them or None, got int",
+    ),
+    (
+        "three of a kind",
+        {"position": (shaw(), shaw(), relpos.RelativeKey(rows(31, D)))},
+        V,
+        "position: at most 2 key terms, got 3 (Shaw, Shaw, RelativeKey)",
+    ),
+    (
+        "rope and key",
+        {"position": (relpos.RoPE(), shaw())},
+        V,
+        "position: RoPE turns q and k, but the key term of Shaw would meet them unturned; "
+        "combine RoPE with bias and value terms only",
+    ),
+    (
+        "rope and query",
+        {"position": (relpos.DeBERTa(query_table=rows(4, D)), relpos.RoPE())},
+        V,
+        "position: RoPE turns q and k, but the query term of DeBERTa would meet them unturned; "
+        "combine RoPE with bias and value terms only",
+    ),
+    (
+        "rope twice",
+        {"position": (relpos.RoPE(), relpos.RoPE(width=2))},
+        V,
+        "position: RoPE twice; q and k are turned once",
+    ),
+    (
+        "two scales",
+        {"position": (shaw(), relpos.T5Bias(rows(32, H)))},
+        V,
+        "position: Shaw has the scale 0.353553, T5Bias 1; give the scale of the call",
+    ),
+    (
+        "two position biases",
+        {"position": (relpos.TransformerXL(rows(H * D, 4), None, rows(H, D)), shaw())},
+        V,
+        "position: the position bias of TransformerXL would enter the key term of Shaw too; "
+        "leave one of them out",
+    ),
+    (
+        "sinusoidal",
+        {"position": relpos.Sinusoidal(D)},
+        V,
+        "position: Sinusoidal has no term in attention; add its table(n) to the embeddings and "
+        "leave position out",
+    ),
+    (
+        "learned absolute",
+        {"position": relpos.LearnedAbsolute(rows(9, D))},
+        V,
+        "position: LearnedAbsolute has no term in attention; add its table(n) to the embeddings "
+        "and leave position out",
+    ),
+    (
+        "heads of T5",
+        {"position": relpos.T5Bias(rows(32, 3))},
+        V,
+        "bias_table: expected float32 (num_buckets, H=4), got float32 (32, 3)",
+    ),
+    (
+        "heads of ALiBi",
+        {"position": relpos.ALiBi(rows(3))},
+        V,
+        "slopes: expected float32 (H=4,), got float32 (3,)",
+    ),
+    (
+        "width of XL",
+        {"position": relpos.TransformerXL(rows(31, 4))},
+        V,
+        "position_weight: expected float32 (H * D=32, d_model), got float32 (31, 4)",
+    ),
+    (
+        "u of XL",
+        {"position": relpos.TransformerXL(rows(32, 4), rows(H, 7))},
+        V,
+        "content_bias: expected float32 (H=4, D=8), got float32 (4, 7)",
+    ),
+    (
+        "relative_key, too short",
+        {"position": relpos.RelativeKey(rows(5, D))},
+        V,
+        "distance_table: 5 rows reach from -2 to 2, but the call has distances from -5 to 5; "
+        "beyond='clip' takes the rows at the ends",
+    ),
+    (
+        "rope, wide",
+        {"position": relpos.RoPE(width=10)},
+        V,
+        "width: expected an even number up to D=8, got 10",
+    ),
+    (
+        "rope, ntk",
+        {"position": relpos.RoPE(width=2, scaling="ntk", factor=2)},
+        V,
+        "width: scaling='ntk' needs 4 columns or more, got 2",
+    ),
+    (
+        "positions, count",
+        {"position": relpos.CrossPositions(shaw(), range(5), range(N))},
+        V,
+        "query_positions: expected integers (N=6,) or (B=2, N=6), got int32 (5,)",
+    ),
+    (
+        "positions of labels",
+        {"position": relpos.CrossPositions(graph(labels=labels(N, N)), range(N), range(N))},
+        V,
+        "position: the key term of ShawGraph does not go by distance; it takes no positions",
+    ),
+    (
+        "positions far apart",
+        {"position": relpos.CrossPositions(relpos.ALiBi(), range(N), [-(1 << 29)] * N)},
+        V,
+        "position: distances from -536870917 to 0 need a table of 536870918 rows, at most 67108864 "
+        "are made; see query_start and the positions",
+    ),
+    (
+        "a plane of RoPE",
+        {"position": relpos.Plane(shaw(), relpos.RoPE(), width=2)},
+        V,
+        "position: RoPE does not go into a Plane; it turns by one position",
+    ),
+    (
+        "edges without sequence",
+        {"position": graph(edges=relpos.EdgeList([0], [0], [0]))},
+        V,
+        "sequence: give that of every edge, there are 2 sequences",
+    ),
+    (
+        "edge, label",
+        {"position": graph(edges=relpos.EdgeList([0, 1], [0, 1], [2, 3], [1, 0]))},
+        V,
+        "label[1]: expected 0 to 2, got 3",
+    ),
+    (
+        "edge, query",
+        {"position": graph(edges=EDGES), "lengths": [6, 5]},
+        V,
+        "query[1]: expected 0 to 4, got 5",
+    ),
+    (
+        "edge, key",
+        {"position": graph(edges=relpos.EdgeList([0, 1], [0, -1], [2, 0], [1, 0]))},
+        V,
+        "key[1]: expected 0 to 5, got -1",
+    ),
+    (
+        "edge, sequence",
+        {"position": graph(edges=relpos.EdgeList([0], [0], [0], [2]))},
+        V,
+        "sequence[0]: expected 0 to 1, got 2",
+    ),
+    (
+        "mask, type",
+        {"mask": np.zeros((N, N))},
+        T,
+        "mask: expected bool (N, M), (B, N, M) or (B|1, H|1, N, M), got float64 (6, 6); "
+        "use np.asarray(mask, bool)",
+    ),
+    (
+        "window, sides",
+        {"window": (1, 2, 3)},
+        V,
+        "window: expected a number or (left, right), got (1, 2, 3)",
+    ),
+    (
+        "window, negative",
+        {"window": (-1, 2)},
+        V,
+        "window: expected 0 or more on each side, or None, got (-1, 2)",
+    ),
+    (
+        "window, fraction",
+        {"window": 1.5},
+        T,
+        "window: expected integers or None, got 1.5",
+    ),
+    ("softcap", {"softcap": -1}, V, "softcap: expected 0 (none) or more, got -1"),
+    ("dropout", {"dropout": 1.0}, V, "dropout: expected a rate from 0 to below 1, got 1.0"),
+    ("dropout, NaN", {"dropout": np.nan}, V, "dropout: expected a finite number, got nan"),
+    ("seed", {"seed": -1}, V, "seed: expected 0 to 2^64 - 1, got -1"),
+    (
+        "seed, words",
+        {"seed": (1, 2, 3)},
+        V,
+        "seed: expected an integer or four words below 2^32, got (1, 2, 3)",
+    ),
+    ("precision", {"precision": "bf16"}, V, "precision: expected 'f32', got 'bf16'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"), [c[1:] for c in CALLED], ids=[c[0] for c in CALLED]
+)
+def test_call_refused(changes: Any, error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as caught:
+        relpos.attention(X, X, X, **changes)
+    assert type(caught.value) is error and str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("where", ["labels", "second"])
+def test_a_label_out_of_range_is_named_with_its_place(where: str) -> None:
+    wrong = labels(B, 1, N, N)
+    wrong[1, 0, 2, 3] = 3
+    position = graph(labels=wrong) if where == "labels" else (shaw(), graph(labels=wrong))
+    sentence = "label 3 of sequence 1, head 0, query 2, key 3; labels must be from -1 .* = 2$"
+    with pytest.raises(ValueError, match=sentence):
+        relpos.attention(X, X, X, position=position)
+
+
+def test_duplicate_edges_add_up() -> None:
+    once = graph(edges=relpos.EdgeList([0], [1], [2], [0]))
+    twice = graph(edges=relpos.EdgeList([0, 0], [1, 1], [2, 2], [0, 0]))
+    double = relpos.ShawGraph(2 * once.key_table, edges=once.edges)
+    np.testing.assert_allclose(
+        *(relpos.attention(X, X, X, position=p) for p in (twice, double)), rtol=0, atol=1e-6
+    )
+
+
+def test_nan_in_a_table_stays_where_it_is_met() -> None:
+    table = rows(5, D)
+    table[0] = np.nan  # distances of -2 and less
+    out = relpos.attention(X, X, X, position=relpos.Shaw(table))
+    assert np.isfinite(out[:, :, :2]).all() and np.isnan(out[:, :, 2:]).all()
+
+
+def test_empty_everything() -> None:
+    for shape in ((0, H, N, D), (B, H, 0, D)):
+        x = rows(*shape)
+        for position in (
+            relpos.TransformerXL(rows(H * D, 4), rows(H, D), rows(H, D)),
+            relpos.T5Bias(rows(8, H), max_distance=9),
+            relpos.ALiBi(rows(H)),
+            relpos.DeBERTa(rows(6, D), rows(6, D)),
+            relpos.RelativeKeyQuery(rows(3, D)),
+            relpos.RoPE(),
+            graph(labels=labels(1, 1, *shape[2:3], *shape[2:3])),
+            graph(edges=relpos.EdgeList([], [], [], [])),
+            relpos.Plane(shaw(), shaw(), width=3),
+            relpos.CrossPositions(shaw(), range(shape[2]), range(shape[2])),
+        ):
+            out, ctx = relpos.attention_forward(x, x, x, position=position)
+            gradients = relpos.attention_backward(ctx, out)
+            assert out.shape == shape
+            assert not any(np.any(g) for g in gradients.values())
+
+
+def test_names_in_a_tuple() -> None:
+    first, second = rows(5, D), rows(3, D)
+    position = (relpos.Shaw(first), relpos.ShawGraph(second, labels=labels(N, N)))
+    _, ctx = relpos.attention_forward(X, X, X, position=position)
+    gradients = relpos.attention_backward(ctx, X)
+    assert list(gradients) == ["q", "k", "v", "key_table", "key_table_2"]
+    assert gradients.key_table.shape == (5, D) and gradients.key_table_2.shape == (3, D)
+    assert gradients.value_table is None and gradients.slopes is None
+    with pytest.raises(AttributeError, match="^there is no gradient 'tables', only q, k, v, key_"):
+        gradients.tables  # noqa: B018
+    both = (relpos.Shaw(first), relpos.Shaw(first, left=1))
+    _, ctx = relpos.attention_forward(X, X, X, position=both)
+    assert list(relpos.attention_backward(ctx, X)) == ["q", "k", "v", "key_table"]
+
+
+def test_every_scheme_says_what_it_is() -> None:
+    assert repr(relpos.ALiBi()) == "ALiBi()"
+    assert repr(relpos.T5Bias(rows(32, H))) == "T5Bias(bias_table=float32 (32, 4))"
+    assert repr(relpos.CrossPositions(relpos.ALiBi(), [1], [2])) == "CrossPositions(ALiBi())"
+    assert repr(EDGES) == "EdgeList(2 edges)"

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""relpos.torch: gradients by autograd, no copies, one operation to torch.compile.
+
+gradcheck runs in double, on the stand-in core of stand_in.py: what it checks is this module and the
+schemes above the core (test_reference.py and test_attention.py check the core's own derivatives).
+The core's float32 is compared with torch's autograd over the formula.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+from stand_in import stand_in
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+import relpos.torch  # noqa: E402
+
+B, H, N, D = 2, 2, 4, 2
+LABELS = np.random.default_rng(0).integers(-1, 3, (B, 1, N, N)).astype(np.int8)
+
+
+def tensor(*shape: int, seed: int = 0, dtype: Any = None, grad: bool = True) -> Any:
+    generator = torch.Generator().manual_seed(seed + 100 * sum(shape))
+    x = 0.7 * torch.randn(*shape, generator=generator, dtype=dtype or torch.float32)
+    return x.requires_grad_(grad)
+
+
+def qkv(dtype: Any = None) -> list[Any]:
+    return [tensor(B, H, N, D, seed=i, dtype=dtype) for i in range(3)]
+
+
+SCHEMES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "none": (lambda: None, []),
+    "shaw": (lambda a, b: relpos.Shaw(a, b), [(5, D), (H, 3, D)]),
+    "tied": (lambda a: relpos.Shaw(a, a), [(5, D)]),
+    "xl": (lambda w, u, v: relpos.TransformerXL(w, u, v), [(H * D, 6), (H, D), (H, D)]),
+    "t5": (lambda a: relpos.T5Bias(a, max_distance=6), [(8, H)]),
+    "deberta": (
+        lambda a, b: relpos.DeBERTa(a, b, buckets=4, max_position=6),
+        [(H, 8, D), (H, 8, D)],
+    ),
+    "rope, alibi": (lambda s: (relpos.RoPE(), relpos.ALiBi(s)), [(H,)]),
+    "rat-sql": (
+        lambda a, b, c: (relpos.Shaw(a), relpos.ShawGraph(b, c, labels=LABELS)),
+        [(5, D), (3, D), (3, D)],
+    ),
+    "plane": (
+        lambda a, b: relpos.Plane(relpos.Shaw(a), relpos.Shaw(b), width=3),
+        [(3, D), (H, 5, D)],
+    ),
+    "relative_key_query": (lambda a: relpos.RelativeKeyQuery(a), [(2 * N + 1, D)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gradcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    make, shapes = SCHEMES[name]
+    tables = [tensor(*shape, seed=9 + i, dtype=torch.float64) for i, shape in enumerate(shapes)]
+
+    def call(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=make(*tables), causal=True)
+
+    assert torch.autograd.gradcheck(call, (*qkv(torch.float64), *tables))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_gradcheck_of_the_options(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    mask = torch.rand(B, 1, N, N) < 0.8
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return relpos.torch.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            window=(3, None),
+            softcap=1.5,
+            lengths=[N, 3],
+            dropout=dropout,
+            seed=3,
+        )
+
+    assert torch.autograd.gradcheck(call, qkv(torch.float64))
+
+
+def formula(q: Any, k: Any, v: Any, key: Any, value: Any, clip: int) -> Any:
+    """Causal attention with Shaw's relations, by torch."""
+    n = torch.arange(q.shape[2])
+    r = (n[None] - n[:, None]).clamp(-clip, clip) + clip
+    s = (q @ k.mT + torch.einsum("bhid,ijd->bhij", q, key[r])) / math.sqrt(q.shape[-1])
+    p = torch.softmax(s.masked_fill(n[None] > n[:, None], -math.inf), -1)
+    return p @ v + torch.einsum("bhij,ijd->bhid", p, value[r])
+
+
+def test_against_autograd_over_the_formula() -> None:
+    def inputs() -> list[Any]:
+        own = [tensor(2, 4, 70, 32, seed=i) for i in range(3)]
+        return own + [tensor(9, 32, seed=i) for i in range(2)]
+
+    ours, theirs = inputs(), inputs()
+    dout = tensor(2, 4, 70, 32, seed=8, grad=False)
+    out = relpos.torch.attention(*ours[:3], position=relpos.Shaw(*ours[3:]), causal=True)
+    expected = formula(*theirs, 4)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    out.backward(dout)
+    expected.backward(dout)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_it_is_what_numpy_gets() -> None:
+    q, k, v = qkv()
+    tables = [tensor(5, D, seed=i) for i in range(2)]
+    out = relpos.torch.attention(q, k, v, position=relpos.Shaw(*tables), lengths=[N, 4])
+    out.sum().backward()  # an expanded gradient, of strides 0
+    arrays = [x.detach().numpy() for x in (q, k, v)]
+    position = relpos.Shaw(*(x.detach().numpy() for x in tables))
+    expected, ctx = relpos.attention_forward(*arrays, position=position, lengths=[N, 4])
+    gradients = relpos.attention_backward(ctx, np.ones_like(expected))
+    np.testing.assert_array_equal(out.detach().numpy(), expected)
+    for name, x in zip(
+        ("q", "k", "v", "key_table", "value_table"), (q, k, v, *tables), strict=True
+    ):
+        np.testing.assert_array_equal(x.grad.numpy(), gradients[name])
+
+
+def test_the_core_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    import sys
+
+    module = sys.modules["relpos.attention"]
+    inner = module._core.attention_forward  # type: ignore[attr-defined]
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner.__self__, name) if name != "attention_forward" else self.forward
+
+        def forward(self, q: Any, k: Any, v: Any, out: Any, lse: bool, call: Any) -> Any:
+            seen.extend(x.__array_interface__["data"][0] for x in (q, k, v))
+            seen.extend(term[2].__array_interface__["data"][0] for term in call[8])
+            return inner(q, k, v, out, lse, call)
+
+    monkeypatch.setattr(module, "_core", Spy())
+    q, k, v = qkv()
+    table = tensor(5, D)
+    swapped = [x.detach().transpose(1, 2) for x in (q, k, v)]
+    relpos.torch.attention(q, k, v, position=relpos.Shaw(table))
+    relpos.torch.attention(*swapped, position=relpos.Shaw(table), layout="bnhd")
+    assert seen == 2 * [x.data_ptr() for x in (q, k, v, table)]
+
+
+def test_the_array_interfaces_of_numpy() -> None:
+    """relpos.attention itself takes tensors, by DLPack, and gives arrays, which export it."""
+    q, k, v = (x.detach() for x in qkv())
+    table = tensor(5, D, grad=False)
+    out = relpos.attention(q, k, v, position=relpos.Shaw(table))
+    assert type(out) is np.ndarray
+    expected = relpos.torch.attention(q, k, v, position=relpos.Shaw(table))
+    torch.testing.assert_close(torch.from_dlpack(out), expected, rtol=0, atol=0)
+    into = torch.empty_like(q)
+    relpos.attention(q, k, v, position=relpos.Shaw(table), out=into)  # type: ignore[arg-type]
+    torch.testing.assert_close(into, expected, rtol=0, atol=0)
+
+    class Interface:
+        def __init__(self, x: Any) -> None:
+            self.held, self.__array_interface__ = x, x.__array_interface__
+
+    again = relpos.attention(*(Interface(x.numpy()) for x in (q, k, v)))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(again, relpos.attention(q, k, v))
+    with pytest.raises(TypeError, match="^q: no array to read without a copy: .*requires? grad"):
+        relpos.attention(q.clone().requires_grad_(), k, v)
+    with pytest.raises(TypeError, match="^q: no array to read without a copy"):
+        relpos.attention(q.bfloat16(), k, v)
+
+    class Elsewhere:
+        def __dlpack__(self) -> None: ...
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+    with pytest.raises(TypeError, match="^k: lies on a CUDA device, relpos computes on the CPU"):
+        relpos.attention(q, Elsewhere(), v)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda x: x.double(), "q: expected float32, got float64; use q.float()"),
+        (lambda x: x.detach().numpy(), "q: expected a tensor, got ndarray"),
+        (lambda x: x.to("meta"), "q: lies on meta, relpos computes on the CPU; use q.cpu()"),
+    ],
+)
+def test_refused(spoil: Any, sentence: str) -> None:
+    q, k, v = qkv()
+    with pytest.raises(TypeError) as caught:
+        relpos.torch.attention(spoil(q), k, v)
+    assert str(caught.value) == sentence
+
+
+def test_a_table_of_another_type_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"^key_table: expected float32 \(T, d\) or .*, got float64"
+    ):
+        relpos.Shaw(tensor(5, D).double())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed: bool) -> None:
+    """torch's own tests of an operation: schema, fake tensors, autograd, compiling ahead."""
+    q, k, v = (tensor(11, H, D, seed=i) if packed else x for i, x in enumerate(qkv()))
+    table = tensor(5, D)
+    module = relpos.torch.Attention(relpos.Shaw(table, table), causal=True)
+    spec = module._training
+    offsets = torch.tensor([0, 4, 11]) if packed else None
+    arguments = (q, k, v, spec.tensors, None, None, offsets, None, None, None, 0, spec.number)
+    torch.library.opcheck(torch.ops.relpos.attention.default, arguments)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, position: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(H * D, 3 * H * D)
+        self.attention = relpos.torch.Attention(position, layout="bnhd", **options)
+
+    def forward(self, x: Any, lengths: Any = None, seed: int = 0) -> Any:
+        q, k, v = self.project(x).unflatten(-1, (3, H, D)).unbind(2)
+        return self.attention(q, k, v, lengths=lengths, seed=seed).flatten(2).tanh()
+
+
+def layer(**options: Any) -> Layer:
+    torch.manual_seed(0)
+    table = torch.nn.Parameter(tensor(5, D, grad=False))
+    return Layer(relpos.Shaw(table, table), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    eager, other = layer(causal=True, dropout=0.3), layer(causal=True, dropout=0.3)
+    try:
+        compiled = torch.compile(other, fullgraph=True, backend=backend)
+        x = tensor(B, N, H * D, grad=False)
+        for lengths, seed in ((None, 1), (torch.tensor([N, 3]), 2), (torch.tensor([2, N]), 3)):
+            results = []
+            for module in (eager, compiled):
+                module.zero_grad()
+                out = module(x, lengths, seed)
+                out.square().sum().backward()
+                results.append([out, *(p.grad for p in module.parameters())])
+            for ours, theirs in zip(*results, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        pytest.skip(f"torch cannot compile here: {str(error)[:200]}")
+
+
+def test_the_function_leaves_compiled_code() -> None:
+    table = tensor(5, D)
+
+    def code(q: Any, k: Any, v: Any) -> Any:
+        return relpos.torch.attention(2 * q, k, v, position=relpos.Shaw(table)).tanh()
+
+    q, k, v = qkv()
+    compiled = torch.compile(code, backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), code(q, k, v))
+
+
+def test_the_module() -> None:
+    module = layer(dropout=0.5)
+    assert [name for name, _ in module.named_parameters()] == [
+        "project.weight",
+        "project.bias",
+        "attention.key_table",
+        "attention.value_table",
+    ][:3]
+    x = tensor(B, N, H * D, grad=False)
+    assert not torch.equal(module(x, seed=1), module(x, seed=2))
+    module.eval()
+    assert torch.equal(module(x, seed=1), module(x, seed=2))
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    saved.seek(0)
+    for twin in (copy.deepcopy(module), torch.load(saved, weights_only=False)):
+        assert torch.equal(twin(x), module(x))
+        with torch.no_grad():
+            twin.attention.key_table += 1.0
+        assert not torch.equal(twin(x), module(x))
+
+
+def test_nothing_is_kept() -> None:
+    from relpos.torch import _specs
+
+    before = len(_specs)
+    q, k, v = qkv()
+    table = tensor(5, D)
+    for _ in range(20):
+        relpos.torch.attention(q, k, v, position=relpos.Shaw(table)).sum().backward()
+    assert len(_specs) == before
