@@ -337,7 +337,8 @@ rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int 
                                  .row = row,
                                  .rows = rows,
                                  .to = to,
-                                 .to_stride = to_stride};
+                                 .to_stride = to_stride,
+                                 .workers = rp_get_threads()};
   RPI_TRY(ops->attention_map(&args, &args.workspace_bytes));
   args.workspace = rpi_allocate((size_t)args.workspace_bytes);
   RPI_CHECK(args.workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
@@ -364,13 +365,21 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   RPI_CHECK(rpi_multiply(N, D, &head_stride) && rpi_multiply(head_stride, H, &batch_stride),
             RP_ERROR_SHAPE, "attention: B=%lld, H=%lld, N=%lld, D=%lld overflow", (wide)B, (wide)H,
             (wide)N, (wide)D);
-  void *const workspace = rpi_allocate((size_t)bytes);
-  RPI_CHECK(workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
-            (wide)bytes);
-  const rp_status status = rp_attention_forward(
-      &a, (rp_rows){q, batch_stride, head_stride, D}, (rp_rows){keys, batch_stride, head_stride, D},
-      (rp_rows){values, batch_stride, head_stride, D},
-      (rp_rows_out){out, batch_stride, head_stride, D}, NULL, workspace, bytes);
-  rpi_release(workspace);
+  rp_status status = RP_ERROR_MEMORY;
+  /* another thread may call rp_set_threads between the question and the call: ask again */
+  for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {
+    int64_t now = 0;
+    RPI_TRY(rp_attention_workspace(&a, &now, NULL));
+    bytes = now > bytes ? now : bytes;
+    void *const workspace = rpi_allocate((size_t)bytes);
+    RPI_CHECK(workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
+              (wide)bytes);
+    status = rp_attention_forward(&a, (rp_rows){q, batch_stride, head_stride, D},
+                                  (rp_rows){keys, batch_stride, head_stride, D},
+                                  (rp_rows){values, batch_stride, head_stride, D},
+                                  (rp_rows_out){out, batch_stride, head_stride, D}, NULL, workspace,
+                                  bytes);
+    rpi_release(workspace);
+  }
   return status;
 }

@@ -29,6 +29,7 @@ from relpos.library import (
     libs,
     set_threads,
 )
+from relpos.maps import AttentionMaps, attention_maps
 from relpos.position import (
     ALiBi,
     CrossPositions,
@@ -51,6 +52,7 @@ from relpos.position.rope import rotate
 __all__ = [
     "ALiBi",
     "AttentionContext",
+    "AttentionMaps",
     "CrossPositions",
     "DeBERTa",
     "DeviceError",
@@ -71,6 +73,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_forward",
+    "attention_maps",
     "build_info",
     "cflags",
     "get_threads",

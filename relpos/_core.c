@@ -85,10 +85,22 @@ static int module_exec(PyObject *module) {
     const char *name;
     int value;
   } constants[] = {
-      {"KEY", RELPOS_KEY},         {"QUERY", RELPOS_QUERY},         {"BIAS", RELPOS_BIAS},
-      {"VALUE", RELPOS_VALUE},     {"MAP_BAND", RP_MAP_BAND},       {"MAP_LABEL", RP_MAP_LABEL},
-      {"MAP_EDGES", RP_MAP_EDGES}, {"BEYOND_CLIP", RP_BEYOND_CLIP}, {"BEYOND_NONE", RP_BEYOND_NONE},
+      {"KEY", RELPOS_KEY},
+      {"QUERY", RELPOS_QUERY},
+      {"BIAS", RELPOS_BIAS},
+      {"VALUE", RELPOS_VALUE},
+      {"MAP_BAND", RP_MAP_BAND},
+      {"MAP_LABEL", RP_MAP_LABEL},
+      {"MAP_EDGES", RP_MAP_EDGES},
+      {"BEYOND_CLIP", RP_BEYOND_CLIP},
+      {"BEYOND_NONE", RP_BEYOND_NONE},
       {"TERMS", RP_TERMS},
+      {"SHOW_PROBABILITIES", RP_SHOW_PROBABILITIES},
+      {"SHOW_SCORES", RP_SHOW_SCORES},
+      {"SHOW_CONTENT", RP_SHOW_CONTENT},
+      {"SHOW_KEY", RP_SHOW_KEY},
+      {"SHOW_QUERY", RP_SHOW_QUERY},
+      {"SHOW_BIAS", RP_SHOW_BIAS},
   };
   for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
     if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
@@ -113,6 +125,7 @@ static void module_free(void *module) { (void)module_clear((PyObject *)module); 
 static PyMethodDef methods[] = {
     {"attention_forward", attention_forward, METH_VARARGS, NULL},
     {"attention_backward", attention_backward, METH_VARARGS, NULL},
+    {"attention_map", attention_map, METH_VARARGS, NULL},
     {"rotate", rotate, METH_VARARGS, NULL},
     {"set_threads", set_threads, METH_VARARGS, NULL},
     {"get_threads", get_threads, METH_NOARGS, NULL},

@@ -7,6 +7,7 @@
  *   _terms.c       relation terms and masks
  *   _call.c        the arguments that forward and backward share
  *   _attention.c   forward and backward
+ *   _maps.c        probabilities, logits and their parts
  *   _rotate.c      rotary positions
  *
  * Objects are borrowed from the argument tuple, which the caller holds for as long
@@ -45,6 +46,7 @@ void raise_status(PyObject *module, rp_status status);
  *   T R         rows of a relation table, distances of a band
  *   C S         B + 1 offsets, one start more than there are rows of queries
  *   F G         numbers laid end to end, edges
+ *   I J         rows and columns of a map
  *
  * The first array that has an axis fixes its size; the others must agree. */
 typedef struct sizes {
@@ -101,6 +103,7 @@ enum { RELPOS_KEY, RELPOS_QUERY, RELPOS_BIAS, RELPOS_VALUE, RELPOS_KINDS };
 
 PyObject *attention_forward(PyObject *module, PyObject *args);
 PyObject *attention_backward(PyObject *module, PyObject *args);
+PyObject *attention_map(PyObject *module, PyObject *args);
 PyObject *rotate(PyObject *module, PyObject *args);
 
 #endif

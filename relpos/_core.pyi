@@ -65,6 +65,12 @@ MAP_LABEL: int
 MAP_EDGES: int
 BEYOND_CLIP: int
 BEYOND_NONE: int
+SHOW_PROBABILITIES: int
+SHOW_SCORES: int
+SHOW_CONTENT: int
+SHOW_KEY: int  # + 1: the second term of the kind
+SHOW_QUERY: int
+SHOW_BIAS: int
 
 class DeviceError(RuntimeError): ...
 
@@ -92,6 +98,18 @@ def attention_backward(
     call: Call,
     /,
 ) -> tuple[Array, Array, Array]: ...
+def attention_map(
+    q: Array,
+    k: Array,
+    v: Array,
+    what: int,
+    b: int,
+    head: int,
+    row: int,
+    out: Array,
+    call: Call,
+    /,
+) -> None: ...
 def rotate(
     x: Array,
     out: Array | None,

@@ -3,8 +3,9 @@
  * attention_maps.c: rows of scores and probabilities, on demand, from the kernels that attention
  * itself runs, and the scores split by term: the same call with all other terms left out.
  *
- * One head of one sequence; a task is a block of queries. Nothing but what is asked for is
- * stored.
+ * One head of one sequence; a task is a block of queries, counted from the first query of the
+ * sequence whichever rows are asked for: so the bits of a row do not depend on its neighbours.
+ * Strips without a row that is asked for are left out, and nothing else is stored.
  */
 #include "ops/attention.h"
 
@@ -56,22 +57,26 @@ static void map_task(void *context, int64_t task, int worker) {
   const rp_attention *const s = &call->shape;
   forward_scratch *const w = call->scratch[worker];
   const rpi_sequence seq = sequence_of(s, args->b);
-  const int64_t first = task * call->n.block, rows = rpi_min(call->n.block, args->rows - first);
+  const int64_t query = (args->row / call->n.block + task) * call->n.block;
+  const int64_t rows = rpi_min(call->n.block, seq.queries - query);
+  /* of the block: the rows to be shown */
+  const int64_t first = rpi_max(args->row - query, 0);
+  const int64_t end = rpi_min(args->row + args->rows - query, rows);
   const int what = args->what;
   const bool content = what <= RP_SHOW_CONTENT;
   const forward_item item = {.args = &call->forward,
                              .seq = seq,
                              .sees = sight_of(s),
                              .head = args->head,
-                             .query = args->row + first,
+                             .query = query,
                              .count = rows,
                              .key = key_term(s, args->head),
                              .value = value_term(s, args->head),
                              .pairs = pair_terms_of(s, args->head, args->b),
                              .n = call->n,
                              .inner = content ? s->D : 0};
-  real *const to = args->to + first * args->to_stride;
-  for (int64_t i = 0; i < rows; i++) {
+  real *const to = args->to + (query + first - args->row) * args->to_stride; /* row first */
+  for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < seq.keys; j++) to[i * args->to_stride + j] = (real)-INFINITY;
   }
   running state = {.negated_max = w->zeros};
@@ -86,16 +91,16 @@ static void map_task(void *context, int64_t task, int worker) {
     for (int64_t j = 0; j < keys; j += RPI_TILE) {
       const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
       open_tile(&item, w, &view, j, tile_keys);
-      for (int64_t i = 0; i < rows; i += RPI_STRIP) {
+      for (int64_t i = first / RPI_STRIP * RPI_STRIP; i < end; i += RPI_STRIP) {
         forward_scores(&item, w, &view, &state, i, j, tile_keys);
-        for (int64_t x = 0; x < rpi_min(RPI_STRIP, rows - i); x++) {
-          memcpy(to + (i + x) * args->to_stride + key + j, w->strip + x * RPI_TILE,
+        for (int64_t x = rpi_max(i, first); x < rpi_min(i + RPI_STRIP, end); x++) {
+          memcpy(to + (x - first) * args->to_stride + key + j, w->strip + (x - i) * RPI_TILE,
                  (size_t)tile_keys * sizeof(real));
         }
       }
     }
   }
-  for (int64_t i = 0; i < rows; i++) show_row(to + i * args->to_stride, seq.keys, what);
+  for (int64_t i = 0; i < end - first; i++) show_row(to + i * args->to_stride, seq.keys, what);
 }
 
 static void carve_map(rpi_arena *arena, int workers, map_call *call) {
@@ -111,7 +116,7 @@ static rp_status attention_map(const rpi_attention_map_args *args, int64_t *byte
   map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
   call.n = bounds_of(&call.shape);
   call.forward = (rpi_attention_args){.shape = &call.shape, .q = args->q, .k = args->k};
-  const int workers = rp_get_threads();
+  const int workers = args->workers;
   rpi_arena arena =
       bytes ? rpi_arena_counting() : rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_map(&arena, workers, &call);
@@ -121,6 +126,8 @@ static rp_status attention_map(const rpi_attention_map_args *args, int64_t *byte
     *bytes = arena.used;
     return RP_OK;
   }
-  rpi_parallel_for((args->rows + call.n.block - 1) / call.n.block, workers, map_task, &call);
+  const int64_t before = args->row / call.n.block; /* blocks */
+  const int64_t behind = (args->row + args->rows + call.n.block - 1) / call.n.block;
+  if (args->rows > 0) rpi_parallel_for(behind - before, workers, map_task, &call);
   return RP_OK;
 }

@@ -75,6 +75,7 @@ typedef struct rpi_attention_map_args {
   int64_t b, head, row, rows;
   real *to; /* [rows][keys of the sequence] */
   int64_t to_stride;
+  int workers; /* threads, the same for the workspace's size and the map */
   void *workspace;
   int64_t workspace_bytes;
 } rpi_attention_map_args;

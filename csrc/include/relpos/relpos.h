@@ -138,12 +138,13 @@ enum {
  * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation
  * (the pair itself stays visible). The matrix of sequence b and head h has one row
  * per query in use and lies at labels + (b * label_batch_stride + h *
- * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it.
+ * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it. Labels
+ * are checked, and then read again: they must not change during a call.
  *
  * RP_MAP_EDGES: the edges of query i (counted over the rows of the padded array, b * N + i,
- * or the tokens of the packed one) are edge_starts[i] to edge_starts[i + 1] - 1, each a
- * key of the sequence and a label, keys not falling within a query. Several
- * edges of one pair add up. All heads share them. */
+ * or the tokens of the packed one) are edge_starts[i] to edge_starts[i + 1] - 1, from
+ * edge_starts[0] = 0, each a key of the sequence and a label from 0 to T - 1, keys not falling
+ * within a query. Several edges of one pair add up. All heads share them. */
 typedef struct rp_relation {
   const rp_real *table;
   int64_t head_stride; /* elements between two heads' tables; 0: shared */
@@ -164,7 +165,8 @@ typedef struct rp_relation {
   int label_bytes; /* 1, 2 or 4 */
   int64_t label_batch_stride, label_head_stride, label_row_stride;
   const int64_t *label_starts; /* [B], or NULL: of sequence b in place of b * label_batch_stride;
-                                  its rows are then as many labels apart as it has keys */
+                                  its rows are then as many labels apart as it has keys, and
+                                  the head stride still counts */
 
   const int64_t *edge_starts; /* [B * N + 1] or [tokens + 1] */
   const int32_t *edge_keys, *edge_labels;
@@ -223,7 +225,7 @@ typedef struct rp_attention {
   rp_relation value[RP_TERMS]; /* added to the values */
 
   /* Added to every query before it meets the key terms (not the keys): [H, D] with
-   * this many elements from head to head, or NULL. */
+   * this many elements, at least D, from head to head; or NULL. */
   const rp_real *position_bias;
   int64_t position_bias_stride;
 
@@ -237,10 +239,11 @@ typedef struct rp_attention {
 
   /* A probability is dropped (set to 0) at this rate, the others are scaled up. The mask is a
    * function of dropout_key, dropout_site, dropout_first + b, head, query and key alone:
-   * backward makes it again. Rates are multiples of 1/256, rounded. */
+   * backward makes it again. A rate is rounded to a multiple of 1/256, halves up, and is at
+   * most 255/256. Head h has the masks of site dropout_site + h: give layers sites H apart. */
   double dropout; /* from 0 to below 1 */
   uint32_t dropout_key[2];
-  uint32_t dropout_site;  /* distinguishes layers; heads are told apart by themselves */
+  uint32_t dropout_site;
   uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key */
 } rp_attention;
 
