@@ -209,7 +209,7 @@ def test_what_a_wheel_holds(built: Path) -> None:
         assert wheel.name.startswith(f"relpos-{relpos.__version__}-cp310-abi3-linux_")
     names = set(zipfile.ZipFile(wheel).namelist())
     ours = {name for name in names if name.startswith("relpos/")}
-    modules = {f"relpos/{path.name}" for path in (ROOT / "relpos").glob("*.py")}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "relpos").rglob("*.py")}
     assert ours - modules - {Path(n).as_posix() for n in ours if n.startswith("relpos/_core.")} == {
         "relpos/py.typed",
         "relpos/include/relpos/relpos.h",
