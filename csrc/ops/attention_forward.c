@@ -247,6 +247,29 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &weighted, NULL);
 }
 
+/* The order in which queries meet runs of keys: from where they stand to the first key, and
+ * then on to the last. Relations mostly favour the near (ALiBi's scores fall by more than
+ * RPI_RAISE from tile to tile), and who meets the near first never raises the maximum again. */
+typedef struct walk {
+  int64_t begin, size, count, nearest;
+} walk;
+
+/* begin is rounded down to a tile. */
+static walk walk_of(const forward_item *item, int64_t query, int64_t rows, int64_t begin,
+                    int64_t end, int64_t size) {
+  const int64_t from = begin / RPI_TILE * RPI_TILE, last = query + rows - 1 + item->seq.start;
+  const int64_t stands = item->sees.right <= 0 ? last : last - rows / 2;
+  const int64_t count = end > begin ? (end - from + size - 1) / size : 0;
+  return (walk){.begin = from,
+                .size = size,
+                .count = count,
+                .nearest = rpi_max(rpi_min((stands - from) / size, count - 1), 0)};
+}
+
+static int64_t walk_at(const walk *w, int64_t step) {
+  return w->begin + w->size * (step <= w->nearest ? w->nearest - step : step);
+}
+
 /* Makes a block of queries ready to walk a chunk of keys: windows, E, empty buckets. */
 static forward_view open_view(const forward_item *item, forward_scratch *w, int64_t block,
                               int64_t key, int64_t keys, dense values, const reach *r) {
@@ -310,9 +333,10 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
   if (r.farthest < r.nearest) return;
   const forward_view view = open_view(item, w, block, key, keys, values, &r);
   const stretch seen = keys_seen(&item->seq, &item->sees, view.row0, count);
-  const int64_t end = rpi_min(keys, seen.end - key);
-  for (int64_t j = rpi_max(seen.begin - key, 0) / RPI_TILE * RPI_TILE; j < end; j += RPI_TILE) {
-    const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
+  const walk tiles = walk_of(item, view.row0, count, rpi_max(seen.begin, key),
+                             rpi_min(seen.end, key + keys), RPI_TILE);
+  for (int64_t step = 0; step < tiles.count; step++) {
+    const int64_t j = walk_at(&tiles, step) - key, tile_keys = rpi_min(RPI_TILE, keys - j);
     open_tile(item, w, &view, j, tile_keys);
     for (int64_t i = 0; i < count; i += RPI_STRIP) {
       forward_strip(item, w, &view, i, j, tile_keys);
@@ -411,8 +435,9 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   memset(state->seen, 0, (size_t)item->count);
   open_rows_of(item, w);
   const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
-  for (int64_t key = seen.begin / RPI_TILE * RPI_TILE; key < seen.end; key += item->n.keys) {
-    const int64_t keys = rpi_min(item->n.keys, seen.end - key);
+  const walk parts = walk_of(item, item->query, item->count, seen.begin, seen.end, item->n.keys);
+  for (int64_t step = 0; step < parts.count; step++) {
+    const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;
     open_keys_of(item, w, key, keys);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
