@@ -100,10 +100,10 @@ static rp_status check_window(const char *name, int64_t value) {
 }
 
 static rp_status check_numbers(const rp_attention *a) {
-  RPI_CHECK(isfinite(a->scale), RP_ERROR_ARGUMENT,
-            "attention: scale=%g, must be finite (0: 1/sqrt(D))", a->scale);
-  RPI_CHECK(isfinite(a->softcap) && a->softcap >= 0, RP_ERROR_ARGUMENT,
-            "attention: softcap=%g, must be finite and not negative (0: none)", a->softcap);
+  RPI_CHECK(fabs(a->scale) <= 1e30, RP_ERROR_ARGUMENT,
+            "attention: scale=%g, must be within 1e30 of 0 (0: 1/sqrt(D))", a->scale);
+  RPI_CHECK(a->softcap == 0 || (a->softcap >= 1e-30 && a->softcap <= 1e30), RP_ERROR_ARGUMENT,
+            "attention: softcap=%g, must be 0 (none) or from 1e-30 to 1e30", a->softcap);
   RPI_TRY(check_window("window_left", a->window_left));
   RPI_TRY(check_window("window_right", a->window_right));
   RPI_CHECK(a->dropout >= 0 && a->dropout < 1, RP_ERROR_ARGUMENT,

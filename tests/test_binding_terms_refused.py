@@ -409,7 +409,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "softcap",
         {"softcap": -1.0},
         ValueError,
-        "attention: softcap=-1, must be finite and not negative (0: none)",
+        "attention: softcap=-1, must be 0 (none) or from 1e-30 to 1e30",
     ),
     (
         "dropout",

@@ -153,9 +153,9 @@ RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *res
 
 /* The same where the score of a pair is capped or its weight may be dropped:
  *
- *   s' = cap tanh(s / cap),  p~ = keep p,  ds = p (keep dp - delta) (1 - (s' / cap)^2)
+ *   s' = cap tanh(s / cap),  p~ = keep p,  ds = p (keep dp - delta) (1 - tanh(s / cap)^2)
  *
- * ds holds dp alone, s is capped already. */
+ * ds holds dp alone, s the tanh where there is a cap. */
 static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, int64_t count,
                                 real *s, real *ds, const real *negated_lse,
                                 const real *negated_delta) {
@@ -165,12 +165,13 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
   } else {
     memset(&mask, -1, sizeof mask);
   }
-  const real inverse = p->softcap ? 1 / p->softcap : 0, scale = p->dropout.scale;
+  const bool capped = p->softcap != 0;
+  const real cap = capped ? p->softcap : 1, scale = p->dropout.scale;
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const int8_t *const keep = mask.of[r];
     const real start = negated_lse[r], delta = negated_delta[r];
     _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) {
-      const real weight = rpi_exp2(s[j] + start), t = s[j] * inverse;
+      const real weight = rpi_exp2(cap * s[j] + start), t = capped ? s[j] : 0;
       /* a hidden score is -inf, its slope is no number, and its weight is 0 */
       const real slope = weight > 0 ? 1 - t * t : weight;
       const real kept = keep[j] < 0 ? scale : (real)0;
@@ -225,7 +226,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
-  if (pairs->softcap != 0) cap_strip(count, pairs->softcap, w->zeros, p);
+  if (pairs->softcap != 0) tanh_strip(count, pairs->softcap, p);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys, p);
   }

@@ -104,7 +104,9 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
         real *const line = pairs->rows[x] + r * pairs->stride[x];
+        real *const before = pairs->folded[x] + r * pairs->stride[x];
         for (int64_t c = 0; c < pairs->stride[x]; c++) line[c] *= factor;
+        for (int64_t c = 0; c < pairs->stride[x]; c++) before[c] *= factor;
       }
     }
     state.seen[r] = 1;
@@ -445,6 +447,7 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     for (int64_t block = 0; block < item->count; block += item->n.block) {
       forward_block(item, w, block, key, keys, values);
     }
+    if (item->pairs.values) fold_pair_buckets(&item->pairs, &w->pairs, item->count);
   }
   forward_finish(item, w);
 }

@@ -38,8 +38,9 @@ static void show_row(real *row, int64_t keys, int what) {
   if (what == RP_SHOW_PROBABILITIES) {
     real most = (real)-INFINITY, sum = 0;
     for (int64_t j = 0; j < keys; j++) most = row[j] > most ? row[j] : most;
+    if (most == (real)-INFINITY) most = 0; /* nothing seen, or NaN alone, which stays */
     for (int64_t j = 0; j < keys; j++) {
-      row[j] = most == (real)-INFINITY ? 0 : rpi_exp2(row[j] - most);
+      row[j] = rpi_exp2(row[j] - most);
       sum += row[j];
     }
     for (int64_t j = 0; j < keys; j++) row[j] = sum == 0 ? 0 : row[j] / sum;

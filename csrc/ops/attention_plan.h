@@ -4,7 +4,9 @@
  *
  * Each sequence is cut into chunks of queries and chunks of keys. An item is one
  * head of one sequence on one chunk of queries (forward), or on one pair of chunks
- * (backward). All scratch is sized by chunks: memory does not grow with N or M.
+ * (backward). All scratch is sized by chunks: a worker's memory does not grow with N or M.
+ * Two things do: sums of an unclipped table (backward keeps those of one phase, about one item a
+ * query chunk), and tables that are looked up, which are there whole.
  *
  * Backward walks the pairs in phases, like a Latin square:
  *

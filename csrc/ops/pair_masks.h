@@ -18,6 +18,12 @@ RPI_NOINLINE void cap_strip(int64_t count, real cap, const real *start, real *s)
   }
 }
 
+/* s = tanh(s / cap): backward wants the slope too, 1 - tanh^2, exactly 0 where tanh is 1. */
+RPI_NOINLINE void tanh_strip(int64_t count, real cap, real *s) {
+  const real inverse = 1 / cap;
+  for (int64_t c = 0; c < count * RPI_TILE; c++) s[c] = rpi_tanh(s[c] * inverse);
+}
+
 /* Drops weights, and scales up what is kept. */
 static void drop_strip(const pair_terms *p, int64_t i, int64_t count, int64_t key, real *weights) {
   keep_mask mask;

@@ -181,6 +181,7 @@ typedef struct lookup_scratch {
   real *numbers;     /* [T, padded]: of position_bias, or of a bias term */
   real *e;           /* [queries kept][LANES + T, padded]; of a bias one row */
   real *buckets;     /* the same, of every term */
+  real *folded;      /* the same: buckets of the chunks of keys before (values, forward) */
   int32_t *relation; /* [block][TILE]: what was looked up for a tile */
   real *g, *dg;      /* [tiles][1 + T][TILE]: query terms; backward's sums of ds */
 } lookup_scratch;
@@ -221,6 +222,7 @@ static void take_lookup(rpi_arena *arena, const bounds *n, const lookup *x, bool
   }
   if (x->kind == PAIR_VALUE || backward) {
     w->buckets = rpi_arena_take(arena, kept, stride * real_bytes);
+    if (!backward) w->folded = rpi_arena_take(arena, kept, stride * real_bytes);
   }
 }
 
@@ -324,6 +326,7 @@ static void open_pair_rows(const pair_terms *p, const pair_scratch *w, const pai
     const pair_rows *const from = x->kind == PAIR_VALUE ? dz : q;
     const int64_t stride = lookup_stride(x), columns = lookup_columns(x);
     if (at->buckets) memset(at->buckets, 0, (size_t)(q->rows * stride) * sizeof(real));
+    if (at->folded) memset(at->folded, 0, (size_t)(q->rows * stride) * sizeof(real));
     if (!at->across || !from) continue;
     for (int64_t r = 0; r < q->rows; r++) {
       real *const row = at->e + r * stride;
@@ -447,7 +450,7 @@ static void pair_value_scores(const pair_terms *p, pair_scratch *w, const rpi_se
 /* The buckets of a strip's rows, and what was looked up for them. */
 typedef struct pair_buckets {
   int count, list[RPI_LOOKUPS];
-  real *rows[RPI_LOOKUPS];
+  real *rows[RPI_LOOKUPS], *folded[RPI_LOOKUPS];
   const int32_t *relation[RPI_LOOKUPS];
   int64_t stride[RPI_LOOKUPS];
 } pair_buckets;
@@ -461,6 +464,8 @@ static pair_buckets pair_buckets_at(const pair_terms *p, const pair_scratch *w, 
     if ((p->list[x].kind == PAIR_VALUE) != values || p->list[x].kind == PAIR_QUERY) continue;
     b.stride[b.count] = lookup_stride(&p->list[x]);
     b.rows[b.count] = w->list[x].buckets + (w->base + i) * b.stride[b.count];
+    b.folded[b.count] =
+        w->list[x].folded ? w->list[x].folded + (w->base + i) * b.stride[b.count] : NULL;
     b.relation[b.count] = w->list[p->list[x].map].relation + i * RPI_TILE;
     b.list[b.count++] = x;
   }
@@ -501,13 +506,25 @@ static void collect_pairs(const pair_terms *p, const pair_buckets *b, const rpi_
   }
 }
 
+/* After a chunk of keys: puts its buckets to those before. A bucket is one number that weights
+ * are added to one by one; over all keys of a long sequence it would lose a digit. */
+static void fold_pair_buckets(const pair_terms *p, const pair_scratch *w, int64_t rows) {
+  for (int i = 0; i < p->count; i++) {
+    if (p->list[i].kind != PAIR_VALUE) continue;
+    real *const from = w->list[i].buckets, *const to = w->list[i].folded;
+    const int64_t numbers = rows * lookup_stride(&p->list[i]);
+    for (int64_t c = 0; c < numbers; c++) to[c] += from[c];
+    memset(from, 0, (size_t)numbers * sizeof(real));
+  }
+}
+
 /* out += buckets . table for all rows kept. */
 static void add_pair_values(const pair_terms *p, const pair_scratch *w, int64_t rows, int64_t width,
                             real *out) {
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
     if (x->kind != PAIR_VALUE) continue;
-    const rpi_product product = {.a = w->list[i].buckets + RPI_LANES,
+    const rpi_product product = {.a = w->list[i].folded + RPI_LANES,
                                  .a_row = lookup_stride(x),
                                  .a_inner = 1,
                                  .b = w->list[i].down,

@@ -216,7 +216,7 @@ typedef struct rp_attention {
   const int64_t *query_start;
 
   int causal;   /* != 0: query i sees the keys j <= i + start */
-  double scale; /* finite; 0 means 1/sqrt(D) */
+  double scale; /* within 1e30 of 0; 0 means 1/sqrt(D) */
 
   /* Relation terms, by what meets what. */
   rp_relation key[RP_TERMS];   /* A: a query meets a relation */
@@ -235,7 +235,7 @@ typedef struct rp_attention {
 
   rp_mask mask;
 
-  double softcap; /* >= 0; 0: none */
+  double softcap; /* 0: none; from 1e-30 to 1e30 */
 
   /* A probability is dropped (set to 0) at this rate, the others are scaled up. The mask is a
    * function of dropout_key, dropout_site, dropout_first + b, head, query and key alone:
@@ -272,8 +272,8 @@ RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows 
                                       int64_t workspace_bytes);
 
 /* Where the gradients go. Those of activations are overwritten; those of tables and of
- * position_bias are added to what is there, laid out as these themselves. NULL: not
- * computed. Terms may name the same memory (tied tables). Start from zeros, as in
+ * position_bias are added to what is there, laid out as these themselves; one that is NULL is
+ * not computed. Terms may name the same memory (tied tables). Start from zeros, as in
  * rp_attention_gradients g = {.q = ..., .k = ..., .v = ...}. */
 typedef struct rp_attention_gradients {
   rp_rows_out q, k, v;
