@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="the peers of the benchmarks are wri
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from peers import torch_attention as peers  # noqa: E402
+from peers import torch_schemes as scheme_peers  # noqa: E402
 
 torch.set_num_threads(1)  # threads of one tiny call only wait for each other
 
@@ -112,3 +113,128 @@ def test_flex_peer_has_the_key_term(causal: bool) -> None:
     arrays, _ = inputs(64, 4, False)
     exact = oracle(*(a.double() for a in arrays), causal=causal, key_only=True)
     assert_near("out", peers.flex(*arrays, causal=causal), exact)
+
+
+# --------------------------------------------------------------------------------------------------
+# The peers of bench_schemes.py
+# --------------------------------------------------------------------------------------------------
+
+LENGTHS = (50, 130, 200)  # of the band, some blocks, a last one that is short
+
+
+def scheme_case(scheme: str, n: int, heads: int = 3, width: int = 16) -> Any:
+    """q, k, v, the parameters, what takes no gradient, and the whole formula of the scores.
+
+    The formula is that of docs/schemes.md, an index matrix for every pair, and no more.
+    """
+    from relpos.position import alibi_slopes, deberta_log_buckets, t5_buckets
+
+    torch.manual_seed(n)
+    q, k, v = (torch.randn(2, heads, n, width) for _ in range(3))
+    distance = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    every = torch.arange(1 - n, n)
+    scale = width**-0.5
+
+    def met(x: Any, table: Any, index: Any) -> Any:
+        """x_i . table[index_ij], by the [N, N, D] array."""
+        return (x[..., :, None, :] * table[..., index, :]).sum(-1)
+
+    if scheme == "t5":
+        table = torch.randn(32, heads)
+        index = torch.from_numpy(t5_buckets(distance.numpy()))
+        return (q, k, v, table), torch.from_numpy(t5_buckets(every.numpy())), (
+            lambda q, k, v, table, e: q @ k.mT + table[index].permute(2, 0, 1)
+        )  # fmt: skip
+    if scheme == "alibi":
+        slopes = torch.from_numpy(alibi_slopes(heads)).float()
+        return (q, k, v), slopes, (
+            lambda q, k, v, slopes: q @ k.mT * scale - slopes[:, None, None] * distance.abs()
+        )  # fmt: skip
+    if scheme == "labels":
+        labels = torch.randint(0, 51, (n, n))
+        tables = torch.randn(2, 51, width)
+        return (q, k, v, tables[0], tables[1]), labels, (
+            lambda q, k, v, key, value, e: (q @ k.mT + met(q, key, labels)) * scale
+        )  # fmt: skip
+    if scheme == "shaw unclipped":
+        return (q, k, v, torch.randn(2 * n - 1, width)), torch.arange(2 * n - 1), (
+            lambda q, k, v, table, e: (q @ k.mT + met(q, table, distance + n - 1)) * scale
+        )  # fmt: skip
+    if scheme == "transformer-xl":
+        own = (
+            torch.randn(heads * width, 24) / 5,
+            torch.randn(heads, width),
+            torch.randn(heads, width),
+        )
+
+        def scores(q: Any, k: Any, v: Any, weight: Any, u: Any, bias: Any, waves: Any) -> Any:
+            table = (waves @ weight.mT).unflatten(-1, (heads, width)).transpose(0, 1)
+            position = met(q + bias[:, None], table, distance + n - 1)
+            return ((q + u[:, None]) @ k.mT + position) * scale
+
+        return (q, k, v, *own), torch.randn(2 * n - 1, 24), scores
+    span = 16  # of DeBERTa: clipped within the length
+
+    def delta(d: Any) -> Any:
+        buckets = torch.from_numpy(deberta_log_buckets(-d.numpy(), span, 2 * span))
+        return (buckets + span).clamp(0, 2 * span - 1)
+
+    index = delta(distance)
+    tables = torch.randn(2, 2 * span, width)
+    return (q, k, v, tables[0], tables[1]), delta(every), (
+        lambda q, k, v, key, query, e: (q @ k.mT + met(q, key, index) + met(k, query, index.mT).mT)
+        * (3 * width) ** -0.5
+    )  # fmt: skip
+
+
+def check_scheme_peer(scheme: str, name: str, n: int) -> None:
+    inputs, extra, scores = scheme_case(scheme, n)
+    leaves = [a.requires_grad_(name != "flex") for a in inputs]  # which has no backward on the CPU
+    exact = [a.detach().double().requires_grad_() for a in inputs]
+    out = scheme_peers.PEERS[scheme][name](*leaves, extra)
+    p = scores(*exact, extra.double() if extra.is_floating_point() else extra).softmax(-1)
+    expected = p @ exact[2]
+    if scheme == "labels":
+        expected = expected + (p[..., None] * exact[4][extra]).sum(-2)
+    assert_near("out", out.detach(), expected.detach())
+    if name == "flex":
+        return
+    dout = torch.randn(out.shape)
+    got = torch.autograd.grad(out, leaves, dout)
+    for i, (a, b) in enumerate(
+        zip(got, torch.autograd.grad(expected, exact, dout.double()), strict=True)
+    ):
+        assert_near(f"gradient {i}", a, b)
+
+
+def peer_names(compiled: bool) -> list[tuple[str, str]]:
+    return [
+        (scheme, name)
+        for scheme, peers in scheme_peers.PEERS.items()
+        for name in peers
+        if (name == "flex" or "compiled" in name) == compiled
+    ]
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(("scheme", "name"), peer_names(compiled=False))
+def test_scheme_peer_against_float64(scheme: str, name: str, n: int) -> None:
+    check_scheme_peer(scheme, name, n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "name"), peer_names(compiled=True))
+def test_compiled_scheme_peer_against_float64(scheme: str, name: str) -> None:
+    check_scheme_peer(scheme, name, LENGTHS[0])
+
+
+@pytest.mark.parametrize("scheme", list(scheme_peers.PEERS))
+def test_scheme_peer_and_relpos_are_given_the_same(scheme: str) -> None:
+    """What bench_schemes.py times on both sides is one function of the same numbers."""
+    import bench_schemes
+
+    case = {"scheme": scheme, "n": 140, "B": 1, "H": 3, "d": 16, "pass": "fwd", "threads": 1}
+    ours = bench_schemes.build_ours(case, plain=False).call()
+    name = next(iter(scheme_peers.PEERS[scheme]))
+    theirs = bench_schemes.build_torch(case, name).call()
+    assert_near("out", torch.from_numpy(ours), theirs.double(), 1e-5)
