@@ -56,7 +56,8 @@ def table(figures: dict[str, Any]) -> str:
         ("ours / ours plain", "rel_over_plain", 2),
         ("best relative torch / ours", "vs_best_relative_torch", 1),
     ]
-    lengths = sorted(int(key[len(PREFIX) + 1 :]) for key in figures if key.startswith(PREFIX + "n"))
+    found = (re.fullmatch(re.escape(PREFIX) + r"n(\d+)", key) for key in figures)  # no intervals
+    lengths = sorted(int(match[1]) for match in found if match)
     rows = []
     for n in lengths:
         cells = [shape_of(n) if name is None else pair(figures, f"{name}_n{n}", digits)

@@ -20,14 +20,15 @@ enum {
   SUM_AFTER,  /* and in the tail */
   SUMS
 };
-#define RPI_SUMS_STRIDE (SUMS * RPI_LANES)
 
 /* What a chunk of queries carries from tile to tile. */
 typedef struct running {
   real *max, *negated_max; /* [rows], units of log 2 */
-  real *sums;              /* [rows][SUMS][LANES] */
-  real *out;               /* [rows][value width] */
-  unsigned char *seen;     /* [rows] has the row met a key it may see? */
+  real *sums;              /* [SUMS][rows][LANES], `plane` numbers from one to the next */
+  int64_t plane;
+  int used;            /* sums in use: all, or without ends of a value term the first */
+  real *out;           /* [rows][value width] */
+  unsigned char *seen; /* [rows] has the row met a key it may see? */
 } running;
 
 typedef struct forward_scratch {
@@ -51,7 +52,7 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.values = rpi_arena_take(arena, n->keys * n->value_width, real_bytes);
   local.state.max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.negated_max = rpi_arena_take(arena, n->queries, real_bytes);
-  local.state.sums = rpi_arena_take(arena, n->queries * RPI_SUMS_STRIDE, real_bytes);
+  local.state.sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
   local.state.out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, n->key_columns, n->width, &local.key_table);
@@ -99,7 +100,10 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
     stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
     if (state.seen[r]) {
       const real factor = rpi_exp2(-most);
-      for (int l = 0; l < RPI_SUMS_STRIDE; l++) state.sums[r * RPI_SUMS_STRIDE + l] *= factor;
+      for (int x = 0; x < state.used; x++) {
+        real *const sum = state.sums + x * state.plane + r * RPI_LANES;
+        rpi_store(sum, factor * rpi_load(sum));
+      }
       for (int64_t c = 0; c < value_width; c++) state.out[r * value_width + c] *= factor;
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
@@ -121,7 +125,7 @@ RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict su
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) row[j] = rpi_exp2(row[j]);
-    real *const to = sum + r * RPI_SUMS_STRIDE;
+    real *const to = sum + r * RPI_LANES;
     rpi_store(to, rpi_load(to) + sum_row(row));
   }
 }
@@ -141,7 +145,9 @@ typedef struct forward_item {
 static running running_at(const running *state, int64_t row, int64_t value_width) {
   return (running){.max = state->max + row,
                    .negated_max = state->negated_max + row,
-                   .sums = state->sums + row * RPI_SUMS_STRIDE,
+                   .sums = state->sums + row * RPI_LANES,
+                   .plane = state->plane,
+                   .used = state->used,
                    .out = state->out + row * value_width,
                    .seen = state->seen + row};
 }
@@ -220,19 +226,19 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   const int meets = window_meets(vw, nearest, farthest);
   const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
   if (!item->pairs.dropout.threshold) {
-    weigh_strip(count, w->strip, state.sums + whole * RPI_LANES);
+    weigh_strip(count, w->strip, state.sums + whole * state.plane);
   } else {
     weigh_strip(count, w->strip, state.sums);
     drop_strip(&item->pairs, view->row0 + i, count, view->key + j, w->strip);
     if (whole != SUM_MIDDLE) {
-      add_row_sums(count, w->strip, state.sums + whole * RPI_LANES, RPI_SUMS_STRIDE);
+      add_row_sums(count, w->strip, state.sums + whole * state.plane, RPI_LANES);
     }
   }
   if (meets == MEETS_BAND) {
     band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets,
-               vw->tail ? state.sums + SUM_AFTER * RPI_LANES : NULL,
-               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * RPI_LANES : NULL,
-               RPI_SUMS_STRIDE);
+               vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
+               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL,
+               RPI_LANES);
   }
   if (of_pairs.count) {
     collect_pairs(&item->pairs, &of_pairs, &item->seq, view->row0 + i, count, view->key + j,
@@ -373,17 +379,25 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
   if (value->head) term_vector(value, value->first - 1, width, w->ends);
   if (value->tail) term_vector(value, value->last, width, w->ends + width);
   for (int64_t i = 0; i < item->count; i++) {
-    const real *const kept = state->sums + i * RPI_SUMS_STRIDE;
-    real sums[SUMS];
-    for (int x = 0; x < SUMS; x++) sums[x] = sum_lanes(kept + x * RPI_LANES);
-    const real sum = sums[SUM_MIDDLE] + (dropped ? 0 : sums[SUM_HEAD] + sums[SUM_TAIL]);
+    const real *const kept = state->sums + i * RPI_LANES;
+    rpi_register all = rpi_load(kept), before = {0}, behind = {0};
+    if (state->used == SUMS) {
+      before = rpi_load(kept + SUM_HEAD * state->plane);
+      behind = rpi_load(kept + SUM_TAIL * state->plane);
+      if (!dropped) all += before + behind;
+      before += rpi_load(kept + SUM_BEFORE * state->plane);
+      behind += rpi_load(kept + SUM_AFTER * state->plane);
+    }
+    const real sum = sum_lanes((const real *)&all);
     real *const from = state->out + i * width;
     real *const to =
         out_row_of(&args->out, seq->query_batch, item->head, seq->query_row + item->query + i);
     if (sum == 0) { /* the row sees no key; a NaN is not 0 and goes on */
       memset(to, 0, (size_t)Dv * sizeof(real));
     } else {
-      const real head = sums[SUM_HEAD] + sums[SUM_BEFORE], tail = sums[SUM_TAIL] + sums[SUM_AFTER];
+      const bool ends = state->used == SUMS;
+      const real head = ends ? sum_lanes((const real *)&before) : (real)0;
+      const real tail = ends ? sum_lanes((const real *)&behind) : (real)0;
       const real inverse = 1 / sum;
       for (int64_t c = 0; head != 0 && c < width; c++) from[c] += head * w->ends[c];
       for (int64_t c = 0; tail != 0 && c < width; c++) from[c] += tail * w->ends[width + c];
@@ -429,10 +443,14 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
   const int64_t width = item->n.value_width;
-  const running *const state = &w->state;
+  running *const state = &w->state;
   memset(state->max, 0, (size_t)item->count * sizeof(real));
   memset(state->negated_max, 0, (size_t)item->count * sizeof(real));
-  memset(state->sums, 0, (size_t)(item->count * RPI_SUMS_STRIDE) * sizeof(real));
+  state->plane = item->n.queries * RPI_LANES;
+  state->used = item->value.head || item->value.tail ? SUMS : 1;
+  for (int x = 0; x < state->used; x++) {
+    memset(state->sums + x * state->plane, 0, (size_t)(item->count * RPI_LANES) * sizeof(real));
+  }
   memset(state->out, 0, (size_t)(item->count * width) * sizeof(real));
   memset(state->seen, 0, (size_t)item->count);
   open_rows_of(item, w);
