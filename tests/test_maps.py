@@ -6,8 +6,6 @@ parts of the maps can be had. What the core's maps hold pair by pair: tests/c/te
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 
 import relpos
+from capi import run_script
 from relpos import reference
 from relpos.attention import context_of
 from relpos.request import read_request
@@ -360,8 +359,8 @@ def test_one_head_takes_the_memory_of_one_head() -> None:
     """Of 4,096 tokens: 64 MiB. A process of its own tells the most that it ever held."""
     if "-fsanitize" in relpos.build_info()["flags"]:
         pytest.skip("a sanitizer keeps freed memory for a while")
-    command = [sys.executable, "-c", ONE_HEAD]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_script(ONE_HEAD)
+    assert done.returncode == 0, done.stderr
     few, one, size = map(int, done.stdout.split())
     assert size == 64 << 20
     assert few < 8 << 20  # 16 rows of four maps are 1 MiB
