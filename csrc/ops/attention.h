@@ -213,6 +213,15 @@ static void add_columns(const real *from, int64_t stride, int64_t rows, int64_t 
 
 /* ---- memory ------------------------------------------------------------- */
 
+/* Was the caller's workspace large enough? */
+static rp_status check_carved(const rpi_arena *arena, int workers) {
+  RPI_CHECK(!arena->failed, RP_ERROR_MEMORY,
+            "attention: workspace_bytes=%lld is too small for %d threads; ask "
+            "rp_attention_workspace again after rp_set_threads",
+            (long long)arena->size, workers);
+  return RP_OK;
+}
+
 static void take_packed(rpi_arena *arena, int64_t columns, int64_t width, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   packed->across = rpi_arena_take(arena, padded * width, sizeof(real));

@@ -317,7 +317,7 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
   if (*state == TILE_RIGHT && sums->lines) {
     add_tile(item, x, which, j, sums->lines + (t->last - sums->first + 1) * item->padded[which]);
   }
-  if (!t->head || r->farthest >= t->first) {
+  if (!t->ends || r->farthest >= t->first) {
     *state = TILE_MIXED;
     return ACROSS;
   }
@@ -485,8 +485,10 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
                      x->x.data + first * x->x.stride, x->x.stride, rows, item->padded[which],
                      x->gradient + j * item->padded[which]);
     }
-    collect_queries(pairs, &w->pairs, item->sums, &item->seq, &of_q, first, rows, key, j, tile_keys,
-                    w->side[VALUE].product, &block->keys, w->side[KEY].gradient + j * width);
+    if (pairs->queries)
+      collect_queries(pairs, &w->pairs, item->sums, &item->seq, &of_q, first, rows, key, j,
+                      tile_keys, w->side[VALUE].product, &block->keys,
+                      w->side[KEY].gradient + j * width);
   }
   for (int which = 0; which < SIDES; which++) {
     close_side(item, block, &w->side[which], which, w->dq);
@@ -542,10 +544,10 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
                  k->row_stride, count, s->D, padded, w->key_rows);
   const term *const t = &item->term[KEY];
   dense head_keys = {0}, tail_keys = {0};
-  if (t->head && !item->by_row[KEY] && seen.nearest < t->first) {
+  if (t->ends && !item->by_row[KEY] && seen.nearest < t->first) {
     head_keys = moved_rows(t, t->first - 1, &keys, count, padded, w->vector, w->head_key_rows);
   }
-  if (t->tail && !item->by_row[KEY] && seen.farthest >= t->last) {
+  if (t->ends && !item->by_row[KEY] && seen.farthest >= t->last) {
     tail_keys = moved_rows(t, t->last, &keys, count, padded, w->vector, w->tail_key_rows);
   }
   if (item->pairs.count) {

@@ -376,8 +376,10 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
   if (item->pairs.values) {
     add_pair_values(&item->pairs, &w->pairs, item->count, width, state->out);
   }
-  if (value->head) term_vector(value, value->first - 1, width, w->ends);
-  if (value->tail) term_vector(value, value->last, width, w->ends + width);
+  if (value->ends) {
+    term_vector(value, value->first - 1, width, w->ends);
+    term_vector(value, value->last, width, w->ends + width);
+  }
   for (int64_t i = 0; i < item->count; i++) {
     const real *const kept = state->sums + i * RPI_LANES;
     rpi_register all = rpi_load(kept), before = {0}, behind = {0};
@@ -447,7 +449,7 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   memset(state->max, 0, (size_t)item->count * sizeof(real));
   memset(state->negated_max, 0, (size_t)item->count * sizeof(real));
   state->plane = item->n.queries * RPI_LANES;
-  state->used = item->value.head || item->value.tail ? SUMS : 1;
+  state->used = item->value.ends ? SUMS : 1;
   for (int x = 0; x < state->used; x++) {
     memset(state->sums + x * state->plane, 0, (size_t)(item->count * RPI_LANES) * sizeof(real));
   }
@@ -535,10 +537,7 @@ static rp_status attention_forward(const rpi_attention_args *args) {
   const int workers = rp_get_threads();
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_forward(&arena, s, workers, &call);
-  RPI_CHECK(!arena.failed, RP_ERROR_MEMORY,
-            "attention: workspace_bytes=%lld is too small for %d threads; ask "
-            "rp_attention_workspace again after rp_set_threads",
-            (long long)args->workspace_bytes, workers);
+  RPI_TRY(check_carved(&arena, workers));
   rpi_parallel_for(call.first_item[s->B], workers, forward_task, &call);
   return RP_OK;
 }

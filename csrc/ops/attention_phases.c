@@ -56,9 +56,7 @@ static void backward_task(void *context, int64_t task, int worker) {
         .factor = {scale_of(s) * LOG2_E, 1},
         .to = {at->sums[SUM_OF_KEYS], at->sums[SUM_OF_VALUES]},
     };
-    bool other_dk = item.pairs.query.present;
-    for (int i = 0; i < item.pairs.count; i++) other_dk |= item.pairs.list[i].kind == PAIR_QUERY;
-    item.by_row[KEY] = numbers || other_dk;
+    item.by_row[KEY] = numbers || item.pairs.queries; /* dk has other parts then */
     backward_pair(&item, call->scratch[worker]);
     clear_padding(&item, &p, queries, keys);
     p = pair_after(s, call->list.phase, &p);
@@ -82,10 +80,7 @@ static rp_status attention_backward(const rpi_attention_backward_args *args) {
   const int workers = rp_get_threads();
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_backward(&arena, s, workers, &call);
-  RPI_CHECK(!arena.failed, RP_ERROR_MEMORY,
-            "attention: workspace_bytes=%lld is too small for %d threads; ask "
-            "rp_attention_workspace again after rp_set_threads",
-            (long long)args->workspace_bytes, workers);
+  RPI_TRY(check_carved(&arena, workers));
   const int64_t phases = phase_count(s);
   for (int64_t phase = 0; phase < phases; phase++) {
     slots_open(&call.list, phase, args->gradients);

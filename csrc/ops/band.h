@@ -94,7 +94,7 @@ typedef struct term {
   int64_t head_index;        /* of this head: what packed_term remembers */
   int64_t first, last;       /* distances that have a column: first to last */
   bool present;
-  bool head, tail; /* is something there before first, from last on? */
+  bool ends; /* clipped: something is there before first and beyond last */
 } term;
 
 static void term_add(term *t, const rp_relation *relation, int64_t head, bool vector) {
@@ -117,7 +117,7 @@ static void term_close(term *t) {
   for (int i = 0; i < count; i++) {
     const band_part *const p =
         i < t->vector_count ? t->vectors + i : t->numbers + i - t->vector_count;
-    t->head = t->tail = t->head || p->clip;
+    t->ends = t->ends || p->clip;
   }
   t->first = INT64_MAX;
   t->last = INT64_MIN;
@@ -125,7 +125,7 @@ static void term_close(term *t) {
     const band_part *const p =
         i < t->vector_count ? t->vectors + i : t->numbers + i - t->vector_count;
     t->first = rpi_min(t->first, p->clip ? 1 - p->left : -p->left);
-    t->last = rpi_max(t->last, p->clip || !t->tail ? p->right : p->right + 1);
+    t->last = rpi_max(t->last, p->clip || !t->ends ? p->right : p->right + 1);
   }
   t->first = rpi_min(t->first, t->last); /* a table of one row has a column all the same */
 }
@@ -193,9 +193,9 @@ typedef struct window {
 
 static window window_of(const term *t, int64_t nearest, int64_t farthest) {
   if (!t->present || farthest < nearest) return (window){0};
-  const bool head = t->head && nearest < t->first;
+  const bool head = t->ends && nearest < t->first;
   if (farthest < t->first) return (window){.first = t->first, .head = head};
-  const bool tail = t->tail && farthest >= t->last;
+  const bool tail = t->ends && farthest >= t->last;
   const int64_t first =
       tail ? rpi_min(t->last, rpi_max(t->first, nearest)) : rpi_max(t->first, nearest);
   const int64_t end = rpi_min(t->last, farthest) + 1;

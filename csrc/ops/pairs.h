@@ -40,8 +40,9 @@ typedef struct lookup {
 } lookup;
 
 typedef struct pair_terms {
-  bool any, scores, values; /* something here; additional scores; looked-up value terms */
-  term query;               /* on a band */
+  /* something here; additional scores; looked-up value terms; any query terms */
+  bool any, scores, values, queries;
+  term query; /* on a band */
   lookup list[RPI_LOOKUPS];
   int count;
   real softcap; /* units of log 2; 0: none */
@@ -80,15 +81,16 @@ static void add_lookups(pair_terms *p, const rp_relation *relations, int kind, i
                                    .kind = kind,
                                    .place = i,
                                    .map = map};
-    if (kind == PAIR_VALUE) p->values = true;
-    else p->scores = true;
+    p->values |= kind == PAIR_VALUE;
+    p->scores |= kind != PAIR_VALUE;
+    p->queries |= kind == PAIR_QUERY;
   }
 }
 
 static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) {
   pair_terms p = {.shape = s, .head = head, .b = b};
   p.query = query_term(s, head);
-  p.scores = p.query.present;
+  p.scores = p.queries = p.query.present;
   add_lookups(&p, s->key, PAIR_KEY, s->D);
   add_lookups(&p, s->bias, PAIR_BIAS, 1);
   add_lookups(&p, s->query, PAIR_QUERY, s->D);
