@@ -114,6 +114,7 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_double, "softcap", "dropout"),
         *fields(ctypes.c_uint32 * 2, "dropout_key"),
         *fields(ctypes.c_uint32, "dropout_site", "dropout_first"),
+        *fields(ctypes.c_void_p, "dropout_ordinals"),
     ]
 
 

@@ -100,7 +100,7 @@ static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) 
   p.mask = s->mask.data ? &s->mask : NULL;
   p.dropout = dropout_of(s->dropout, s->dropout_key);
   p.site = s->dropout_site + (uint32_t)head;
-  p.ordinal = s->dropout_first + (uint32_t)b;
+  p.ordinal = s->dropout_ordinals ? s->dropout_ordinals[b] : s->dropout_first + (uint32_t)b;
   return p;
 }
 

@@ -85,6 +85,7 @@ typedef struct shape {
   int64_t window_left, window_right;
   bool mask, mask_by_head;
   double softcap, dropout;
+  bool ordinals; /* of the sequences, in no order */
 } shape;
 
 static inline const term *term_of(const shape *s, int t) {
@@ -205,6 +206,7 @@ typedef struct attention_case {
   shape s;
   int64_t lengths[MOST_B], key_lengths[MOST_B], starts[MOST_B];
   int64_t offsets[MOST_B + 1], key_offsets[MOST_B + 1];
+  uint32_t ordinals[MOST_B];
   array q, k, v, dout, table[TERMS], position_bias; /* inputs */
   map_data map[TERMS];
   uint8_t *mask;

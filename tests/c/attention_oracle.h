@@ -108,11 +108,11 @@ static bool is_seen(const attention_case *c, const sequence *seq, int64_t b, int
 static const uint32_t dropout_key[2] = {0x12345678u, 0x9abcdef0u};
 enum { DROPOUT_SITE = 40, DROPOUT_FIRST = 1000 };
 
-static wide keep_factor(const shape *s, int64_t b, int64_t h, int64_t i, int64_t j) {
-  if (s->dropout == 0) return 1;
-  const int threshold = (int)(256 * s->dropout + 0.5);
+static wide keep_factor(const attention_case *c, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (c->s.dropout == 0) return 1;
+  const int threshold = (int)(256 * c->s.dropout + 0.5);
   const rpi_philox_block counter = {
-      {(uint32_t)(j / 16), (uint32_t)i, DROPOUT_FIRST + (uint32_t)b, DROPOUT_SITE + (uint32_t)h}};
+      {(uint32_t)(j / 16), (uint32_t)i, c->ordinals[b], DROPOUT_SITE + (uint32_t)h}};
   const rpi_philox_key key = {{dropout_key[0], dropout_key[1]}};
   const rpi_philox_block block = rpi_philox(counter, key, RPI_PHILOX_ROUNDS);
   const int drawn = (int)(block.word[j % 16 / 4] >> (8 * (j % 4)) & 255);
@@ -201,7 +201,7 @@ static bool expect_weights(attention_case *c, const query_of *x, pair_of *pairs,
     if (!p->seen) continue;
     find_relations(c, &x->seq, x->b, x->h, x->i, j, p);
     expect_score(x, j, p);
-    p->keep = keep_factor(&c->s, x->b, x->h, x->i, j);
+    p->keep = keep_factor(c, x->b, x->h, x->i, j);
     most = p->score > most ? p->score : most;
   }
   const int64_t lse = at(&c->lse, x->seq.b, x->h, x->row);

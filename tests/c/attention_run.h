@@ -30,6 +30,7 @@ static attention_case case_create(const shape *given) {
     c.lengths[b] = ragged ? s->N * (s->B - b) / s->B - (b == 3 ? s->N / 4 : 0) : s->N;
     c.key_lengths[b] = ragged ? s->M * (b + 1) / (s->B + 1) : s->M;
     c.starts[b] = s->start + b;
+    c.ordinals[b] = s->ordinals ? 77u * (uint32_t)(5 - b) : DROPOUT_FIRST + (uint32_t)b;
     c.offsets[b + 1] = c.offsets[b] + c.lengths[b];
     c.key_offsets[b + 1] = c.key_offsets[b] + c.key_lengths[b];
   }
@@ -157,6 +158,7 @@ static rp_attention describe(const attention_case *c) {
   memcpy(a.dropout_key, dropout_key, sizeof a.dropout_key);
   a.dropout_site = DROPOUT_SITE;
   a.dropout_first = DROPOUT_FIRST;
+  if (c->s.ordinals) a.dropout_ordinals = c->ordinals;
   return a;
 }
 
@@ -222,11 +224,11 @@ static void say(const rp_ops *ops, const attention_case *c, const char *what, in
   const shape *const s = &c->s;
   printf(
       "\n  %s: %s: %s; B=%d H=%d N=%d M=%d D=%d Dv=%d causal=%d layout=%d lengths=%d start=%d "
-      "gap=%d tied=%d scale=%g position_bias=%d window=%d {%d, %d} mask=%d softcap=%g dropout=%g",
+      "gap=%d tied=%d scale=%g position_bias=%d window=%d {%d, %d} mask=%d softcap=%g dropout=%g ordinals=%d",
       ops->name, output_names[output], what, (int)s->B, (int)s->H, (int)s->N, (int)s->M, (int)s->D,
       (int)s->Dv, s->causal, s->layout, s->lengths, (int)s->start, (int)s->gap, s->tied, s->scale,
       s->position_bias, s->window, (int)s->window_left, (int)s->window_right, s->mask, s->softcap,
-      s->dropout);
+      s->dropout, s->ordinals);
   for (int t = 0; t < TERMS; t++) {
     const term *const own = term_of(s, t);
     if (own->table == ABSENT) continue;

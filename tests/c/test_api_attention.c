@@ -130,6 +130,42 @@ static void test_numbers(void) {
   TAKEN(a.dropout = 0.9999, a.dropout_key[1] = UINT32_MAX, a.dropout_first = UINT32_MAX);
 }
 
+static const rp_real *of_sequence(const rp_real *data, int64_t b, int64_t rows_and_width) {
+  return data + b * H * rows_and_width;
+}
+
+/* A batch with a list of ordinals is its sequences one by one, each counted from its own. */
+static void test_ordinals(void) {
+  static const uint32_t ordinals[B] = {UINT32_MAX, 3};
+  static rp_real out[B * H * N * DV], dq[B * H * N * D], dk[B * H * M * D], dv[B * H * M * DV];
+  call c = valid();
+  c.a.dropout = 0.5;
+  c.a.dropout_first = 99; /* without effect */
+  c.a.dropout_ordinals = ordinals;
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  memcpy(out, out_data, sizeof out);
+  memcpy(dq, dq_data, sizeof dq);
+  memcpy(dk, dk_data, sizeof dk);
+  memcpy(dv, dv_data, sizeof dv);
+  CHECK(memcmp(of_sequence(out, 0, N * DV), of_sequence(out, 1, N * DV), sizeof out / B) != 0);
+  c.a.B = 1;
+  c.a.dropout_ordinals = NULL;
+  for (int64_t b = 0; b < B; b++) {
+    c.a.dropout_first = ordinals[b];
+    c.q.data = of_sequence(q_data, b, N * D);
+    c.k.data = of_sequence(k_data, b, M * D);
+    c.v.data = of_sequence(v_data, b, M * DV);
+    c.dout.data = of_sequence(dout_data, b, N * DV);
+    CHECK_INT(forward(&c), RP_OK);
+    CHECK_INT(backward(&c), RP_OK);
+    CHECK(memcmp(out_data, of_sequence(out, b, N * DV), sizeof out / B) == 0);
+    CHECK(memcmp(dq_data, of_sequence(dq, b, N * D), sizeof dq / B) == 0);
+    CHECK(memcmp(dk_data, of_sequence(dk, b, M * D), sizeof dk / B) == 0);
+    CHECK(memcmp(dv_data, of_sequence(dv, b, M * DV), sizeof dv / B) == 0);
+  }
+}
+
 static void test_position_bias(void) {
   static rp_real bias[H * D];
   REFUSED(RP_ERROR_SHAPE, "attention: position_bias_stride=3, must be at least the row's width D=4",
@@ -393,6 +429,7 @@ int main(void) {
   test_offsets();
   test_starts();
   test_numbers();
+  test_ordinals();
   test_position_bias();
   test_missing_arrays();
   test_input_strides();

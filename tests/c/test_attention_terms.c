@@ -79,6 +79,7 @@ static const shape alone[] = {
     {1, 2, 80, 150, 8, 8, .dropout = 0.1, START},
     {2, 3, 80, 150, 8, 8, .dropout = 0.9, .causal = true, .layout = PACKED, .lengths = RAGGED,
      .value = {.table = SHARED, .left = 4, .right = 4}, START},
+    {3, 2, 80, 150, 8, 8, .dropout = 0.4, .ordinals = true, .lengths = RAGGED, START},
     {1, 1, 80, 150, 8, 8, .dropout = 0.001, START}, /* nothing is dropped */
 };
 
@@ -120,6 +121,7 @@ static shape random_shape(void) {
   s.mask_by_head = draw() % 2;
   if (draw() % 4 == 0) s.softcap = draw() % 2 ? 3 : 20;
   if (draw() % 4 == 0) s.dropout = draw() % 2 ? 0.1 : 0.5;
+  s.ordinals = draw() % 2;
   return s;
 }
 

@@ -238,13 +238,14 @@ typedef struct rp_attention {
   double softcap; /* 0: none; from 1e-30 to 1e30 */
 
   /* A probability is dropped (set to 0) at this rate, the others are scaled up. The mask is a
-   * function of dropout_key, dropout_site, dropout_first + b, head, query and key alone:
+   * function of dropout_key, dropout_site, the sequence's ordinal, head, query and key alone:
    * backward makes it again. A rate is rounded to a multiple of 1/256, halves up, and is at
    * most 255/256. Head h has the masks of site dropout_site + h: give layers sites H apart. */
   double dropout; /* from 0 to below 1 */
   uint32_t dropout_key[2];
   uint32_t dropout_site;
-  uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key */
+  uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key; b's is b more */
+  const uint32_t *dropout_ordinals; /* [B]: each sequence's own, dropout_first unread; or NULL */
 } rp_attention;
 
 /* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size
