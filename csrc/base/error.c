@@ -28,4 +28,15 @@ rp_status rpi_fail(rp_status status, const char *format, ...) {
   return status;
 }
 
+const char *rpi_quote(const char *text, char quoted[RPI_QUOTE]) {
+  const size_t most = 48;
+  size_t length = 0;
+  quoted[length++] = '\'';
+  for (; *text != '\0' && length <= most; text++) {
+    quoted[length++] = (char)(*text >= ' ' && *text <= '~' ? *text : '?');
+  }
+  strcpy(quoted + length, *text != '\0' ? "...'" : "'");
+  return quoted;
+}
+
 const char *rp_last_error(void) { return sentence; }

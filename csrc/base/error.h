@@ -13,6 +13,11 @@
 /* Keeps the sentence for this thread and returns the status. */
 rp_status rpi_fail(rp_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Text from outside, to be part of a sentence: in quotes, at most its first 48 bytes (then ...),
+ * and what is not printable ASCII as '?'. Gives `quoted`, in which it writes. */
+enum { RPI_QUOTE = 56 };
+const char *rpi_quote(const char *text, char quoted[RPI_QUOTE]);
+
 /* Fails the calling function unless the condition holds. */
 #define RPI_CHECK(condition, status, ...)                                                          \
   do {                                                                                             \

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * file.c: reading whole files, and replacing a file so that a crash at any moment
+ * file.c: reading files, whole or in parts, and replacing a file so that a crash at any moment
  * leaves either the old content or the new.
  *
  *   open temporary (must not exist) - write - sync - close - rename - sync folder
@@ -192,6 +192,36 @@ rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t
   return RP_OK;
 }
 
+rp_status rpi_file_open(const char *path, rpi_file *file) {
+  assert(path != NULL && file != NULL);
+  const int descriptor = io_open(path, O_RDONLY);
+  if (descriptor < 0) return fail_file("open", path, errno);
+  *file = (rpi_file){.path = path, .descriptor = descriptor, .position = 0};
+  return RP_OK;
+}
+
+void rpi_file_close(rpi_file *file) { io_close(file->descriptor); }
+
+rp_status rpi_file_take(rpi_file *file, void *buffer, int64_t bytes) {
+  assert(bytes >= 0 && (buffer != NULL || bytes == 0));
+  const int64_t part = read_fully(file->descriptor, buffer, bytes);
+  if (part < 0) return fail_file("read", file->path, errno);
+  file->position += part;
+  RPI_CHECK(part == bytes, RP_ERROR_FILE,
+            "cannot read '%s': it ends after %lld bytes, where %lld more were expected", file->path,
+            (long long)file->position, (long long)(bytes - part));
+  return RP_OK;
+}
+
+rp_status rpi_file_expect_end(rpi_file *file) {
+  char more;
+  const int64_t part = read_fully(file->descriptor, &more, 1);
+  if (part < 0) return fail_file("read", file->path, errno);
+  RPI_CHECK(part == 0, RP_ERROR_FILE, "cannot read '%s': it goes on after the %lld bytes expected",
+            file->path, (long long)file->position);
+  return RP_OK;
+}
+
 /* ---- writing --------------------------------------------------------------- */
 
 /* Creates a file that did not exist, beside path. Its name goes to `name`. */
@@ -205,10 +235,13 @@ static int open_temporary(const char *path, char *name, size_t name_bytes) {
   return descriptor;
 }
 
-static rp_status write_temporary(int descriptor, const char *path, const void *content,
-                                 int64_t bytes) {
+static rp_status write_temporary(int descriptor, const char *path, const rpi_file_part *parts,
+                                 int64_t count) {
   int error = 0;
-  if (write_fully(descriptor, content, bytes) != 0 || io_sync(descriptor) != 0) error = errno;
+  for (int64_t i = 0; i < count && error == 0; i++) {
+    if (write_fully(descriptor, parts[i].content, parts[i].bytes) != 0) error = errno;
+  }
+  if (error == 0 && io_sync(descriptor) != 0) error = errno;
   if (io_close(descriptor) != 0 && error == 0) error = errno;
   return error == 0 ? RP_OK : fail_file("write", path, error);
 }
@@ -229,7 +262,11 @@ static rp_status sync_folder(const char *path, char *folder) {
 }
 
 rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes) {
-  assert(path != NULL && bytes >= 0 && (content != NULL || bytes == 0));
+  return rpi_file_replace_parts(path, &(rpi_file_part){content, bytes}, 1);
+}
+
+rp_status rpi_file_replace_parts(const char *path, const rpi_file_part *parts, int64_t count) {
+  assert(path != NULL && count >= 0 && (parts != NULL || count == 0));
   const size_t name_bytes = strlen(path) + SUFFIX_BYTES;
   char *name = rpi_allocate(name_bytes);
   RPI_CHECK(name != NULL, RP_ERROR_MEMORY, "no memory to write '%s'", path);
@@ -238,7 +275,7 @@ rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes)
   if (descriptor < 0) {
     status = fail_file("create a file beside", path, errno);
   } else {
-    status = write_temporary(descriptor, path, content, bytes);
+    status = write_temporary(descriptor, path, parts, count);
     if (status == RP_OK && io->rename(io->context, name, path) != 0) {
       status = fail_file("replace", path, errno);
     }

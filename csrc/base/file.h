@@ -36,10 +36,35 @@ void rpi_set_io(const rpi_io *io);
  * content and bytes are untouched. */
 rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t *bytes);
 
+/* A file read in parts, from its start on. */
+typedef struct rpi_file {
+  const char *path; /* the caller's, who keeps it */
+  int descriptor;
+  int64_t position; /* bytes taken */
+} rpi_file;
+
+/* What was opened must be closed; after a failure nothing is open. */
+rp_status rpi_file_open(const char *path, rpi_file *file);
+void rpi_file_close(rpi_file *file);
+
+/* The next bytes, exactly so many: a file that ends before is RP_ERROR_FILE. */
+rp_status rpi_file_take(rpi_file *file, void *buffer, int64_t bytes);
+
+/* RP_ERROR_FILE where there are bytes left. */
+rp_status rpi_file_expect_end(rpi_file *file);
+
 /* Replaces the file at path by content, or leaves it as it was and removes the
  * temporary file. One exception: when nothing but the last step, syncing the
  * folder, fails, the new content is in place but may not survive a loss of power,
  * and RP_ERROR_FILE says so. The new file has the mode 0666 less the umask. */
 rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes);
+
+/* The same with content that lies in several places, written one after the other. */
+typedef struct rpi_file_part {
+  const void *content;
+  int64_t bytes;
+} rpi_file_part;
+
+rp_status rpi_file_replace_parts(const char *path, const rpi_file_part *parts, int64_t count);
 
 #endif

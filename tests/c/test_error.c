@@ -31,6 +31,22 @@ static void test_sentence_quotes_the_previous(void) {
   CHECK(strcmp(rp_last_error(), "outer: inner") == 0);
 }
 
+static void test_quote(void) {
+  char quoted[RPI_QUOTE], text[60];
+  CHECK(strcmp(rpi_quote("", quoted), "''") == 0);
+  CHECK(rpi_quote("plain text", quoted) == quoted);
+  CHECK(strcmp(quoted, "'plain text'") == 0);
+  CHECK(strcmp(rpi_quote("tab\t\x7f\xc3\xa9~", quoted), "'tab????~'") == 0);
+  memset(text, 'x', sizeof text);
+  text[48] = '\0';
+  CHECK_INT((int64_t)strlen(rpi_quote(text, quoted)), 50);
+  CHECK(quoted[48] == 'x' && quoted[49] == '\'');
+  text[48] = 'x';
+  text[49] = '\0';
+  CHECK_INT((int64_t)strlen(rpi_quote(text, quoted)), 53);
+  CHECK(strcmp(quoted + 48, "x...'") == 0);
+}
+
 static int evaluations;
 
 static rp_status count_and_give(rp_status status) {
@@ -75,6 +91,7 @@ int main(void) {
   test_sentence();
   test_sentence_is_cut();
   test_sentence_quotes_the_previous();
+  test_quote();
   test_macros();
   test_each_thread_has_its_own();
   return check_report();

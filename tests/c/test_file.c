@@ -4,161 +4,16 @@
  * turn, coming up short, or being interrupted. After each: no memory held, no
  * descriptor open, no temporary file left, the old content whole or the new one in
  * its place.
- *
- * The faulty calls below go through to the system and count: calls, open
- * descriptors. Fault number n hits the n-th call of any kind.
  */
 #define _POSIX_C_SOURCE 200809L
 
 #include "base/file.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include "base/memory.h"
 #include "check.h"
-
-/* ---- counting and failing -------------------------------------------------- */
-
-static struct {
-  int calls, fail_at, error; /* the call of this number fails with this; 0: none */
-  int opened;                /* descriptors now open */
-  int64_t largest;           /* bytes that one read or write moves; 0: all */
-  bool interrupt;            /* every other call fails with EINTR first */
-  bool no_progress;          /* writes give 0 */
-  bool odd;
-  const char *last; /* name of the call that failed */
-} faults;
-
-static bool fails(const char *name) {
-  if (faults.interrupt && (faults.odd = !faults.odd)) {
-    errno = EINTR;
-    return true;
-  }
-  if (++faults.calls != faults.fail_at) return false;
-  faults.last = name;
-  errno = faults.error;
-  return true;
-}
-
-static int64_t shortened(int64_t bytes) {
-  return faults.largest != 0 && bytes > faults.largest ? faults.largest : bytes;
-}
-
-static int faulty_open(void *context, const char *path, int flags, int mode) {
-  (void)context;
-  if (fails("open")) return -1;
-  const int descriptor = open(path, flags, mode);
-  if (descriptor >= 0) faults.opened++;
-  return descriptor;
-}
-
-static int64_t faulty_read(void *context, int descriptor, void *buffer, int64_t bytes) {
-  (void)context;
-  if (fails("read")) return -1;
-  return read(descriptor, buffer, (size_t)shortened(bytes));
-}
-
-static int64_t faulty_write(void *context, int descriptor, const void *buffer, int64_t bytes) {
-  (void)context;
-  if (fails("write")) return -1;
-  if (faults.no_progress) return 0;
-  return write(descriptor, buffer, (size_t)shortened(bytes));
-}
-
-static int faulty_sync(void *context, int descriptor) {
-  (void)context;
-  return fails("sync") ? -1 : fsync(descriptor);
-}
-
-/* As the system's: whatever close says, the descriptor is gone. */
-static int faulty_close(void *context, int descriptor) {
-  (void)context;
-  const bool failed = fails("close");
-  const int error = errno;
-  faults.opened--;
-  close(descriptor);
-  errno = error;
-  return failed ? -1 : 0;
-}
-
-static int faulty_rename(void *context, const char *from, const char *to) {
-  (void)context;
-  if (faults.interrupt) return rename(from, to); /* never interrupted */
-  return fails("rename") ? -1 : rename(from, to);
-}
-
-static int faulty_remove(void *context, const char *path) {
-  (void)context;
-  if (faults.interrupt) return unlink(path);
-  return fails("remove") ? -1 : unlink(path);
-}
-
-static const rpi_io faulty_io = {faulty_open,  faulty_read,   faulty_write,  faulty_sync,
-                                 faulty_close, faulty_rename, faulty_remove, NULL};
-
-static struct {
-  int calls, fail_at, held;
-} memory;
-
-static void *faulty_allocate(void *context, size_t bytes) {
-  (void)context;
-  if (++memory.calls == memory.fail_at) return NULL;
-  void *block = aligned_alloc(RPI_ALIGN, (bytes / RPI_ALIGN + 1) * RPI_ALIGN);
-  memory.held += block != NULL;
-  return block;
-}
-
-static void faulty_release(void *context, void *block) {
-  (void)context;
-  memory.held -= block != NULL;
-  free(block);
-}
-
-static const rpi_allocator faulty_allocator = {faulty_allocate, faulty_release, NULL};
-
-/* Faults set by the caller hold until reset() is called without them. */
-static void reset(void) {
-  memset(&faults, 0, sizeof faults);
-  memset(&memory, 0, sizeof memory);
-}
-
-/* ---- a folder of our own --------------------------------------------------- */
-
-static char folder[64] = "/tmp/relpos-test-XXXXXX";
-static char path[128];
-
-static int count_entries(void) {
-  DIR *directory = opendir(folder);
-  int count = 0;
-  if (directory == NULL) return -1;
-  while (readdir(directory) != NULL) count++;
-  closedir(directory);
-  return count - 2;
-}
-
-static void put(const char *content, size_t bytes) {
-  FILE *file = fopen(path, "wb");
-  if (!CHECK(file != NULL)) return;
-  CHECK(fwrite(content, 1, bytes, file) == bytes);
-  fclose(file);
-}
-
-static bool file_is(const char *content, size_t bytes) {
-  FILE *file = fopen(path, "rb");
-  if (file == NULL) return false;
-  char *buffer = malloc(bytes + 1);
-  const bool same = buffer != NULL && fread(buffer, 1, bytes + 1, file) == bytes &&
-                    memcmp(buffer, content, bytes) == 0;
-  free(buffer);
-  fclose(file);
-  return same;
-}
+#include "faults.h"
 
 static char *pattern(size_t bytes) {
   char *content = malloc(bytes + 1);
@@ -348,6 +203,90 @@ static void test_every_allocation_fails(void) {
   free(content);
 }
 
+/* The parts one after the other are the whole; an empty one is nothing. */
+static void test_replace_in_parts(void) {
+  char *content = pattern(200000);
+  const rpi_file_part parts[] = {
+      {content, 8}, {content + 8, 0}, {NULL, 0}, {content + 8, 70000}, {content + 70008, 129992}};
+  reset();
+  faults.largest = 7777;
+  CHECK_INT(rpi_file_replace_parts(path, parts, 5), RP_OK);
+  CHECK(file_is(content, 200000));
+  CHECK_INT(rpi_file_replace_parts(path, parts, 0), RP_OK);
+  CHECK(file_is("", 0));
+  int n = 1;
+  for (; n < 100; n++) {
+    reset();
+    put("old", 3);
+    faults.fail_at = n;
+    faults.error = ENOSPC;
+    const rp_status status = rpi_file_replace_parts(path, parts, 5);
+    CHECK_INT(faults.opened, 0);
+    CHECK_INT(memory.held, 0);
+    CHECK_INT(count_entries(), 1);
+    if (faults.last == NULL) break;
+    if (status != RP_OK && strstr(rp_last_error(), "sync the folder") == NULL) {
+      CHECK(file_is("old", 3));
+    } else {
+      CHECK(file_is(content, 200000));
+    }
+  }
+  CHECK_INT(n, 11); /* open, three writes, sync, close, rename, and three for the folder */
+  free(content);
+}
+
+/* Ten bytes as four and six, then the end: the file as it is, one byte shorter, one longer. */
+static void test_take(void) {
+  static const char content[] = "0123456789a";
+  for (size_t bytes = 0; bytes <= 11; bytes++) {
+    put(content, bytes);
+    reset();
+    faults.largest = 3;
+    char got[10] = "";
+    rpi_file file;
+    if (!CHECK_INT(rpi_file_open(path, &file), RP_OK)) return;
+    rp_status status = rpi_file_take(&file, got, 4);
+    if (status == RP_OK) status = rpi_file_take(&file, got + 4, 6);
+    if (status == RP_OK) {
+      CHECK(memcmp(got, content, 10) == 0);
+      CHECK_INT(file.position, 10);
+      status = rpi_file_expect_end(&file);
+    }
+    rpi_file_close(&file);
+    CHECK_INT(faults.opened, 0);
+    CHECK_INT(status, bytes == 10 ? RP_OK : RP_ERROR_FILE);
+    if (bytes == 0)
+      CHECK_TEXT(rp_last_error(), "it ends after 0 bytes, where 4 more were expected");
+    if (bytes == 9)
+      CHECK_TEXT(rp_last_error(), "it ends after 9 bytes, where 1 more were expected");
+    if (bytes == 11) CHECK_TEXT(rp_last_error(), "it goes on after the 10 bytes expected");
+    if (status != RP_OK) CHECK_TEXT(rp_last_error(), path);
+  }
+}
+
+static void test_every_call_of_take_fails(void) {
+  put("0123456789", 10);
+  for (int n = 1; n <= 4; n++) { /* open, read, read, read */
+    reset();
+    faults.fail_at = n;
+    faults.error = EIO;
+    char got[10];
+    rpi_file file;
+    rp_status status = rpi_file_open(path, &file);
+    if (status != RP_OK) {
+      CHECK_INT(n, 1);
+    } else {
+      status = rpi_file_take(&file, got, 4);
+      if (status == RP_OK) status = rpi_file_take(&file, got, 6);
+      if (status == RP_OK) status = rpi_file_expect_end(&file);
+      rpi_file_close(&file);
+    }
+    CHECK_INT(status, RP_ERROR_FILE);
+    CHECK_TEXT(rp_last_error(), strerror(EIO));
+    CHECK_INT(faults.opened, 0);
+  }
+}
+
 static void test_paths(void) {
   reset();
   void *got = NULL;
@@ -407,8 +346,7 @@ static void test_two_writers(void) {
 }
 
 int main(void) {
-  if (!CHECK(mkdtemp(folder) != NULL)) return check_report();
-  snprintf(path, sizeof path, "%s/file", folder);
+  if (!CHECK(make_folder())) return check_report();
   rpi_set_io(&faulty_io);
   rpi_set_allocator(&faulty_allocator);
   test_round_trip();
@@ -419,10 +357,12 @@ int main(void) {
   test_write_without_progress();
   test_folder_that_cannot_be_synced();
   test_every_allocation_fails();
+  test_replace_in_parts();
+  test_take();
+  test_every_call_of_take_fails();
   test_paths();
   test_stale_temporary();
   test_two_writers();
-  unlink(path);
-  CHECK_INT(rmdir(folder), 0);
+  CHECK(remove_folder());
   return check_report();
 }
