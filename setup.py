@@ -3,7 +3,7 @@
 
     relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib
     relpos/lib/                  libcore.so, libcore.a, and OpenBLAS with its licence
-    relpos/include/relpos/       relpos.h
+    relpos/include/relpos/       relpos.h, model.h
 
 Read from the environment, and nothing else:
     RELPOS_BLAS=builtin          no OpenBLAS, relpos's own matrix products
@@ -78,8 +78,7 @@ class Build(build_ext):
 
     def build_core(self, library, include):
         library.mkdir(parents=True)
-        include.mkdir(parents=True)
-        shutil.copy(HEADER, include)
+        shutil.copytree("csrc/include/relpos", include)
         if BLAS != "builtin":
             copy_openblas(library)
         with ThreadPoolExecutor(os.cpu_count()) as pool:

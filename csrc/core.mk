@@ -22,12 +22,29 @@ CORE_SOURCES = \
   isa/avx512.c \
   isa/neon.c \
   isa/dispatch.c \
+  model/config.c \
+  model/config_check.c \
+  model/presets.c \
+  model/layout.c \
+  model/positions.c \
+  model/plan.c \
+  model/layers.c \
+  model/transformer.c \
+  model/profile.c \
+  file/header_text.c \
+  file/safetensors.c \
+  file/config_metadata.c \
+  file/model_file.c \
+  train/schedule.c \
+  train/step.c \
   api.c \
   api_attention.c \
   api_relation.c \
-  api_rotate.c
+  api_rotate.c \
+  api_config.c \
+  api_model.c
 
-CORE_PUBLIC_HEADERS = include/relpos/relpos.h
+CORE_PUBLIC_HEADERS = include/relpos/relpos.h include/relpos/model.h
 
 CORE_INCLUDES = . include
 

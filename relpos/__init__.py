@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-attention with relative position representations, forward and backward, on the CPU.
+"""Self-attention with relative position representations, forward and backward, and the Transformer
+around it, on the CPU.
 
     out = relpos.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
 
     out, ctx = relpos.attention_forward(q, k, v, position=relpos.Shaw(key_table, value_table))
     gradients = relpos.attention_backward(ctx, dout)
+
+    model = relpos.Transformer(relpos.Config.preset("tiny"))
+    result = model.step(relpos.Batch.from_pairs(sources, targets, bos=1, eos=2))
 
 Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
 one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
@@ -20,6 +24,8 @@ from relpos.attention import (
     attention_backward,
     attention_forward,
 )
+from relpos.batch import Batch
+from relpos.config import Config, Stack
 from relpos.library import (
     build_info,
     cflags,
@@ -30,6 +36,15 @@ from relpos.library import (
     set_threads,
 )
 from relpos.maps import AttentionMaps, attention_maps
+from relpos.model import (
+    Memory,
+    Profile,
+    ProfileLine,
+    StepResult,
+    Transformer,
+    model_memory,
+    profile,
+)
 from relpos.position import (
     ALiBi,
     CrossPositions,
@@ -53,21 +68,29 @@ __all__ = [
     "ALiBi",
     "AttentionContext",
     "AttentionMaps",
+    "Batch",
+    "Config",
     "CrossPositions",
     "DeBERTa",
     "DeviceError",
     "EdgeList",
     "Gradients",
     "LearnedAbsolute",
+    "Memory",
     "MusicTransformer",
     "Plane",
+    "Profile",
+    "ProfileLine",
     "RelativeKey",
     "RelativeKeyQuery",
     "RoPE",
     "Shaw",
     "ShawGraph",
     "Sinusoidal",
+    "Stack",
+    "StepResult",
     "T5Bias",
+    "Transformer",
     "TransformerXL",
     "__version__",
     "attention",
@@ -80,6 +103,8 @@ __all__ = [
     "include_dir",
     "library_dir",
     "libs",
+    "model_memory",
+    "profile",
     "rotate",
     "set_threads",
 ]

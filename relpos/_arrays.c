@@ -30,6 +30,7 @@ static type_words words_of(int flags) {
     case TAKE_INT32: return (type_words){"int32", "np.int32"};
     case TAKE_LABELS: return (type_words){"int8, int16 or int32", "np.int32"};
     case TAKE_MASK: return (type_words){"bool or uint8", "bool"};
+    case TAKE_UINT32: return (type_words){"uint32", "np.uint32"};
     default: return (type_words){"float32", "np.float32"};
   }
 }
@@ -105,6 +106,7 @@ static int is_of_type(PyArrayObject *array, int flags) {
     case TAKE_INT32: return type == NPY_INT32;
     case TAKE_LABELS: return type == NPY_INT8 || type == NPY_INT16 || type == NPY_INT32;
     case TAKE_MASK: return type == NPY_BOOL || type == NPY_UINT8;
+    case TAKE_UINT32: return type == NPY_UINT32;
     default: return type == NPY_FLOAT32;
   }
 }

@@ -38,12 +38,6 @@ typedef struct job {
 /* Axes by the layout, "bhnd" or "bnhd", and by what is packed. */
 int choose_axes(axis_words *w, PyObject *layout, int packed, int packed_keys);
 
-/* None, or the offsets of packed sequences, which fix their number; they end where the
- * tokens (along `axis` of an array) end. */
-int take_offsets(PyObject *object, const char *name, sizes *s, const int64_t **to);
-int offsets_end(const int64_t *offsets, const char *name, const sizes *s, char axis,
-                const char *array);
-
 /* Reads the arguments and the arrays that forward and backward share: the tuple
  *
  *   call = (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets,

@@ -81,6 +81,7 @@ static int module_exec(PyObject *module) {
                                                   PyExc_RuntimeError, NULL);
   if (state->device_error == NULL) return -1;
   if (PyModule_AddObjectRef(module, "DeviceError", state->device_error) < 0) return -1;
+  if (model_type_add(module) < 0) return -1;
   static const struct {
     const char *name;
     int value;
@@ -101,6 +102,12 @@ static int module_exec(PyObject *module) {
       {"SHOW_KEY", RP_SHOW_KEY},
       {"SHOW_QUERY", RP_SHOW_QUERY},
       {"SHOW_BIAS", RP_SHOW_BIAS},
+      {"ATTENTION_ENCODER", RP_ATTENTION_ENCODER},
+      {"ATTENTION_DECODER", RP_ATTENTION_DECODER},
+      {"ATTENTION_CROSS", RP_ATTENTION_CROSS},
+      {"SAVE_WEIGHTS", RP_SAVE_WEIGHTS},
+      {"SAVE_AVERAGE", RP_SAVE_AVERAGE},
+      {"SAVE_OPTIMIZER", RP_SAVE_OPTIMIZER},
   };
   for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
     if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
@@ -130,6 +137,13 @@ static PyMethodDef methods[] = {
     {"set_threads", set_threads, METH_VARARGS, NULL},
     {"get_threads", get_threads, METH_NOARGS, NULL},
     {"build_info", build_info, METH_NOARGS, NULL},
+    {"config_default", config_default, METH_NOARGS, NULL},
+    {"config_preset", config_preset, METH_VARARGS, NULL},
+    {"config_check", config_check, METH_VARARGS, NULL},
+    {"config_load", config_load, METH_VARARGS, NULL},
+    {"preset_names", preset_names, METH_NOARGS, NULL},
+    {"learning_rate", learning_rate, METH_VARARGS, NULL},
+    {"model_memory", model_memory, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -9,6 +9,10 @@
  *   _attention.c   forward and backward
  *   _maps.c        probabilities, logits and their parts
  *   _rotate.c      rotary positions
+ *   _config.c      configurations as pairs of name and text
+ *   _batch.c       a batch of sentences
+ *   _model.c       the model, a type: its life, the step, files, the profile
+ *   _model_shows.c its parameters, scores, hidden states and attention maps
  *
  * Objects are borrowed from the argument tuple, which the caller holds for as long
  * as the call lasts, also while the GIL is released.
@@ -29,6 +33,7 @@
 
 #include <stdint.h>
 
+#include "relpos/model.h"
 #include "relpos/relpos.h"
 
 /* ---- errors: _core.c ---------------------------------------------------------- */
@@ -60,10 +65,11 @@ enum { /* float32 unless said otherwise */
        TAKE_INT32 = 2,
        TAKE_LABELS = 4, /* int8, int16 or int32 */
        TAKE_MASK = 8,   /* bool or uint8 */
-       TAKE_TYPES = TAKE_INT64 | TAKE_INT32 | TAKE_LABELS | TAKE_MASK,
-       TAKE_WRITE = 16,      /* to be written: writable, and no element twice */
-       TAKE_DISTINCT = 32,   /* to be read, but no element twice */
-       TAKE_CONTIGUOUS = 64, /* in C order without gaps */
+       TAKE_UINT32 = 16,
+       TAKE_TYPES = TAKE_INT64 | TAKE_INT32 | TAKE_LABELS | TAKE_MASK | TAKE_UINT32,
+       TAKE_WRITE = 32,       /* to be written: writable, and no element twice */
+       TAKE_DISTINCT = 64,    /* to be read, but no element twice */
+       TAKE_CONTIGUOUS = 128, /* in C order without gaps */
        TAKE_MAX_AXES = 4
 };
 
@@ -89,6 +95,12 @@ int take_rows_out(PyObject *object, const char *name, const char *axes, sizes *s
 int take_int64(PyObject *object, const char *name, const char *axes, sizes *s, const int64_t **to);
 int take_int32(PyObject *object, const char *name, const char *axes, sizes *s, const int32_t **to);
 
+/* None, or the offsets of sentences that lie end to end, which fix their number; they end
+ * where the tokens (along `axis` of an array) end. */
+int take_offsets(PyObject *object, const char *name, sizes *s, const int64_t **to);
+int offsets_end(const int64_t *offsets, const char *name, const sizes *s, char axis,
+                const char *array);
+
 /* Raises "name: problem, got strides (8, 4) in bytes; fix". */
 void raise_strides(const char *name, PyObject *array, const char *problem, const char *fix);
 
@@ -99,11 +111,39 @@ PyObject *array_new(const char *axes, const sizes *s);
 
 enum { RELPOS_KEY, RELPOS_QUERY, RELPOS_BIAS, RELPOS_VALUE, RELPOS_KINDS };
 
+/* ---- the model ---------------------------------------------------------------------- */
+
+/* _config.c: a tuple of (name, text) as rp_config_set takes them, over the defaults; and the
+ * other way, every field of a configuration. */
+int take_config(PyObject *module, PyObject *pairs, rp_config *to);
+
+/* (tokens, sentences, training, recompute) */
+int take_limits(PyObject *object, rp_limits *to);
+
+/* _batch.c: the tuple
+ *
+ *   batch = (source, source_offsets, target, target_offsets, labels, source_graphs,
+ *            target_graphs, ordinals)
+ *
+ * of which what is not there is None; graphs are (labels end to end, starts). The labels lie
+ * beside the target of a model with a decoder, else beside the source: *places of them. */
+int take_batch(PyObject *object, int has_decoder, rp_batch *to, int64_t *places);
+
+/* _model.c: adds the type to the module. */
+int model_type_add(PyObject *module);
+
 /* ---- functions of the module ------------------------------------------------------ */
 
 PyObject *attention_forward(PyObject *module, PyObject *args);
 PyObject *attention_backward(PyObject *module, PyObject *args);
 PyObject *attention_map(PyObject *module, PyObject *args);
 PyObject *rotate(PyObject *module, PyObject *args);
+PyObject *config_default(PyObject *module, PyObject *args);
+PyObject *config_preset(PyObject *module, PyObject *args);
+PyObject *config_check(PyObject *module, PyObject *args);
+PyObject *config_load(PyObject *module, PyObject *args);
+PyObject *preset_names(PyObject *module, PyObject *args);
+PyObject *learning_rate(PyObject *module, PyObject *args);
+PyObject *model_memory(PyObject *module, PyObject *args);
 
 #endif

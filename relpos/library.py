@@ -52,7 +52,7 @@ def get_threads() -> int:
 
 
 def include_dir() -> Path:
-    """The folder for -I, with relpos/relpos.h in it."""
+    """The folder for -I, with relpos/relpos.h and relpos/model.h in it."""
     return _installed(_PACKAGE / "include", "relpos/relpos.h")
 
 

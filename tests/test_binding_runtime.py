@@ -211,7 +211,8 @@ def test_every_gil_release_has_its_restore() -> None:
 
 
 def test_libcore_is_called_without_the_gil_alone() -> None:
-    free = {"rp_last_error", "rp_attention_default", "rp_rotation_default"}  # they only look
+    defaults = {f"rp_{of}_default" for of in ("attention", "rotation", "batch", "limits")}
+    free = {"rp_last_error", *defaults}  # they only look
     for path in binding_files():
         code = code_of(path)
         for name in WITHOUT_GIL:

@@ -23,6 +23,14 @@
 #include "ops/gemm.c"
 #include "ops/rotate.c"
 
+#include "ops/activation.c"
+#include "ops/adam.c"
+#include "ops/cross_entropy.c"
+#include "ops/embed.c"
+#include "ops/norm.c"
+#include "ops/residual.c"
+#include "ops/sums.c"
+
 const rp_ops RPI_OPS = {
     .name = RPI_OPS_NAME,
     .gemm = gemm,
@@ -31,4 +39,17 @@ const rp_ops RPI_OPS = {
     .attention_backward = attention_backward,
     .attention_map = attention_map,
     .rotate = rotate,
+    .embed = embed,
+    .embed_backward = embed_backward,
+    .residual = residual,
+    .residual_backward = residual_backward,
+    .norm = norm,
+    .norm_backward = norm_backward,
+    .activation = activation,
+    .activation_backward = activation_backward,
+    .cross_entropy = cross_entropy,
+    .column_sums = column_sums,
+    .square_sum = square_sum,
+    .adam = adam,
+    .zero = zero,
 };

@@ -23,6 +23,7 @@
 
 #include "base/error.h"
 #include "ops/real.h"
+#include "relpos/model.h"
 
 /* C[rows, columns] = A . B (+ C where accumulate) (+ bias[columns] where given).
  * Row-major. A is [rows, inner], or [inner, rows] where transpose_a; B is [inner,
@@ -80,6 +81,135 @@ typedef struct rpi_attention_map_args {
   int64_t workspace_bytes;
 } rpi_attention_map_args;
 
+/* Which numbers of a packed matrix [rows, columns] dropout drops: row offsets[b] + i is row i of
+ * the sentence with ordinal ordinals[b] (base/rng.h). Rows lie where sentences do even where the
+ * rate is 0. */
+typedef struct rpi_dropout {
+  double rate; /* 0: nothing is dropped */
+  uint32_t key[2], site;
+  int64_t sentences;
+  const int64_t *offsets;   /* [sentences + 1] */
+  const uint32_t *ordinals; /* [sentences] */
+} rpi_dropout;
+
+/* out_r = keep( scale * table[id_r] + positions[row within the sentence] ), all [rows, columns].
+ * Backward: dtable[id] and dpositions add up. */
+typedef struct rpi_embed_args {
+  int64_t rows, columns;
+  const int32_t *ids;
+  const real *table;
+  real scale;
+  const real *positions; /* [longest sentence, columns], or NULL */
+  rpi_dropout dropout;
+  real *out;
+} rpi_embed_args;
+
+typedef struct rpi_embed_backward_args {
+  rpi_embed_args forward; /* table and out are not read */
+  const real *dout;
+  real *dtable;
+  real *dpositions; /* NULL: not wanted */
+} rpi_embed_backward_args;
+
+/* out = x + keep(f); out may be x, f or neither. Backward: df = keep(dout), which may be dout
+ * (x takes dout itself). */
+typedef struct rpi_residual_args {
+  int64_t rows, columns;
+  const real *x, *f;
+  rpi_dropout dropout;
+  real *out;
+} rpi_residual_args;
+
+typedef struct rpi_residual_backward_args {
+  int64_t rows, columns;
+  const real *dout;
+  rpi_dropout dropout;
+  real *df;
+} rpi_residual_backward_args;
+
+/* y = (x - mean) * rstd * gain + shift, over the columns of each row. */
+typedef struct rpi_norm_args {
+  int64_t rows, columns;
+  const real *x, *gain;
+  const real *shift; /* or NULL */
+  double epsilon;
+  real *y;
+  real *stats; /* [rows][2]: mean and 1 / sqrt(variance + epsilon); NULL: not wanted */
+} rpi_norm_args;
+
+/* dx = dstream + the gradient through the norm. */
+typedef struct rpi_norm_backward_args {
+  int64_t rows, columns;
+  const real *x, *gain, *stats, *dy;
+  const real *dstream;  /* or NULL; may be dx */
+  real *dx;             /* may be dy */
+  real *dgain, *dshift; /* dshift NULL: there is none */
+  void *workspace;
+  int64_t workspace_bytes;
+} rpi_norm_backward_args;
+
+/* a = keep(f(h)). h is [rows, columns]; of SwiGLU [rows, 2 columns], the gate (through
+ * x * sigmoid(x)) before what it gates. GELU is the exact one, by erf. a may be h for RELU.
+ * Backward: dh from da; RELU reads a (forward's result) and not h, the others h and not a; dh may
+ * be da for RELU and GELU. */
+typedef struct rpi_activation_args {
+  int64_t rows, columns;
+  int kind; /* RP_RELU, RP_GELU, RP_SWIGLU */
+  const real *h;
+  rpi_dropout dropout;
+  real *a;
+} rpi_activation_args;
+
+typedef struct rpi_activation_backward_args {
+  int64_t rows, columns;
+  int kind;
+  const real *h, *a, *da;
+  rpi_dropout dropout;
+  real *dh;
+} rpi_activation_backward_args;
+
+/* Of every row: loss = -sum_c y_c log softmax(logits)_c with the smoothed y, nll = -log softmax at
+ * the label, hit = 1 where the label has the highest logit (the first of equals), else 0. Rows
+ * with label -1 give 0 everywhere. Where gradient is set, logits become softmax - y (0 for rows
+ * that do not count), else they are left as they are. Sums run in `real` by vectors. */
+typedef struct rpi_cross_entropy_args {
+  int64_t rows, classes;
+  real *logits;
+  int64_t stride; /* between rows */
+  const int32_t *labels;
+  double smoothing;
+  int rule; /* RP_SMOOTH_... */
+  bool gradient;
+  real *loss, *nll; /* [rows] */
+  int8_t *hit;      /* [rows] */
+} rpi_cross_entropy_args;
+
+/* sum[columns] += sum over rows of x[rows, columns], rows x_stride apart. */
+typedef struct rpi_column_sums_args {
+  int64_t rows, columns;
+  const real *x;
+  int64_t x_stride;
+  real *sum;
+} rpi_column_sums_args;
+
+/* One step of Adam over `count` numbers, with g = gradient_scale * gradient:
+ *
+ *   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+ *   w = w - rate * ( m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + epsilon) + decay * w )
+ *   average = ema * average + (1 - ema) * w                           where it is not NULL
+ *
+ * and the gradient becomes 0. */
+typedef struct rpi_adam_args {
+  int64_t count, step;
+  real *weights, *gradient, *moment1, *moment2, *average;
+  double rate, beta1, beta2, epsilon, decay, gradient_scale, ema;
+} rpi_adam_args;
+
+#define RPI_SQUARE_BLOCK 65536
+static inline int64_t rpi_square_blocks(int64_t count) {
+  return (count + RPI_SQUARE_BLOCK - 1) / RPI_SQUARE_BLOCK;
+}
+
 typedef struct rp_ops {
   const char *name;
   rp_status (*gemm)(const rpi_gemm_args *args);
@@ -90,6 +220,22 @@ typedef struct rp_ops {
   /* bytes given: only says what workspace it needs */
   rp_status (*attention_map)(const rpi_attention_map_args *args, int64_t *bytes);
   rp_status (*rotate)(const rp_rotation *rotation, rp_rows x, rp_rows_out out);
+
+  rp_status (*embed)(const rpi_embed_args *args);
+  rp_status (*embed_backward)(const rpi_embed_backward_args *args);
+  rp_status (*residual)(const rpi_residual_args *args);
+  rp_status (*residual_backward)(const rpi_residual_backward_args *args);
+  rp_status (*norm)(const rpi_norm_args *args);
+  rp_status (*norm_backward)(const rpi_norm_backward_args *args, int64_t *bytes); /* as above */
+  rp_status (*activation)(const rpi_activation_args *args);
+  rp_status (*activation_backward)(const rpi_activation_backward_args *args);
+  rp_status (*cross_entropy)(const rpi_cross_entropy_args *args);
+  rp_status (*column_sums)(const rpi_column_sums_args *args);
+  /* *sum = the squares of x[count], added up in double, NaN where one of them is not finite;
+   * workspace: [rpi_square_blocks(count)] doubles */
+  rp_status (*square_sum)(const real *x, int64_t count, double *workspace, double *sum);
+  rp_status (*adam)(const rpi_adam_args *args);
+  rp_status (*zero)(real *x, int64_t count);
 } rp_ops;
 
 #endif

@@ -1,0 +1,447 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * api_model.c: the public functions of a model: they check, lock, and call inward.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "api_attention.h"
+#include "file/model_file.h"
+#include "train/step.h"
+
+/* ---- limits ---------------------------------------------------------------- */
+
+static rp_status check_limits(const rp_config *config, const rp_limits *limits) {
+  RPI_CHECK(limits, RP_ERROR_ARGUMENT, "model: limits is NULL");
+  RPI_CHECK(limits->struct_size == sizeof *limits, RP_ERROR_ARGUMENT,
+            "model: limits.struct_size=%zu, must be %zu: start from rp_limits_default()",
+            limits->struct_size, sizeof *limits);
+  RPI_CHECK(limits->tokens >= 1 && limits->tokens <= INT32_MAX, RP_ERROR_ARGUMENT,
+            "model: limits.tokens=%lld, must be from 1 to %d", (wide)limits->tokens, INT32_MAX);
+  RPI_CHECK(limits->sentences >= 1 && limits->sentences <= INT32_MAX, RP_ERROR_ARGUMENT,
+            "model: limits.sentences=%lld, must be from 1 to %d", (wide)limits->sentences,
+            INT32_MAX);
+  return rp_config_check(config);
+}
+
+rp_status rp_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory) {
+  RPI_TRY(check_limits(config, limits));
+  RPI_CHECK(memory, RP_ERROR_ARGUMENT, "model: memory is NULL");
+  RPI_CHECK(memory->struct_size == sizeof *memory, RP_ERROR_ARGUMENT,
+            "model: memory.struct_size=%zu, must be sizeof(rp_memory) = %zu", memory->struct_size,
+            sizeof *memory);
+  rp_memory told = {.struct_size = sizeof told};
+  RPI_TRY(rpi_model_memory(config, limits, &told));
+  *memory = told;
+  return RP_OK;
+}
+
+rp_status rp_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {
+  RPI_CHECK(model, RP_ERROR_ARGUMENT, "model: model is NULL");
+  *model = NULL;
+  RPI_TRY(check_limits(config, limits));
+  return rpi_model_create(config, limits, model);
+}
+
+void rp_model_free(rp_model *model) { rpi_model_free(model); }
+
+const rp_config *rp_model_config(const rp_model *model) { return model ? &model->config : NULL; }
+const rp_limits *rp_model_limits(const rp_model *model) { return model ? &model->limits : NULL; }
+
+int64_t rp_model_parameter_count(const rp_model *model) { return model ? model->layout.count : 0; }
+
+rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
+  RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
+  RPI_CHECK(to && to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
+            "model: parameter.struct_size must be sizeof(rp_parameter) = %zu", sizeof *to);
+  RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
+            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->layout.count - 1);
+  const rpi_parameter *const p = &m->layout.parameters[index];
+  *to = (rp_parameter){.struct_size = sizeof *to,
+                       .name = p->name,
+                       .dimensions = p->dimensions,
+                       .shape = {p->shape[0], p->shape[1], p->shape[2]},
+                       .count = p->count,
+                       .data = m->weights + p->at,
+                       .gradient = m->gradients ? m->gradients + p->at : NULL,
+                       .moment1 = m->moment1 ? m->moment1 + p->at : NULL,
+                       .moment2 = m->moment2 ? m->moment2 + p->at : NULL,
+                       .average = m->average ? m->average + p->at : NULL};
+  return RP_OK;
+}
+
+/* ---- one call at a time ---------------------------------------------------- */
+
+static rp_status enter(rp_model *m) {
+  RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
+  RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
+            "model: another call into this model is at work; one model, one call at a time");
+  return RP_OK;
+}
+
+static rp_status leave(rp_model *m, rp_status status) {
+  atomic_flag_clear(&m->busy);
+  return status;
+}
+
+/* ---- batches --------------------------------------------------------------- */
+
+static rp_status check_offsets(const rp_model *m, const char *name, const int64_t *offsets,
+                               int64_t sentences) {
+  RPI_CHECK(offsets, RP_ERROR_ARGUMENT, "batch: %s_offsets is NULL", name);
+  RPI_CHECK(offsets[0] == 0, RP_ERROR_SHAPE, "batch: %s_offsets[0]=%lld, must be 0", name,
+            (wide)offsets[0]);
+  for (int64_t b = 0; b < sentences; b++) {
+    const int64_t from = offsets[b], to = offsets[b + 1];
+    RPI_CHECK(to >= from, RP_ERROR_SHAPE, "batch: %s_offsets[%lld]=%lld after %lld, must not fall",
+              name, (wide)(b + 1), (wide)to, (wide)from);
+    RPI_CHECK(to - from <= m->config.max_length, RP_ERROR_SHAPE,
+              "batch: %s sentence %lld has %lld tokens, at most max_length=%lld are allowed", name,
+              (wide)b, (wide)(to - from), (wide)m->config.max_length);
+    RPI_CHECK(to <= m->limits.tokens, RP_ERROR_SHAPE,
+              "batch: more than limits.tokens=%lld %s tokens, %lld with sentence %lld",
+              (wide)m->limits.tokens, name, (wide)to, (wide)b);
+  }
+  return RP_OK;
+}
+
+static rp_status check_ids(const char *name, const int32_t *ids, const int64_t *offsets,
+                           int64_t sentences, int64_t least, int64_t vocabulary) {
+  RPI_CHECK(ids || offsets[sentences] == 0, RP_ERROR_ARGUMENT, "batch: %s is NULL", name);
+  for (int64_t b = 0; b < sentences; b++) {
+    for (int64_t i = offsets[b]; i < offsets[b + 1]; i++) {
+      RPI_CHECK(ids[i] >= least && ids[i] < vocabulary, RP_ERROR_ARGUMENT,
+                "batch: %s[%lld]=%d (token %lld of sentence %lld), must be from %lld to %lld", name,
+                (wide)i, ids[i], (wide)(i - offsets[b]), (wide)b, (wide)least,
+                (wide)vocabulary - 1);
+    }
+  }
+  return RP_OK;
+}
+
+static int64_t label_at(const rp_graphs *graphs, int64_t at) {
+  if (graphs->label_bytes == 1) return ((const int8_t *)graphs->labels)[at];
+  if (graphs->label_bytes == 2) return ((const int16_t *)graphs->labels)[at];
+  return ((const int32_t *)graphs->labels)[at];
+}
+
+static rp_status check_graphs(const char *name, const rp_stack *stack, const rp_graphs *graphs,
+                              const int64_t *offsets, int64_t sentences) {
+  RPI_CHECK(!graphs->labels || stack->relations != 0, RP_ERROR_ARGUMENT,
+            "batch: %s_graphs are given, but the model has relations=0 there", name);
+  if (stack->relations == 0 || offsets[sentences] == 0) return RP_OK;
+  RPI_CHECK(graphs->labels && graphs->starts, RP_ERROR_ARGUMENT,
+            "batch: %s_graphs.%s is NULL; the model has relations=%lld there", name,
+            graphs->labels ? "starts" : "labels", (wide)stack->relations);
+  const int bytes = graphs->label_bytes;
+  RPI_CHECK(bytes == 1 || bytes == 2 || bytes == 4, RP_ERROR_ARGUMENT,
+            "batch: %s_graphs.label_bytes=%d, must be 1, 2 or 4", name, bytes);
+  for (int64_t b = 0; b < sentences; b++) {
+    const int64_t n = offsets[b + 1] - offsets[b], start = graphs->starts[b];
+    RPI_CHECK(start >= 0 && start <= RPI_LIMIT, RP_ERROR_SHAPE,
+              "batch: %s_graphs.starts[%lld]=%lld, must be from 0 to 2^40", name, (wide)b,
+              (wide)start);
+    for (int64_t at = 0; at < n * n; at++) {
+      const int64_t label = label_at(graphs, start + at);
+      RPI_CHECK(label >= -1 && label < stack->relations, RP_ERROR_ARGUMENT,
+                "batch: %s_graphs has label %lld at (%lld, %lld) of sentence %lld, must be from -1 "
+                "to %lld",
+                name, (wide)label, (wide)(at / n), (wide)(at % n), (wide)b,
+                (wide)stack->relations - 1);
+    }
+  }
+  return RP_OK;
+}
+
+/* One side, or nothing where the model has no such stack. */
+static rp_status check_side(const rp_model *m, int stack, const rp_batch *batch, rpi_side *side) {
+  const bool encoder = stack == RPI_ENCODER;
+  const char *const name = encoder ? "source" : "target";
+  const rp_config *const config = &m->config;
+  const int32_t *const ids = encoder ? batch->source : batch->target;
+  const int64_t *const offsets = encoder ? batch->source_offsets : batch->target_offsets;
+  const rp_graphs *const graphs = encoder ? &batch->source_graphs : &batch->target_graphs;
+  *side = (rpi_side){.rows = 0};
+  if (m->stack[stack].parts == 0) {
+    RPI_CHECK(!ids && !offsets && !graphs->labels, RP_ERROR_ARGUMENT,
+              "batch: %s is given, but the model has no %s", name, encoder ? "encoder" : "decoder");
+    return RP_OK;
+  }
+  RPI_TRY(check_offsets(m, name, offsets, batch->sentences));
+  RPI_TRY(check_ids(name, ids, offsets, batch->sentences, 0,
+                    encoder ? config->source_vocabulary : config->target_vocabulary));
+  RPI_TRY(check_graphs(name, rpi_stack_of(config, stack), graphs, offsets, batch->sentences));
+  *side = (rpi_side){.rows = offsets[batch->sentences], .ids = ids, .offsets = offsets};
+  side->graphs = *graphs;
+  return RP_OK;
+}
+
+static rp_status check_batch(rp_model *m, const rp_batch *batch, bool labels, rpi_run *run) {
+  RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
+  RPI_CHECK(batch->struct_size == sizeof *batch, RP_ERROR_ARGUMENT,
+            "batch: struct_size=%zu, must be %zu: start from rp_batch_default()",
+            batch->struct_size, sizeof *batch);
+  RPI_CHECK(batch->sentences >= 0 && batch->sentences <= m->limits.sentences, RP_ERROR_SHAPE,
+            "batch: sentences=%lld, must be from 0 to limits.sentences=%lld",
+            (wide)batch->sentences, (wide)m->limits.sentences);
+  *run = (rpi_run){.model = m, .sentences = batch->sentences};
+  for (int s = 0; s < RPI_STACKS; s++) RPI_TRY(check_side(m, s, batch, &run->side[s]));
+  if (!labels) return RP_OK;
+  const int64_t *const offsets = run->side[rpi_last_stack(m)].offsets;
+  RPI_TRY(check_ids("labels", batch->labels, offsets, batch->sentences, -1, m->classes));
+  static const int32_t none[1] = {-1};
+  run->labels = batch->labels ? batch->labels : none;
+  return RP_OK;
+}
+
+/* The sentences' ordinals, counted from `first` where the batch says nothing. */
+static void set_ordinals(const rp_batch *batch, int64_t first, rpi_run *run) {
+  uint32_t *const own = run->model->scratch.ordinals;
+  for (int64_t b = 0; b < batch->sentences; b++) {
+    own[b] = batch->ordinals ? batch->ordinals[b] : (uint32_t)(first + b);
+  }
+  run->ordinals = own;
+}
+
+static rp_status check_result(const rp_result *result) {
+  RPI_CHECK(!result || result->struct_size == sizeof *result, RP_ERROR_ARGUMENT,
+            "model: result.struct_size=%zu, must be sizeof(rp_result) = %zu", result->struct_size,
+            sizeof *result);
+  return RP_OK;
+}
+
+static rp_status check_training(const rp_model *m) {
+  RPI_CHECK(m->limits.training, RP_ERROR_ORDER,
+            "model: it was made with limits.training=0 and has no gradients");
+  return RP_OK;
+}
+
+/* ---- steps ------------------------------------------------------------- */
+
+static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
+  RPI_TRY(check_training(m));
+  RPI_TRY(check_result(result));
+  RPI_CHECK(count >= 1, RP_ERROR_ARGUMENT, "model: count=%lld batches, must be at least 1",
+            (wide)count);
+  RPI_CHECK(batches, RP_ERROR_ARGUMENT, "model: batches is NULL");
+  RPI_CHECK(m->sums.batches == 0, RP_ERROR_ORDER,
+            "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
+            "rp_model_zero_gradients drops them",
+            (wide)m->sums.batches);
+  rpi_run run;
+  for (int64_t b = 0; b < count; b++) RPI_TRY(check_batch(m, &batches[b], true, &run));
+  for (int64_t b = 0; b < count; b++) {
+    rpi_sums own;
+    RPI_TRY(check_batch(m, &batches[b], true, &run));
+    set_ordinals(&batches[b], m->sums.sentences, &run);
+    RPI_TRY(rpi_step_accumulate(&run, &own));
+  }
+  rp_result ignored = {.struct_size = sizeof ignored};
+  return rpi_step_update(m, result ? result : &ignored);
+}
+
+rp_status rp_model_step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
+  RPI_TRY(enter(m));
+  return leave(m, step(m, batches, count, result));
+}
+
+static rp_status backward(rp_model *m, const rp_batch *batch, rp_result *result) {
+  rpi_run run;
+  rpi_sums own;
+  RPI_TRY(check_training(m));
+  RPI_TRY(check_result(result));
+  RPI_TRY(check_batch(m, batch, true, &run));
+  set_ordinals(batch, m->sums.sentences, &run);
+  RPI_TRY(rpi_step_accumulate(&run, &own));
+  if (result) rpi_step_report(m, &own, result);
+  return RP_OK;
+}
+
+rp_status rp_model_backward(rp_model *m, const rp_batch *batch, rp_result *result) {
+  RPI_TRY(enter(m));
+  return leave(m, backward(m, batch, result));
+}
+
+static rp_status update(rp_model *m, rp_result *result) {
+  RPI_TRY(check_training(m));
+  RPI_TRY(check_result(result));
+  RPI_CHECK(m->sums.batches != 0, RP_ERROR_ORDER,
+            "model: nothing is accumulated; rp_model_backward comes before rp_model_update");
+  rp_result ignored = {.struct_size = sizeof ignored};
+  return rpi_step_update(m, result ? result : &ignored);
+}
+
+rp_status rp_model_update(rp_model *m, rp_result *result) {
+  RPI_TRY(enter(m));
+  return leave(m, update(m, result));
+}
+
+rp_status rp_model_zero_gradients(rp_model *m) {
+  RPI_TRY(enter(m));
+  const rp_status status = check_training(m);
+  return leave(m, status == RP_OK ? rpi_step_drop(m) : status);
+}
+
+rp_status rp_model_counters(rp_model *m, int64_t *steps, int64_t *attempts) {
+  RPI_TRY(enter(m));
+  if (steps) *steps = m->step;
+  if (attempts) *attempts = m->attempt;
+  return leave(m, RP_OK);
+}
+
+rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
+  RPI_CHECK(steps >= 0 && attempts >= steps, RP_ERROR_ARGUMENT,
+            "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt", (wide)steps,
+            (wide)attempts);
+  RPI_TRY(enter(m));
+  m->step = steps;
+  m->attempt = attempts;
+  return leave(m, RP_OK);
+}
+
+/* ---- forward alone ----------------------------------------------------- */
+
+/* A pass without gradients, which leaves accumulation as it is. */
+static rp_status pass(rp_model *m, const rp_batch *batch, bool labels, bool dropout, rpi_run *run,
+                      rpi_sums *sums) {
+  *sums = (rpi_sums){0};
+  RPI_TRY(check_batch(m, batch, labels, run));
+  set_ordinals(batch, 0, run);
+  rpi_step_key(m, run);
+  run->dropout = dropout;
+  return rpi_transformer(run, sums);
+}
+
+static rp_status forward(rp_model *m, const rp_batch *batch, int dropout, rp_result *result) {
+  rpi_run run;
+  rpi_sums sums;
+  RPI_TRY(check_result(result));
+  RPI_TRY(pass(m, batch, true, dropout != 0, &run, &sums));
+  if (result) rpi_step_report(m, &sums, result);
+  return RP_OK;
+}
+
+rp_status rp_model_forward(rp_model *m, const rp_batch *batch, int dropout, rp_result *result) {
+  RPI_TRY(enter(m));
+  return leave(m, forward(m, batch, dropout, result));
+}
+
+static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores) {
+  rpi_run run;
+  rpi_sums sums;
+  RPI_TRY(pass(m, batch, true, false, &run, &sums));
+  const int64_t rows = run.side[rpi_last_stack(m)].rows;
+  RPI_CHECK(scores || rows == 0, RP_ERROR_ARGUMENT, "model: scores is NULL");
+  for (int64_t r = 0; r < rows; r++) scores[r] = run.labels[r] < 0 ? 0 : -m->scratch.nll[r];
+  return RP_OK;
+}
+
+rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores) {
+  RPI_TRY(enter(m));
+  return leave(m, score(m, batch, scores));
+}
+
+static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
+  rpi_run run;
+  rpi_sums sums;
+  RPI_TRY(pass(m, batch, false, false, &run, &sums));
+  const int64_t count = run.side[rpi_last_stack(m)].rows * m->config.width;
+  RPI_CHECK(to || count == 0, RP_ERROR_ARGUMENT, "model: hidden is NULL");
+  if (count != 0) memcpy(to, m->stack[rpi_last_stack(m)].out, (size_t)count * sizeof *to);
+  return RP_OK;
+}
+
+rp_status rp_model_hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
+  RPI_TRY(enter(m));
+  return leave(m, hidden(m, batch, to));
+}
+
+static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer, int64_t head,
+                     int64_t sentence, int show, rp_real *to) {
+  RPI_CHECK(kind >= RP_ATTENTION_ENCODER && kind <= RP_ATTENTION_CROSS, RP_ERROR_ARGUMENT,
+            "model: kind=%d, must be one of RP_ATTENTION_...", kind);
+  const int stack = kind == RP_ATTENTION_ENCODER ? RPI_ENCODER : RPI_DECODER;
+  const int part = kind == RP_ATTENTION_CROSS ? RPI_CROSS : RPI_SELF;
+  const int64_t layers = rpi_stack_of(&m->config, stack)->layers;
+  RPI_CHECK(m->stack[stack].parts > part, RP_ERROR_ARGUMENT,
+            "model: it has no such attention, kind=%d", kind);
+  RPI_CHECK(layer >= 0 && layer < layers, RP_ERROR_ARGUMENT,
+            "model: layer=%lld, must be from 0 to %lld", (wide)layer, (wide)layers - 1);
+  RPI_CHECK(sentence >= 0 && batch && sentence < batch->sentences, RP_ERROR_ARGUMENT,
+            "model: sentence=%lld, must be from 0 to %lld", (wide)sentence,
+            batch ? (wide)batch->sentences - 1 : -1);
+  rpi_run run;
+  RPI_TRY(check_batch(m, batch, false, &run));
+  set_ordinals(batch, 0, &run);
+  rp_attention a;
+  rp_rows q, k;
+  RPI_TRY(rpi_transformer_heads(&run, stack, layer, part, &a, &q, &k));
+  const int64_t *const queries = run.side[stack].offsets;
+  const int64_t *const keys = run.side[part == RPI_CROSS ? RPI_ENCODER : stack].offsets;
+  return rp_attention_map(&a, q, k, show, sentence, head, 0,
+                          queries[sentence + 1] - queries[sentence], to,
+                          keys[sentence + 1] - keys[sentence]);
+}
+
+rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, int64_t layer,
+                                 int64_t head, int64_t sentence, int show, rp_real *to) {
+  RPI_TRY(enter(m));
+  return leave(m, map(m, batch, kind, layer, head, sentence, show, to));
+}
+
+/* ---- files ----------------------------------------------------------------- */
+
+rp_status rp_model_save(rp_model *m, const char *path, int what) {
+  RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
+  RPI_TRY(enter(m));
+  return leave(m, rpi_model_save(m, path, what));
+}
+
+rp_status rp_model_load(rp_model *m, const char *path, int what) {
+  RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
+  RPI_TRY(enter(m));
+  return leave(m, rpi_model_load(m, path, what));
+}
+
+/* ---- profile ----------------------------------------------------------- */
+
+/* Lines that a model can have: names of operations a layer, forward and backward. */
+static int64_t most_lines(const rp_model *m) {
+  return 32 * (m->config.encoder.layers + m->config.decoder.layers) + 32;
+}
+
+rp_status rp_model_profile(rp_model *m, int on) {
+  RPI_TRY(enter(m));
+  rp_status status = RP_OK;
+  if (on) status = rpi_profile_start(&m->profile, most_lines(m));
+  else rpi_profile_stop(&m->profile);
+  return leave(m, status);
+}
+
+rp_status rp_model_profile_count(rp_model *m, int64_t *count) {
+  RPI_CHECK(count, RP_ERROR_ARGUMENT, "model: count is NULL");
+  RPI_TRY(enter(m));
+  *count = m->profile.count;
+  return leave(m, RP_OK);
+}
+
+static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line *line) {
+  RPI_CHECK(line && line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
+            "model: line.struct_size must be sizeof(rp_profile_line) = %zu", sizeof *line);
+  RPI_CHECK(index >= 0 && index < m->profile.count, RP_ERROR_ARGUMENT,
+            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->profile.count - 1);
+  const rpi_profile_entry *const e = &m->profile.entries[index];
+  *line = (rp_profile_line){.struct_size = sizeof *line,
+                            .name = e->name,
+                            .backward = e->backward,
+                            .calls = e->calls,
+                            .seconds = e->seconds,
+                            .operations = e->operations,
+                            .bytes = e->bytes};
+  return RP_OK;
+}
+
+rp_status rp_model_profile_line(rp_model *m, int64_t index, rp_profile_line *line) {
+  RPI_TRY(enter(m));
+  return leave(m, profile_line(m, index, line));
+}

@@ -1,0 +1,130 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * model_file.c: which arrays of a model go into which file, under which names.
+ */
+#include "file/model_file.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "file/config_metadata.h"
+
+#define FORMAT "relpos 1"
+
+/* The tensors of one file, and the memory of their names. */
+typedef struct listing {
+  int64_t count;
+  rpi_tensor *tensors;
+  char (*names)[RPI_NAME];
+} listing;
+
+static void add_all(const rp_model *m, const char *prefix, real *numbers, listing *to) {
+  for (int64_t p = 0; p < m->layout.count; p++) {
+    const rpi_parameter *const from = &m->layout.parameters[p];
+    snprintf(to->names[to->count], RPI_NAME, "%s%s", prefix, from->name);
+    to->tensors[to->count] = (rpi_tensor){.name = to->names[to->count],
+                                          .dimensions = from->dimensions,
+                                          .shape = {from->shape[0], from->shape[1], from->shape[2]},
+                                          .data = numbers + from->at};
+    to->count++;
+  }
+}
+
+static void release(listing *l) {
+  rpi_release(l->tensors);
+  rpi_release(l->names);
+}
+
+static rp_status list(const rp_model *m, int what, listing *to) {
+  RPI_CHECK(what >= RP_SAVE_WEIGHTS && what <= RP_SAVE_OPTIMIZER, RP_ERROR_ARGUMENT,
+            "model: what=%d, must be one of RP_SAVE_...", what);
+  RPI_CHECK(what != RP_SAVE_AVERAGE || m->average, RP_ERROR_ORDER,
+            "model: it keeps no average; ema is 0, or it was made without training");
+  RPI_CHECK(what != RP_SAVE_OPTIMIZER || m->moment1, RP_ERROR_ORDER,
+            "model: it was made with limits.training=0 and has no moments");
+  const size_t most = 3 * (size_t)m->layout.count;
+  *to = (listing){.tensors = rpi_allocate(most * sizeof *to->tensors),
+                  .names = rpi_allocate(most * sizeof *to->names)};
+  if (!to->tensors || !to->names) {
+    release(to);
+    return rpi_fail(RP_ERROR_MEMORY, "model: no memory for the names of %zu tensors", most);
+  }
+  if (what == RP_SAVE_WEIGHTS) add_all(m, "", m->weights, to);
+  if (what == RP_SAVE_AVERAGE) add_all(m, "", m->average, to);
+  if (what != RP_SAVE_OPTIMIZER) return RP_OK;
+  add_all(m, "moment1.", m->moment1, to);
+  add_all(m, "moment2.", m->moment2, to);
+  if (m->average) add_all(m, "average.", m->average, to);
+  return RP_OK;
+}
+
+static rp_status save_weights(const rp_model *m, const char *path, const listing *l) {
+  rpi_config_pairs pairs;
+  RPI_TRY(rpi_config_pairs_of(&m->config, &pairs));
+  return rpi_safetensors_write(path, pairs.pairs, pairs.count, l->tensors, l->count);
+}
+
+static rp_status save_optimizer(const rp_model *m, const char *path, const listing *l) {
+  char step[24], attempt[24];
+  snprintf(step, sizeof step, "%lld", (long long)m->step);
+  snprintf(attempt, sizeof attempt, "%lld", (long long)m->attempt);
+  const rpi_text_pair pairs[] = {{"format", FORMAT}, {"step", step}, {"attempt", attempt}};
+  return rpi_safetensors_write(path, pairs, 3, l->tensors, l->count);
+}
+
+rp_status rpi_model_save(const rp_model *m, const char *path, int what) {
+  listing l = {.count = 0};
+  RPI_TRY(list(m, what, &l));
+  const rp_status status =
+      what == RP_SAVE_OPTIMIZER ? save_optimizer(m, path, &l) : save_weights(m, path, &l);
+  release(&l);
+  return status;
+}
+
+/* ---- and back -------------------------------------------------------------- */
+
+typedef struct counters {
+  int64_t step, attempt; /* -1: not met */
+} counters;
+
+static rp_status read_counter(const char *key, const char *value, int64_t *to) {
+  char *end;
+  errno = 0;
+  const long long number = strtoll(value, &end, 10);
+  RPI_CHECK(*value && !*end && errno == 0 && number >= 0, RP_ERROR_FILE,
+            "model: the file has %s='%.40s', expected a whole number from 0", key, value);
+  *to = number;
+  return RP_OK;
+}
+
+static rp_status see_pair(void *context, const char *key, const char *value) {
+  counters *const found = context;
+  if (strcmp(key, "step") == 0) return read_counter(key, value, &found->step);
+  if (strcmp(key, "attempt") == 0) return read_counter(key, value, &found->attempt);
+  return RP_OK;
+}
+
+static rp_status load(rp_model *m, const char *path, int what, const listing *l) {
+  counters found = {-1, -1};
+  if (what == RP_SAVE_OPTIMIZER) {
+    RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
+    RPI_CHECK(found.step >= 0 && found.attempt >= found.step, RP_ERROR_FILE,
+              "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
+              path, (long long)found.step, (long long)found.attempt);
+  }
+  RPI_TRY(rpi_safetensors_read(path, l->tensors, l->count));
+  if (what != RP_SAVE_OPTIMIZER) return RP_OK;
+  m->step = found.step;
+  m->attempt = found.attempt;
+  return RP_OK;
+}
+
+rp_status rpi_model_load(rp_model *m, const char *path, int what) {
+  listing l = {.count = 0};
+  RPI_TRY(list(m, what, &l));
+  const rp_status status = load(m, path, what, &l);
+  release(&l);
+  return status;
+}

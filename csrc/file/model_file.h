@@ -1,0 +1,18 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * model_file.h: a model's weights, average and optimizer state in files.
+ *
+ *   weights, average   the parameters' names; metadata: format, and every field of the
+ * configuration optimizer          moment1.NAME, moment2.NAME, and average.NAME where the model
+ * keeps one; metadata: format, step, attempt
+ */
+#ifndef RPI_MODEL_FILE_H
+#define RPI_MODEL_FILE_H
+
+#include "model/model.h"
+
+/* what: RP_SAVE_... */
+rp_status rpi_model_save(const rp_model *m, const char *path, int what);
+rp_status rpi_model_load(rp_model *m, const char *path, int what);
+
+#endif

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * safetensors.h: named arrays in a file, in the safetensors format.
+ *
+ *   8 bytes   length of the header, little-endian
+ *   header    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets"}}
+ *   data      the arrays, end to end
+ *
+ * Arrays are F32 here, F64 in libcore_f64.
+ */
+#ifndef RPI_SAFETENSORS_H
+#define RPI_SAFETENSORS_H
+
+#include "base/error.h"
+#include "relpos/relpos.h"
+
+#define RPI_NAME 96 /* bytes of a tensor's name, with its zero */
+
+enum { RPI_MOST_PAIRS = 1024 }; /* of metadata in one file */
+
+typedef struct rpi_tensor {
+  const char *name;
+  int dimensions; /* 0 to 3 */
+  int64_t shape[3];
+  rp_real *data; /* read by the writer, written by the reader */
+} rpi_tensor;
+
+typedef struct rpi_text_pair {
+  const char *key, *value;
+} rpi_text_pair;
+
+/* Replaces the file at path, or leaves it as it was. No copy of the arrays is made. The order is
+ * that given. Texts must be UTF-8, keys and names differ: else RP_ERROR_ARGUMENT. */
+rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata, int64_t pairs,
+                                const rpi_tensor *tensors, int64_t count);
+
+/* Reads exactly these tensors, whose names differ: RP_ERROR_FILE names the first that is missing,
+ * unknown, of another shape or type, or a header that is not one. Nothing is written to them on
+ * failure: the data wait in memory of their own until all of them are there. */
+rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count);
+
+/* Calls each(context, key, value) for the metadata of a file whose whole header can be read; a
+ * failure of it ends the calls. The texts live until it returns. */
+rp_status rpi_safetensors_metadata(const char *path,
+                                   rp_status (*each)(void *context, const char *key,
+                                                     const char *value),
+                                   void *context);
+
+#endif

@@ -1,0 +1,364 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * model.h: the Transformer and its training step, to be read from top to bottom.
+ *
+ *   1. configuration: what the model is, presets by name
+ *   2. a model: memory, life, parameters
+ *   3. batches, and one training step
+ *   4. the parts of a step, scores, attention maps
+ *   5. files
+ *   6. profile
+ *
+ * The shortest program that trains (examples/c/03_train_copy.c is the whole of it):
+ *
+ *   rp_config config;
+ *   rp_config_preset("tiny", &config);
+ *   rp_model *model = NULL;
+ *   rp_model_create(&config, &limits, &model);
+ *   for (...) rp_model_step(model, &batch, 1, &result);
+ *   rp_model_save(model, "model.safetensors", RP_SAVE_WEIGHTS);
+ *   rp_model_free(model);
+ *
+ * Thread safety: different models may be used from different threads. A second call
+ * into a model that is at work fails with RP_ERROR_ORDER; it harms nothing.
+ */
+#ifndef RELPOS_MODEL_H
+#define RELPOS_MODEL_H
+
+#include "relpos/relpos.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------
+ * 1. Configuration
+ * ------------------------------------------------------------------------ */
+
+/* How self-attention sees positions; rp_config_set knows them by these names. */
+enum {
+  RP_POSITION_NONE = 0,               /* none */
+  RP_POSITION_SHAW = 1,               /* shaw */
+  RP_POSITION_TRANSFORMER_XL = 2,     /* transformer-xl */
+  RP_POSITION_MUSIC = 3,              /* music */
+  RP_POSITION_T5 = 4,                 /* t5 */
+  RP_POSITION_DEBERTA = 5,            /* deberta */
+  RP_POSITION_RELATIVE_KEY = 6,       /* relative-key */
+  RP_POSITION_RELATIVE_KEY_QUERY = 7, /* relative-key-query */
+  RP_POSITION_ALIBI = 8,              /* alibi */
+  RP_POSITION_ALIBI_LEARNED = 9,      /* alibi-learned */
+  RP_POSITION_ROPE = 10               /* rope */
+};
+
+/* What is added to the embeddings. */
+enum {
+  RP_ABSOLUTE_NONE = 0,       /* none */
+  RP_ABSOLUTE_SINUSOIDAL = 1, /* sinusoidal */
+  RP_ABSOLUTE_LEARNED = 2     /* learned */
+};
+
+enum { RP_NORM_PRE = 0 /* pre */, RP_NORM_POST = 1 /* post */ };
+enum { RP_RELU = 0 /* relu */, RP_GELU = 1 /* gelu */, RP_SWIGLU = 2 /* swiglu */ };
+enum {
+  RP_SMOOTH_ALL = 0,   /* all: eps / V on every class, as torch */
+  RP_SMOOTH_OTHERS = 1 /* others: eps / (V - 1) on every wrong class, as Tensor2Tensor */
+};
+enum {
+  RP_SCHEDULE_CONSTANT = 0,     /* constant */
+  RP_SCHEDULE_NOAM = 1,         /* noam: factor * C^-0.5 * min(t^-0.5, t * warmup^-1.5) */
+  RP_SCHEDULE_INVERSE_SQRT = 2, /* inverse-sqrt: factor * min(t / warmup, sqrt(warmup / t)) */
+  RP_SCHEDULE_COSINE = 3,       /* cosine, from factor down to factor * final_rate at steps */
+  RP_SCHEDULE_LINEAR = 4        /* linear, likewise */
+};
+
+enum { RP_ROPE_LINEAR = 0 /* linear */, RP_ROPE_NTK = 1 /* ntk */ };
+
+/* One stack of layers: the encoder or the decoder. */
+typedef struct rp_stack {
+  int64_t layers; /* 0: the stack is left out */
+
+  /* Added to the embeddings. */
+  int absolute;             /* RP_ABSOLUTE_... */
+  int sinusoid_interleaved; /* 0: sines in one half, cosines in the other */
+  int sinusoid_rule;        /* RP_FREQUENCIES_OPEN: open; RP_FREQUENCIES_CLOSED: closed */
+  int64_t sinusoid_first;   /* the position of the first token */
+
+  /* Self-attention. */
+  int position;    /* RP_POSITION_... */
+  int64_t k;       /* shaw: clip distance */
+  int64_t k_right; /* shaw: to the right; -1: as k */
+  int beyond;      /* shaw: RP_BEYOND_CLIP: clip; RP_BEYOND_NONE: none */
+  int key, value;  /* shaw: keys, values have relations; music: values; deberta: c2p, p2c */
+  int tied;        /* shaw, and relations below: one table for keys and values */
+  int per_layer;   /* every layer has tables of its own; 0: one set for all layers of the stack */
+  int per_head;    /* every head has a table of its own; 0: shared. t5, alibi: without effect */
+
+  int64_t relations;                /* kinds of labels in the batch's graphs; 0: no graphs */
+  int relation_key, relation_value; /* which terms the labels have */
+
+  int64_t buckets;      /* t5; deberta (0: none, one row for each distance) */
+  int64_t max_distance; /* t5, deberta: where the last bucket begins */
+  int64_t clamp;        /* transformer-xl: distances farther than this count as this; 0: none */
+
+  double rope_base;
+  int rope_interleaved;
+  int64_t rope_width;  /* columns of a head that turn; 0: all */
+  int rope_rule;       /* RP_ROPE_LINEAR or RP_ROPE_NTK */
+  double rope_scaling; /* 1: none */
+
+  int64_t window; /* keys farther than this from the query are hidden; -1: none are */
+  double softcap; /* of the scores; 0: none */
+} rp_stack;
+
+/* The whole of a model and of its training. Obtain it from rp_config_default() or a preset, then
+ * set what differs, by assignment or with rp_config_set(). docs/presets.md has every number. */
+typedef struct rp_config {
+  size_t struct_size;
+
+  int64_t width;        /* C */
+  int64_t heads;        /* H */
+  int64_t head_width;   /* D; 0: C / H */
+  int64_t feed_forward; /* F */
+  /* 0 will do for a stack that is left out */
+  int64_t source_vocabulary, target_vocabulary;
+  int share_embeddings; /* one table for source and target */
+  int share_output;     /* the output projection is the embedding of the target */
+  int scale_embeddings; /* times sqrt(C) */
+  int64_t max_length;   /* tokens of the longest sentence, on either side */
+  int norm;             /* RP_NORM_PRE or RP_NORM_POST */
+  double norm_epsilon;
+  int bias;       /* linear layers have biases (the output projection has none), norms shifts */
+  int activation; /* RP_RELU, ... */
+  rp_stack encoder, decoder;
+
+  double dropout; /* of embeddings and of what a layer adds to the stream */
+  double attention_dropout, activation_dropout;
+
+  double label_smoothing;
+  int smoothing;        /* RP_SMOOTH_... */
+  int schedule;         /* RP_SCHEDULE_... */
+  double learning_rate; /* the schedule's factor */
+  int64_t warmup;       /* steps; 0: none */
+  int64_t steps;        /* of the whole training: cosine, linear */
+  double final_rate;    /* cosine, linear: the share of the rate left at the end */
+  double beta1, beta2, adam_epsilon;
+  double weight_decay; /* decoupled, of matrices and tables; not of norms and biases */
+  double clip_norm;    /* of the whole gradient; 0: none */
+  double ema;          /* decay of an average of the weights; 0: none is kept */
+  uint64_t seed;       /* of the initial weights and of dropout */
+} rp_config;
+
+/* The defaults: the preset "tiny". */
+RP_API rp_config rp_config_default(void);
+
+/* Fills config from a preset. An unknown name fails with RP_ERROR_ARGUMENT and suggests the
+ * nearest. rp_preset_name(i) counts them, NULL after the last. */
+RP_API rp_status rp_config_preset(const char *name, rp_config *config);
+RP_API const char *rp_preset_name(int index);
+
+/* Sets a field by name and text, as ("encoder.k", "16"), ("activation", "gelu"), ("bias", "true").
+ * An unknown name suggests the nearest; a wrong value says what is allowed. */
+RP_API rp_status rp_config_set(rp_config *config, const char *name, const char *value);
+
+/* The text of a field, as rp_config_set takes it, cut to size - 1 characters; every double reads
+ * back as itself. rp_config_field(i) counts the names, NULL after the last. */
+RP_API rp_status rp_config_get(const rp_config *config, const char *name, char *text, size_t size);
+RP_API const char *rp_config_field(int index);
+
+/* Is this a model? RP_ERROR_ARGUMENT or RP_ERROR_SHAPE names the field that says no. */
+RP_API rp_status rp_config_check(const rp_config *config);
+
+/* ------------------------------------------------------------------------
+ * 2. A model
+ * ------------------------------------------------------------------------ */
+
+/* How large a batch may be: all memory is planned from this. Start from rp_limits_default(). */
+typedef struct rp_limits {
+  size_t struct_size;
+  int64_t tokens;    /* the most of a batch, on each side */
+  int64_t sentences; /* the most of a batch */
+  int training;      /* 0: no gradients and no moments; forward, scores and maps alone */
+  int recompute;     /* activations are computed again in backward, layer by layer, not stored */
+} rp_limits;
+
+static inline rp_limits rp_limits_default(void) {
+  rp_limits limits;
+  memset(&limits, 0, sizeof limits);
+  limits.struct_size = sizeof limits;
+  limits.tokens = 4096;
+  limits.sentences = 512;
+  limits.training = 1;
+  return limits;
+}
+
+/* Bytes that a model will take, told before anything is allocated. */
+typedef struct rp_memory {
+  size_t struct_size; /* to be set by the caller */
+  int64_t parameters, gradients, moments, average, constants, activations, workspace;
+  int64_t total;
+} rp_memory;
+
+RP_API rp_status rp_model_memory(const rp_config *config, const rp_limits *limits,
+                                 rp_memory *memory);
+
+typedef struct rp_model rp_model;
+
+/* A new model with initial weights from config.seed. *model is NULL where it fails. */
+RP_API rp_status rp_model_create(const rp_config *config, const rp_limits *limits,
+                                 rp_model **model);
+RP_API void rp_model_free(rp_model *model); /* takes NULL */
+
+RP_API const rp_config *rp_model_config(const rp_model *model);
+RP_API const rp_limits *rp_model_limits(const rp_model *model);
+
+/* One parameter. The arrays live in the model; weights may be written between calls. */
+typedef struct rp_parameter {
+  size_t struct_size; /* to be set by the caller */
+  const char *name;   /* as in files: "encoder.0.attention.out.weight" */
+  int dimensions;     /* 1 to 3 */
+  int64_t shape[3];
+  int64_t count;
+  rp_real *data;
+  rp_real *gradient;          /* of the sum of the tokens' losses; NULL without training */
+  rp_real *moment1, *moment2; /* NULL without training */
+  rp_real *average;           /* NULL where ema is 0 */
+} rp_parameter;
+
+RP_API int64_t rp_model_parameter_count(const rp_model *model); /* of arrays, not of numbers */
+RP_API rp_status rp_model_parameter(rp_model *model, int64_t index, rp_parameter *parameter);
+
+/* ------------------------------------------------------------------------
+ * 3. Batches, and one training step
+ * ------------------------------------------------------------------------ */
+
+/* Labelled graphs, a matrix n x n for every sentence, -1: no relation. */
+typedef struct rp_graphs {
+  const void *labels;    /* NULL: none */
+  int label_bytes;       /* 1, 2 or 4 */
+  const int64_t *starts; /* [sentences], counted in labels */
+} rp_graphs;
+
+/* Sentences end to end. Source tokens go to the encoder, target tokens to the decoder; a model
+ * without one of them takes NULL there. The token at each place predicts its label: of the
+ * decoder's places, or of the encoder's in a model without decoder. Start from
+ * rp_batch_default(). */
+typedef struct rp_batch {
+  size_t struct_size;
+  int64_t sentences;
+  const int32_t *source, *target;                 /* from 0 to below the vocabulary */
+  const int64_t *source_offsets, *target_offsets; /* [sentences + 1], from 0, never falling */
+  const int32_t *labels;                          /* -1: not counted */
+  rp_graphs source_graphs, target_graphs;
+  const uint32_t *ordinals; /* [sentences] within the whole accumulated batch; NULL: as they come */
+} rp_batch;
+
+static inline rp_batch rp_batch_default(void) {
+  rp_batch batch;
+  memset(&batch, 0, sizeof batch);
+  batch.struct_size = sizeof batch;
+  return batch;
+}
+
+typedef struct rp_result {
+  size_t struct_size;    /* to be set by the caller */
+  int64_t tokens;        /* labels that counted */
+  double loss;           /* mean over them, as trained */
+  double nll;            /* mean of -log p(label), without smoothing */
+  double accuracy;       /* share whose label had the highest score */
+  double gradient_norm;  /* of the mean loss, before clipping; 0 for forward alone */
+  double learning_rate;  /* of this update */
+  int64_t step, attempt; /* after the call: updates made, updates tried */
+  int finite;            /* 0: loss or gradient was not; nothing has been updated */
+  char first_bad[64];    /* then: where the first number that is not finite arose */
+} rp_result;
+
+/* One update from `count` batches: forward and backward of each, then clip and Adam. The loss is
+ * the mean over the labels of all of them, so that the cut into batches does not matter. result
+ * may be NULL. Batches are checked before anything is computed; a failure leaves weights, moments
+ * and counters as they were. Fails with RP_ERROR_ORDER while gradients are accumulated. */
+RP_API rp_status rp_model_step(rp_model *model, const rp_batch *batches, int64_t count,
+                               rp_result *result);
+
+/* ------------------------------------------------------------------------
+ * 4. The parts of a step, scores, attention maps
+ * ------------------------------------------------------------------------ */
+
+/* Forward alone: loss and accuracy of a batch. dropout != 0: as in training. */
+RP_API rp_status rp_model_forward(rp_model *model, const rp_batch *batch, int dropout,
+                                  rp_result *result);
+
+/* Forward with dropout and backward: adds to the gradients. The first after an update (or after
+ * rp_model_zero_gradients) begins a new accumulation. result: of this batch alone. */
+RP_API rp_status rp_model_backward(rp_model *model, const rp_batch *batch, rp_result *result);
+
+/* Clips, updates and zeroes the gradients of all that was accumulated. Fails with RP_ERROR_ORDER
+ * where nothing was. result: of the whole accumulation. */
+RP_API rp_status rp_model_update(rp_model *model, rp_result *result);
+RP_API rp_status rp_model_zero_gradients(rp_model *model);
+
+/* Updates made, and tried: they decide the learning rate and dropout's masks. */
+RP_API rp_status rp_model_counters(rp_model *model, int64_t *step, int64_t *attempt);
+RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t attempt);
+
+/* Of the schedule, at step t >= 1. NaN where t is less or the configuration is none, with the
+ * reason in rp_last_error(). */
+RP_API double rp_learning_rate(const rp_config *config, int64_t t);
+
+/* log p(label) of every place, without dropout: scores[places], 0 where the label is -1. */
+RP_API rp_status rp_model_score(rp_model *model, const rp_batch *batch, rp_real *scores);
+
+/* What the last norm gives, the input of the output projection: [places][C]. */
+RP_API rp_status rp_model_hidden(rp_model *model, const rp_batch *batch, rp_real *hidden);
+
+/* Which attention a map is of. */
+enum { RP_ATTENTION_ENCODER = 0, RP_ATTENTION_DECODER = 1, RP_ATTENTION_CROSS = 2 };
+
+/* The map of one sentence, layer and head, as rp_attention_map shows it, without dropout: [queries
+ * of the sentence][keys of it], dense. */
+RP_API rp_status rp_model_attention_map(rp_model *model, const rp_batch *batch, int kind,
+                                        int64_t layer, int64_t head, int64_t sentence, int show,
+                                        rp_real *map);
+
+/* ------------------------------------------------------------------------
+ * 5. Files
+ * ------------------------------------------------------------------------ */
+
+enum {
+  RP_SAVE_WEIGHTS = 0,  /* the parameters, with the configuration */
+  RP_SAVE_AVERAGE = 1,  /* their average, under the same names */
+  RP_SAVE_OPTIMIZER = 2 /* moments, average, and the counters */
+};
+
+/* Writes a safetensors file, whole or not at all. */
+RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
+
+/* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as
+ * it was. A tensor that is missing, unknown or of another shape is named. */
+RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
+
+/* The configuration that a file of weights carries. */
+RP_API rp_status rp_config_load(const char *path, rp_config *config);
+
+/* ------------------------------------------------------------------------
+ * 6. Profile
+ * ------------------------------------------------------------------------ */
+
+/* What one operation of one layer took, forward and backward apart. */
+typedef struct rp_profile_line {
+  size_t struct_size; /* to be set by the caller */
+  const char *name;   /* "encoder.0.attention.qkv", ... */
+  int backward;
+  int64_t calls;
+  double seconds, operations, bytes; /* summed; operations: floating-point, as counted by shapes */
+} rp_profile_line;
+
+/* Off at first. Switching it on begins anew; lines, and the names in them, stay until then. */
+RP_API rp_status rp_model_profile(rp_model *model, int on);
+RP_API rp_status rp_model_profile_count(rp_model *model, int64_t *count);
+RP_API rp_status rp_model_profile_line(rp_model *model, int64_t index, rp_profile_line *line);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* RELPOS_MODEL_H */

@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * model.h: a Transformer in memory, and what computes it.
+ *
+ * A stack is a row of sublayers, each adding to a stream [rows][C]; a norm stands before each of
+ * them and one after the last:
+ *
+ *   norm before:   n = norm_s(u_s)         u_{s+1} = u_s + keep(f_s(n))     out = norm(u_K)
+ *   norm after:    n = norm_{s-1}(u_s)     u_{s+1} = n + keep(f_s(n))       out = norm_{K-1}(u_K)
+ *
+ * (norm after: u_0 has no norm, n = u_0). So the two differ in which norm reads a stream, and in
+ * what f_s is added to. The streams u_s are stored; n is computed again in backward from u_s and
+ * its stored mean and deviation.
+ *
+ * Four blocks of memory, the first three carved by one function over counting and then real arenas:
+ *
+ *   fixed        layout | constants of the positions
+ *   numbers      weights | gradients | moments | average
+ *   step         streams and what sublayers store | scratch | losses
+ *   workspace    of attention: grows where a batch needs more than was planned
+ */
+#ifndef RPI_MODEL_H
+#define RPI_MODEL_H
+
+#include <stdatomic.h>
+
+#include "base/memory.h"
+#include "model/params.h"
+#include "model/positions.h"
+#include "model/profile.h"
+#include "ops/ops.h"
+
+/* What a sublayer stores for backward. */
+typedef struct rpi_stored {
+  real *stream;  /* u_s [rows][C] */
+  real *stats;   /* of the norm that reads it [rows][2] */
+  real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] */
+  real *kv;      /* cross: [encoder's rows][2 H D] */
+  real *z, *lse; /* attention's results [rows][H D], [H][rows] */
+  real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it */
+} rpi_stored;
+
+typedef struct rpi_stack_memory {
+  int parts;          /* sublayers a layer */
+  rpi_stored *stored; /* [layers * parts], and one more: the last stream and its norm */
+  real *out;          /* after the last norm [rows][C] */
+  real *dstream;      /* the gradient of out, then of the streams; NULL without training */
+  rpi_positions positions;
+} rpi_stack_memory;
+
+typedef struct rpi_scratch {
+  real *normed;     /* n [rows][C] */
+  real *df;         /* of what a sublayer adds, then of n [rows][C] */
+  real *dz;         /* [rows][H D] */
+  real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv */
+  real *act;        /* after the activation [rows][F]; RELU: not there */
+  real *dact;       /* its gradient; RELU: dhidden itself */
+  real *dhidden;    /* [rows][F or 2 F] */
+  real *logits;     /* [loss_rows][classes] */
+  real *loss, *nll; /* [rows] */
+  int8_t *hit;
+  double *squares; /* partial sums of the norm */
+  void *norm;      /* workspace of the norm's backward */
+  int64_t norm_bytes;
+  uint32_t *ordinals; /* [sentences] */
+} rpi_scratch;
+
+/* What was accumulated since the last update. */
+typedef struct rpi_sums {
+  int64_t batches, sentences, tokens, hits;
+  double loss, nll;
+  char first_bad[64]; /* "": all is finite so far */
+} rpi_sums;
+
+struct rp_model {
+  rp_config config;
+  rp_limits limits;
+  const rp_ops *ops;
+  atomic_flag busy;
+  rpi_layout layout;
+  real *weights, *gradients, *moment1, *moment2, *average; /* layout.numbers each, or NULL */
+  rpi_stack_memory stack[RPI_STACKS];
+  rpi_scratch scratch;
+  int64_t loss_rows, classes;
+  void *fixed, *numbers, *step_memory, *workspace;
+  int64_t workspace_bytes;
+  int64_t step, attempt;
+  rpi_sums sums;
+  rpi_profile profile;
+};
+
+/* One side of a batch. */
+typedef struct rpi_side {
+  int64_t rows;
+  const int32_t *ids;
+  const int64_t *offsets;
+  rp_graphs graphs;
+} rpi_side;
+
+/* One pass over one batch, checked. */
+typedef struct rpi_run {
+  rp_model *model;
+  int64_t sentences;
+  rpi_side side[RPI_STACKS]; /* of a stack that is not there: no rows */
+  const int32_t *labels;     /* NULL: no loss is wanted */
+  const uint32_t *ordinals;
+  uint32_t key[2];
+  bool dropout;    /* numbers are dropped */
+  bool backward;   /* gradients are wanted */
+  bool shape_only; /* tables are named, not made */
+  int stack;       /* where it is, for the profile and dropout's sites */
+  int64_t layer;
+} rpi_run;
+
+/* Which part sublayer s is, in layers of so many. */
+static inline int rpi_part_of(int parts, int64_t s) {
+  const int at = (int)(s % parts);
+  if (at == parts - 1) return RPI_FEED_FORWARD;
+  return at == 0 ? RPI_SELF : RPI_CROSS;
+}
+
+/* ---- plan.c ---------------------------------------------------------------- */
+
+/* What a model takes, without making it. */
+rp_status rpi_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory);
+rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_model **model);
+void rpi_model_free(rp_model *model);
+
+/* Makes attention's workspace as large as this batch needs it. */
+rp_status rpi_model_reserve(const rpi_run *run);
+
+/* ---- layers.c: one sublayer, forward and backward -------------------------- */
+
+/* The shape of one attention call, and the terms of its layer. */
+rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_attention *a);
+
+/* Everything of sublayer s from its stream to the next; without `last` it stops before what only
+ * the next stream needs. */
+rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last);
+/* From the gradient of stream s + 1 to that of stream s, both in dstream. */
+rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
+
+/* The attention of sublayer s, whose queries and keys are stored. */
+rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k);
+
+/* n of stream s: the stored stream itself where it has no norm, else in `to`. */
+rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n);
+rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
+                                   real *to);
+
+/* ---- transformer.c --------------------------------------------------------- */
+
+/* Forward, loss where labels are given, and backward where it is wanted. Adds to *sums. */
+rp_status rpi_transformer(rpi_run *run, rpi_sums *sums);
+
+/* Forward up to one attention: its shape, queries and keys, which stay until the next pass. */
+rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part, rp_attention *a,
+                                rp_rows *q, rp_rows *k);
+
+/* What the output projection reads: [rows][C] of the last stack. */
+static inline int rpi_last_stack(const rp_model *model) {
+  return model->config.decoder.layers != 0 ? RPI_DECODER : RPI_ENCODER;
+}
+
+/* ---- dropout --------------------------------------------------------------- */
+
+/* Where dropout's masks of one place begin: 4096 heads fit between two of them. */
+enum rpi_site {
+  RPI_SITE_EMBEDDING,
+  RPI_SITE_SELF,
+  RPI_SITE_SELF_ADDED,
+  RPI_SITE_CROSS,
+  RPI_SITE_CROSS_ADDED,
+  RPI_SITE_ACTIVATION,
+  RPI_SITE_FEED_FORWARD_ADDED
+};
+
+static inline uint32_t rpi_site_of(int stack, int64_t layer, enum rpi_site kind) {
+  return ((uint32_t)stack << 15 | (uint32_t)layer << 3 | (uint32_t)kind) << 12;
+}
+
+#endif

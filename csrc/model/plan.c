@@ -1,0 +1,283 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * plan.c: the memory of a model, told in advance, made and released.
+ *
+ * What streams and sublayers store:
+ *
+ *   training             everything, each its own
+ *   training, recompute  the stream before every layer is its own; what lies within a layer is
+ *                        shared by all layers, and made again in backward
+ *   no training          two streams in turn, and one layer's store
+ */
+#include <string.h>
+
+#include "isa/dispatch.h"
+#include "model/model.h"
+
+/* Logits of a block of rows take about this many numbers: enough rows that reading the output
+ * projection for every block is cheap beside the product. */
+#define LOGITS ((int64_t)1 << 23)
+
+typedef struct plan {
+  rpi_arena fixed, numbers, step;
+} plan;
+
+static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
+  int64_t count = 0;
+  if (!rpi_multiply(rows, columns, &count)) arena->failed = true;
+  return rpi_arena_take(arena, count, sizeof(real));
+}
+
+/* What one sublayer stores but for its stream. */
+static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_stored *to) {
+  const rp_config *const config = &m->config;
+  const int64_t rows = m->limits.tokens, HD = config->heads * rpi_head_width(config);
+  to->stats = matrix(arena, rows, 2);
+  if (part == RPI_FEED_FORWARD) {
+    to->hidden = matrix(arena, rows, rpi_hidden(config));
+    return;
+  }
+  to->qkv = matrix(arena, rows, part == RPI_SELF ? 3 * HD : HD);
+  if (part == RPI_CROSS) to->kv = matrix(arena, rows, 2 * HD);
+  to->z = matrix(arena, rows, HD);
+  to->lse = m->limits.training ? matrix(arena, config->heads, rows) : NULL;
+}
+
+static void carve_stack(rp_model *m, int number, plan *p) {
+  const rp_config *const config = &m->config;
+  rpi_stack_memory *const to = &m->stack[number];
+  const int64_t layers = rpi_stack_of(config, number)->layers;
+  const int64_t rows = m->limits.tokens, C = config->width;
+  const bool training = m->limits.training != 0, all = training && !m->limits.recompute;
+  rpi_positions_carve(&m->config, number, training, &p->fixed, &p->step, &to->positions);
+  if (layers == 0) return;
+  to->parts = number == RPI_DECODER && config->encoder.layers != 0 ? 3 : 2;
+  const int64_t sublayers = layers * to->parts;
+  to->stored = rpi_arena_take(&p->fixed, sublayers + 1, sizeof *to->stored);
+  rpi_stored shared[RPI_PARTS] = {{0}};
+  real *pair[2] = {NULL, NULL};
+  for (int i = 0; i < RPI_PARTS && !all; i++) {
+    const int part = i < to->parts ? rpi_part_of(to->parts, i) : RPI_PARTS;
+    if (part == RPI_PARTS) continue;
+    carve_sublayer(m, part, &p->step, &shared[part]);
+    if (training && i > 0) shared[part].stream = matrix(&p->step, rows, C);
+  }
+  for (int i = 0; i < 2 && !training; i++) pair[i] = matrix(&p->step, rows, C);
+  for (int64_t s = 0; s <= sublayers; s++) {
+    const int part = rpi_part_of(to->parts, s);
+    rpi_stored stored = shared[part];
+    if (s == sublayers) {
+      stored = (rpi_stored){.stats = matrix(&p->step, rows, 2)};
+    } else if (all) {
+      carve_sublayer(m, part, &p->step, &stored);
+    }
+    if (!training) stored.stream = pair[s % 2];
+    else if (all || s % to->parts == 0) stored.stream = matrix(&p->step, rows, C);
+    if (to->stored) to->stored[s] = stored;
+  }
+  to->out = matrix(&p->step, rows, C);
+  if (training) to->dstream = matrix(&p->step, rows, C);
+}
+
+static void carve_scratch(rp_model *m, plan *p) {
+  const rp_config *const config = &m->config;
+  rpi_scratch *const to = &m->scratch;
+  rpi_arena *const arena = &p->step;
+  const int64_t rows = m->limits.tokens, C = config->width, F = config->feed_forward;
+  const int64_t HD = config->heads * rpi_head_width(config), hidden = rpi_hidden(config);
+  const bool relu = config->activation == RP_RELU;
+  to->normed = matrix(arena, rows, C);
+  if (!relu) to->act = matrix(arena, rows, F);
+  to->logits = matrix(arena, m->loss_rows, m->classes);
+  to->loss = matrix(arena, rows, 1);
+  to->nll = matrix(arena, rows, 1);
+  to->hit = rpi_arena_take(arena, rows, 1);
+  to->ordinals = rpi_arena_take(arena, m->limits.sentences, sizeof *to->ordinals);
+  const int64_t most = m->layout.numbers > rows * C ? m->layout.numbers : rows * C;
+  to->squares = rpi_arena_take(arena, rpi_square_blocks(most), sizeof(double));
+  if (!m->limits.training) return;
+  to->df = matrix(arena, rows, C);
+  to->dz = matrix(arena, rows, HD);
+  to->dqkv = matrix(arena, rows, 3 * HD);
+  to->dhidden = matrix(arena, rows, hidden);
+  to->dact = config->activation == RP_SWIGLU ? matrix(arena, rows, F) : to->dhidden;
+  const rpi_norm_backward_args norm = {.rows = rows, .columns = C};
+  if (m->ops->norm_backward(&norm, &to->norm_bytes) != RP_OK) arena->failed = true;
+  to->norm = rpi_arena_take(arena, to->norm_bytes, 1);
+}
+
+/* Everything, from arenas that may only count; bytes as they are known by then. */
+static void carve(rp_model *m, plan *p, rp_memory *memory) {
+  const bool training = m->limits.training != 0, average = training && m->config.ema != 0;
+  const int64_t bytes = sizeof(real);
+  rpi_layout_make(&m->config, &p->fixed, &m->layout);
+  const int64_t count = m->layout.numbers;
+  m->weights = rpi_arena_take(&p->numbers, count, bytes);
+  m->gradients = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
+  m->moment1 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
+  m->moment2 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
+  m->average = average ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
+  for (int s = 0; s < RPI_STACKS; s++) carve_stack(m, s, p);
+  carve_scratch(m, p);
+  memory->parameters = count * bytes;
+  memory->gradients = training ? count * bytes : 0;
+  memory->moments = training ? 2 * count * bytes : 0;
+  memory->average = average ? count * bytes : 0;
+  memory->constants = p->fixed.used;
+  memory->activations = p->step.used;
+}
+
+/* ---- attention's workspace ------------------------------------------------- */
+
+/* The most that the attentions of a batch of this shape ask for. Every layer of a stack asks for
+ * the same. */
+static rp_status workspace_of(const rpi_run *run, int64_t *most) {
+  const rp_model *const m = run->model;
+  rpi_run at = *run;
+  at.shape_only = true;
+  for (int s = 0; s < RPI_STACKS; s++) {
+    at.stack = s;
+    if (m->stack[s].parts == 0 || run->side[s].rows == 0) continue;
+    for (int part = RPI_SELF; part <= (m->stack[s].parts == 3 ? RPI_CROSS : RPI_SELF); part++) {
+      rp_attention a;
+      int64_t forward = 0, backward = 0;
+      RPI_TRY(rpi_attention_of(&at, 0, part, &a));
+      RPI_TRY(m->ops->attention_workspace(&a, &forward, run->backward ? &backward : NULL));
+      if (forward > *most) *most = forward;
+      if (backward > *most) *most = backward;
+    }
+  }
+  return RP_OK;
+}
+
+/* Batches as large as the limits allow, of sentences of `length` tokens on either side. */
+static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int64_t *most) {
+  int64_t sentences = 0;
+  offsets[0] = 0;
+  while (sentences < m->limits.sentences && offsets[sentences] < m->limits.tokens) {
+    const int64_t left = m->limits.tokens - offsets[sentences];
+    offsets[sentences + 1] = offsets[sentences] + (length < left ? length : left);
+    sentences++;
+  }
+  rpi_run run = {.model = m,
+                 .sentences = sentences,
+                 .dropout = m->limits.training != 0,
+                 .backward = m->limits.training != 0};
+  for (int s = 0; s < RPI_STACKS; s++) {
+    run.side[s] = (rpi_side){.rows = offsets[sentences], .offsets = offsets};
+  }
+  return workspace_of(&run, most);
+}
+
+/* The longest sentences, and halves of them down to the shortest that fill a batch. */
+static rp_status plan_workspace(rp_model *m, int64_t *most) {
+  int64_t *const offsets = rpi_allocate((size_t)(m->limits.sentences + 1) * sizeof *offsets);
+  RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets",
+            (long long)m->limits.sentences + 1);
+  *most = 0;
+  rp_status status = RP_OK;
+  for (int64_t length = m->config.max_length; status == RP_OK; length /= 2) {
+    status = plan_length(m, length, offsets, most);
+    if (length == 1 || length * m->limits.sentences < m->limits.tokens) break;
+  }
+  rpi_release(offsets);
+  return status;
+}
+
+rp_status rpi_model_reserve(const rpi_run *run) {
+  rp_model *const m = run->model;
+  int64_t bytes = 0;
+  RPI_TRY(workspace_of(run, &bytes));
+  if (bytes <= m->workspace_bytes) return RP_OK;
+  void *const workspace = rpi_allocate((size_t)bytes);
+  RPI_CHECK(workspace, RP_ERROR_MEMORY, "model: no memory for attention's workspace of %lld bytes",
+            (long long)bytes);
+  rpi_release(m->workspace);
+  m->workspace = workspace;
+  m->workspace_bytes = bytes;
+  return RP_OK;
+}
+
+/* ---- life ------------------------------------------------------------------ */
+
+/* The part that is computed once and small: what follows asks it for sizes. */
+static rp_status make_fixed(rp_model *m, rp_memory *memory) {
+  plan p = {rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting()};
+  m->classes =
+      m->config.decoder.layers != 0 ? m->config.target_vocabulary : m->config.source_vocabulary;
+  m->loss_rows = LOGITS / m->classes < 16 ? 16 : LOGITS / m->classes;
+  if (m->loss_rows > m->limits.tokens) m->loss_rows = m->limits.tokens;
+  carve(m, &p, memory);
+  RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_SHAPE,
+            "model: its memory overflows; limits.tokens=%lld, max_length=%lld",
+            (long long)m->limits.tokens, (long long)m->config.max_length);
+  m->fixed = rpi_allocate((size_t)p.fixed.used);
+  RPI_CHECK(m->fixed, RP_ERROR_MEMORY, "model: no memory for %lld bytes of constants",
+            (long long)p.fixed.used);
+  plan again = {rpi_arena_over(m->fixed, p.fixed.used), rpi_arena_counting(), rpi_arena_counting()};
+  carve(m, &again, memory);
+  for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
+  RPI_TRY(plan_workspace(m, &memory->workspace));
+  memory->total = memory->parameters + memory->gradients + memory->moments + memory->average +
+                  memory->constants + memory->activations + memory->workspace;
+  return RP_OK;
+}
+
+static void start(rp_model *m, const rp_config *config, const rp_limits *limits) {
+  memset(m, 0, sizeof *m);
+  atomic_flag_clear(&m->busy);
+  m->config = *config;
+  m->limits = *limits;
+}
+
+rp_status rpi_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory) {
+  rp_model m;
+  start(&m, config, limits);
+  RPI_TRY(rpi_ops_get(&m.ops));
+  const rp_status status = make_fixed(&m, memory);
+  rpi_release(m.fixed);
+  return status;
+}
+
+static rp_status make(rp_model *m) {
+  RPI_TRY(rpi_ops_get(&m->ops));
+  rp_memory memory = {.struct_size = sizeof memory};
+  RPI_TRY(make_fixed(m, &memory));
+  const int64_t numbers = memory.parameters + memory.gradients + memory.moments + memory.average;
+  m->numbers = rpi_allocate((size_t)numbers);
+  m->step_memory = rpi_allocate((size_t)memory.activations);
+  m->workspace = rpi_allocate((size_t)memory.workspace);
+  m->workspace_bytes = memory.workspace;
+  RPI_CHECK(m->numbers && m->step_memory && m->workspace, RP_ERROR_MEMORY,
+            "model: no memory for %lld bytes; rp_model_memory says what they are for",
+            (long long)memory.total);
+  plan p = {rpi_arena_over(m->fixed, memory.constants), rpi_arena_over(m->numbers, numbers),
+            rpi_arena_over(m->step_memory, memory.activations)};
+  carve(m, &p, &memory);
+  RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_MEMORY,
+            "model: its memory was carved otherwise than planned");
+  memset(m->numbers, 0, (size_t)numbers);
+  rpi_layout_start(&m->config, &m->layout, m->weights);
+  if (m->average) memcpy(m->average, m->weights, (size_t)memory.parameters);
+  return RP_OK;
+}
+
+rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {
+  rp_model *const m = rpi_allocate(sizeof *m);
+  RPI_CHECK(m, RP_ERROR_MEMORY, "model: no memory for the model");
+  start(m, config, limits);
+  const rp_status status = make(m);
+  if (status == RP_OK) *model = m;
+  else rpi_model_free(m);
+  return status;
+}
+
+void rpi_model_free(rp_model *m) {
+  if (!m) return;
+  rpi_profile_free(&m->profile);
+  rpi_release(m->fixed);
+  rpi_release(m->numbers);
+  rpi_release(m->step_memory);
+  rpi_release(m->workspace);
+  rpi_release(m);
+}

@@ -1,0 +1,510 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * positions.c: what each position scheme of a stack makes of its parameters.
+ *
+ * Distances are d = j - i, key minus query; row r of a band is d = r - left. Tables whose
+ * literature counts i - j keep their own order, and a list of buckets turns it.
+ */
+#include "model/positions.h"
+
+#include <math.h>
+#include <string.h>
+
+static bool is_causal(int stack) { return stack == RPI_DECODER; }
+
+/* The published slopes of ALiBi: 2^(-8 (t + 1) / h) for h a power of two; for other counts those
+ * of the power below, then every second one of the power above. */
+double rpi_alibi_slope(int64_t head, int64_t heads) {
+  int64_t below = 1;
+  while (below * 2 <= heads) below *= 2;
+  if (head < below) return pow(2, -8.0 * (double)(head + 1) / (double)below);
+  return pow(2, -8.0 * (double)(2 * (head - below) + 1) / (double)(2 * below));
+}
+
+rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
+  const rp_stack *const stack = rpi_stack_of(config, number);
+  const int64_t reach = config->max_length - 1, ahead = is_causal(number) ? 0 : reach;
+  rpi_scheme has = {.left = reach, .right = ahead};
+  switch (stack->position) {
+    case RP_POSITION_SHAW:
+      has.left = stack->k;
+      has.right = stack->k_right >= 0 ? stack->k_right : stack->k;
+      has.rows = has.left + 1 + has.right;
+      break;
+    case RP_POSITION_TRANSFORMER_XL:
+      if (stack->clamp != 0 && stack->clamp < reach) {
+        has.left = stack->clamp;
+        has.right = is_causal(number) ? 0 : stack->clamp;
+      }
+      has.waves = true;
+      has.rows = has.left + 1 + has.right;
+      break;
+    case RP_POSITION_MUSIC: has.rows = has.left + 1 + has.right; break;
+    case RP_POSITION_T5:
+      has.bias = true;
+      has.rows = stack->buckets;
+      has.left = stack->max_distance < reach ? stack->max_distance : reach;
+      has.right = is_causal(number) ? 0 : has.left;
+      break;
+    case RP_POSITION_DEBERTA:
+      has.embedding = true;
+      has.rows = 2 * (stack->buckets != 0 ? stack->buckets : config->max_length);
+      break;
+    case RP_POSITION_RELATIVE_KEY:
+    case RP_POSITION_RELATIVE_KEY_QUERY:
+      has.distance = true;
+      has.rows = 2 * reach + 1;
+      break;
+    case RP_POSITION_ALIBI_LEARNED:
+    case RP_POSITION_ALIBI:
+      has.slopes = stack->position == RP_POSITION_ALIBI_LEARNED;
+      has.rows = has.left + 1 + has.right;
+      break;
+    default: break;
+  }
+  if (stack->position == RP_POSITION_SHAW || stack->position == RP_POSITION_MUSIC) {
+    has.key = stack->key || (stack->tied && stack->value);
+    has.value = stack->value && !stack->tied;
+  }
+  if (stack->relations != 0) {
+    has.relation_key = stack->relation_key || (stack->tied && stack->relation_value);
+    has.relation_value = stack->relation_value && !stack->tied;
+  }
+  return has;
+}
+
+void rpi_positions_carve(const rp_config *config, int number, bool training, rpi_arena *constants,
+                         rpi_arena *scratch, rpi_positions *p) {
+  const rp_stack *const stack = rpi_stack_of(config, number);
+  *p = (rpi_positions){.config = config, .stack = number};
+  if (stack->layers == 0) return;
+  p->has = rpi_scheme_of(config, number);
+  const int64_t C = config->width, H = config->heads, D = rpi_head_width(config);
+  const int64_t T = p->has.rows, span = p->has.left + 1 + p->has.right;
+  const int64_t bytes = sizeof(real);
+  if (p->has.bias || p->has.embedding || p->has.distance) {
+    p->buckets = rpi_arena_take(constants, span, sizeof *p->buckets);
+  }
+  if (p->has.waves) p->waves = rpi_arena_take(constants, T * C, bytes);
+  if (p->has.slopes) p->distances = rpi_arena_take(constants, T, bytes);
+  if (stack->position == RP_POSITION_ALIBI) p->fixed = rpi_arena_take(constants, H * T, bytes);
+  if (stack->position == RP_POSITION_ROPE) {
+    p->pairs = (stack->rope_width != 0 ? stack->rope_width : D) / 2;
+    p->frequencies = rpi_arena_take(constants, p->pairs, sizeof *p->frequencies);
+  }
+  if (stack->absolute == RP_ABSOLUTE_SINUSOIDAL) {
+    p->absolute = rpi_arena_take(constants, config->max_length * C, bytes);
+  }
+  if (p->has.waves || p->has.embedding) p->key = rpi_arena_take(scratch, T * H * D, bytes);
+  if (p->has.embedding) p->query = rpi_arena_take(scratch, T * H * D, bytes);
+  if (p->has.slopes) p->bias = rpi_arena_take(scratch, H * T, bytes);
+  if (!training) return;
+  if (p->has.waves || p->has.embedding) p->dkey = rpi_arena_take(scratch, T * H * D, bytes);
+  if (p->has.embedding) p->dquery = rpi_arena_take(scratch, T * H * D, bytes);
+  if (p->has.slopes) p->dbias = rpi_arena_take(scratch, H * T, bytes);
+}
+
+/* ---- what is made once ----------------------------------------------------- */
+
+/* T5: exact up to half of a side's buckets, then logarithmic up to max_distance. */
+static int32_t t5_bucket(int64_t d, int64_t buckets, int64_t max_distance, bool causal) {
+  const int64_t side = causal ? buckets : buckets / 2, exact = side / 2;
+  const int64_t base = !causal && d > 0 ? side : 0;
+  const int64_t x = causal ? (d < 0 ? -d : 0) : (d < 0 ? -d : d);
+  if (x < exact) return (int32_t)(base + x);
+  const double share = log((double)x / (double)exact) / log((double)max_distance / (double)exact);
+  const int64_t far = exact + (int64_t)(share * (double)(side - exact));
+  return (int32_t)(base + (far < side - 1 ? far : side - 1));
+}
+
+/* DeBERTa's g(x), x = i - j: exact up to the middle, then logarithmic. */
+static int64_t deberta_bucket(int64_t x, int64_t buckets, int64_t max_distance) {
+  const int64_t middle = buckets / 2, size = x < 0 ? -x : x;
+  if (buckets == 0 || size <= middle) return x;
+  const double share =
+      log((double)size / (double)middle) / log((double)(max_distance - 1) / (double)middle);
+  const int64_t far = (int64_t)ceil(share * (double)(middle - 1)) + middle;
+  return x < 0 ? -far : far;
+}
+
+static int32_t bucket_of(const rpi_positions *p, int64_t d) {
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  if (p->has.bias) {
+    return t5_bucket(d, stack->buckets, stack->max_distance, is_causal(p->stack));
+  }
+  if (p->has.distance) return (int32_t)(p->config->max_length - 1 - d);
+  const int64_t row = deberta_bucket(-d, stack->buckets, stack->max_distance) + p->has.rows / 2;
+  return (int32_t)(row < 0 ? 0 : row < p->has.rows ? row : p->has.rows - 1);
+}
+
+static double frequency(int64_t c, double base, double steps) {
+  return steps > 0 ? pow(base, -(double)c / steps) : 1;
+}
+
+static void fill_rope(const rpi_positions *p, const rp_stack *stack) {
+  double base = stack->rope_base, slower = 1;
+  if (stack->rope_rule == RP_ROPE_LINEAR) slower = stack->rope_scaling;
+  else if (p->pairs > 1) {
+    base *= pow(stack->rope_scaling, (double)p->pairs / (double)(p->pairs - 1));
+  }
+  for (int64_t c = 0; c < p->pairs; c++) {
+    p->frequencies[c] = frequency(c, base, (double)p->pairs) / slower;
+  }
+}
+
+/* to[r] = sines and cosines of (first + step * r) * frequencies, some frequencies at a time. */
+static void fill_sinusoids(int64_t width, double steps, int64_t rows, int64_t first, int64_t step,
+                           bool interleaved, real *to) {
+  double some[64];
+  const int64_t half = width / 2;
+  for (int64_t begin = 0; begin < half; begin += 64) {
+    const int64_t count = half - begin < 64 ? half - begin : 64;
+    for (int64_t c = 0; c < count; c++) some[c] = frequency(begin + c, 10000, steps);
+    for (int64_t r = 0; r < rows; r++) {
+      for (int64_t c = 0; c < count; c++) {
+        const double angle = (double)(first + step * r) * some[c];
+        const int64_t at = begin + c;
+        to[r * width + (interleaved ? 2 * at : at)] = (real)sin(angle);
+        to[r * width + (interleaved ? 2 * at + 1 : half + at)] = (real)cos(angle);
+      }
+    }
+  }
+  for (int64_t r = 0; width % 2 != 0 && r < rows; r++) to[(r + 1) * width - 1] = 0;
+}
+
+void rpi_positions_fill(const rpi_positions *p) {
+  const rp_config *const config = p->config;
+  const rp_stack *const stack = rpi_stack_of(config, p->stack);
+  const int64_t left = p->has.left, span = left + 1 + p->has.right, C = config->width;
+  for (int64_t r = 0; p->buckets && r < span; r++) p->buckets[r] = bucket_of(p, r - left);
+  for (int64_t r = 0; p->distances && r < span; r++) {
+    p->distances[r] = (real)(r < left ? r - left : left - r);
+  }
+  for (int64_t h = 0; p->fixed && h < config->heads; h++) {
+    const double slope = rpi_alibi_slope(h, config->heads);
+    for (int64_t r = 0; r < span; r++) {
+      p->fixed[h * span + r] = (real)(slope * (double)(r < left ? r - left : left - r));
+    }
+  }
+  if (p->frequencies) fill_rope(p, stack);
+  if (p->waves) fill_sinusoids(C, (double)(C / 2), span, left, -1, false, p->waves);
+  if (p->absolute) {
+    const double steps = (double)(C / 2 - (stack->sinusoid_rule == RP_FREQUENCIES_CLOSED ? 1 : 0));
+    fill_sinusoids(C, steps, config->max_length, stack->sinusoid_first, 1,
+                   stack->sinusoid_interleaved != 0, p->absolute);
+  }
+}
+
+/* ---- the terms of a layer -------------------------------------------------- */
+
+static real nowhere[1];
+
+static real *place(const rpi_layer_place *in, int64_t at) {
+  if (at == RPI_ABSENT) return NULL;
+  return in->numbers ? in->numbers + at : nowhere;
+}
+
+/* made[rows][H D] = from[rows][C] . weightᵀ (+ bias) */
+static rp_status project(const rp_ops *ops, const rpi_positions *p, const real *from, int64_t rows,
+                         const real *weight, const real *bias, real *made) {
+  const int64_t C = p->config->width, HD = p->config->heads * rpi_head_width(p->config);
+  const rpi_gemm_args g = {.rows = rows,
+                           .columns = HD,
+                           .inner = C,
+                           .a = from,
+                           .a_stride = C,
+                           .b = weight,
+                           .b_stride = C,
+                           .c = made,
+                           .c_stride = HD,
+                           .bias = bias,
+                           .transpose_b = true};
+  return ops->gemm(&g);
+}
+
+/* The way back: dweight += dmadeᵀ . from, and dfrom += dmade . weight where it is wanted. */
+static rp_status project_back(const rp_ops *ops, const rpi_positions *p, const real *from,
+                              int64_t rows, const real *weight, const real *dmade, real *dweight,
+                              real *dbias, real *dfrom) {
+  const int64_t C = p->config->width, HD = p->config->heads * rpi_head_width(p->config);
+  const rpi_gemm_args to_weight = {.rows = HD,
+                                   .columns = C,
+                                   .inner = rows,
+                                   .a = dmade,
+                                   .a_stride = HD,
+                                   .b = from,
+                                   .b_stride = C,
+                                   .c = dweight,
+                                   .c_stride = C,
+                                   .transpose_a = true,
+                                   .accumulate = true};
+  RPI_TRY(ops->gemm(&to_weight));
+  if (dbias) {
+    const rpi_column_sums_args sums = {
+        .rows = rows, .columns = HD, .x = dmade, .x_stride = HD, .sum = dbias};
+    RPI_TRY(ops->column_sums(&sums));
+  }
+  if (!dfrom) return RP_OK;
+  const rpi_gemm_args to_from = {.rows = rows,
+                                 .columns = C,
+                                 .inner = HD,
+                                 .a = dmade,
+                                 .a_stride = HD,
+                                 .b = weight,
+                                 .b_stride = C,
+                                 .c = dfrom,
+                                 .c_stride = C,
+                                 .accumulate = true};
+  return ops->gemm(&to_from);
+}
+
+/* The longest distance of a batch, on either side. */
+static int64_t reach_of(const rp_attention *a) {
+  int64_t longest = 1;
+  for (int64_t b = 0; b < a->B; b++) {
+    const int64_t length = a->offsets[b + 1] - a->offsets[b];
+    if (length > longest) longest = length;
+  }
+  return longest - 1;
+}
+
+/* A term over the distances that the scheme tells apart. */
+static rp_relation band(const rpi_positions *p, const real *table, int64_t head_stride,
+                        int64_t row_stride) {
+  return (rp_relation){.table = table,
+                       .head_stride = head_stride,
+                       .row_stride = row_stride,
+                       .rows = p->has.rows,
+                       .left = p->has.left,
+                       .right = p->has.right,
+                       .buckets = p->buckets};
+}
+
+/* A table that is a parameter, [T, D] or [H, T, D]. */
+static rp_relation plain_band(const rpi_positions *p, const real *table) {
+  const int64_t D = rpi_head_width(p->config);
+  const bool per_head = rpi_stack_of(p->config, p->stack)->per_head != 0;
+  return band(p, table, per_head ? p->has.rows * D : 0, D);
+}
+
+static void set_shaw(const rpi_positions *p, const rp_stack *stack, const real *key,
+                     const real *value, rp_attention *a) {
+  const int beyond = stack->position == RP_POSITION_MUSIC ? RP_BEYOND_NONE : stack->beyond;
+  if (stack->key) {
+    a->key[0] = plain_band(p, key);
+    a->key[0].beyond = beyond;
+  }
+  if (stack->value) {
+    a->value[0] = plain_band(p, stack->tied ? key : value);
+    a->value[0].beyond = beyond;
+  }
+}
+
+/* The sinusoids of the distances that this batch has, projected. */
+static rp_status set_waves(const rp_ops *ops, const rpi_positions *p,
+                           const rpi_layer_place *weights, rp_attention *a) {
+  const rpi_table_params *const at = &weights->at->tables;
+  const int64_t C = p->config->width, D = rpi_head_width(p->config), HD = p->config->heads * D;
+  const int64_t reach = reach_of(a);
+  rp_relation term = band(p, weights->numbers ? p->key : nowhere, D, HD);
+  if (term.left > reach) term.left = reach;
+  if (term.right > reach) term.right = reach;
+  term.rows = term.left + 1 + term.right;
+  if (weights->numbers) {
+    RPI_TRY(project(ops, p, p->waves + (p->has.left - term.left) * C, term.rows,
+                    place(weights, at->position), NULL, p->key));
+  }
+  a->key[0] = term;
+  a->position_bias = place(weights, at->position_bias);
+  a->position_bias_stride = D;
+  /* the content bias is a relation of every key: one row, whatever the distance */
+  a->query[0] = (rp_relation){
+      .table = place(weights, at->content_bias), .head_stride = D, .row_stride = D, .rows = 1};
+  return RP_OK;
+}
+
+static rp_status set_deberta(const rp_ops *ops, const rpi_positions *p, const rp_stack *stack,
+                             const rpi_layer_place *weights, rp_attention *a) {
+  const int64_t C = p->config->width, D = rpi_head_width(p->config), HD = p->config->heads * D;
+  const bool make = weights->numbers != NULL;
+  const real *const from = place(weights, weights->relative_embedding);
+  a->scale = 1 / sqrt((double)D * (1 + (stack->key != 0) + (stack->value != 0)));
+  if (stack->key) a->key[0] = band(p, make ? p->key : nowhere, D, HD);
+  if (stack->value) a->query[0] = band(p, make ? p->query : nowhere, D, HD);
+  if (!make) return RP_OK;
+  const real *const qkv = place(weights, weights->at->self.qkv);
+  const real *const bias = place(weights, weights->at->self.qkv_bias);
+  if (stack->key) { /* content to position: by the projection of keys */
+    RPI_TRY(project(ops, p, from, p->has.rows, qkv + HD * C, bias ? bias + HD : NULL, p->key));
+  }
+  if (!stack->value) return RP_OK; /* position to content: by that of queries */
+  return project(ops, p, from, p->has.rows, qkv, bias, p->query);
+}
+
+static rp_status set_slopes(const rp_ops *ops, const rpi_positions *p,
+                            const rpi_layer_place *weights, rp_attention *a) {
+  const int64_t H = p->config->heads, T = p->has.rows;
+  a->bias[0] = band(p, weights->numbers ? p->bias : nowhere, T, 1);
+  if (!weights->numbers) return RP_OK;
+  const rpi_gemm_args g = {.rows = H,
+                           .columns = T,
+                           .inner = 1,
+                           .a = place(weights, weights->at->tables.slopes),
+                           .a_stride = 1,
+                           .b = p->distances,
+                           .b_stride = T,
+                           .c = p->bias,
+                           .c_stride = T};
+  return ops->gemm(&g);
+}
+
+/* Labels stand beside the scheme's own terms. */
+static void set_relations(const rpi_positions *p, const rp_stack *stack,
+                          const rpi_layer_place *weights, const rp_graphs *graphs,
+                          rp_attention *a) {
+  const rpi_table_params *const at = &weights->at->tables;
+  const int64_t D = rpi_head_width(p->config);
+  rp_relation term = {.map = RP_MAP_LABEL,
+                      .rows = stack->relations,
+                      .head_stride = stack->per_head ? stack->relations * D : 0,
+                      .row_stride = D,
+                      .labels = graphs->labels,
+                      .label_bytes = graphs->label_bytes,
+                      .label_starts = graphs->starts};
+  if (stack->relation_key) {
+    term.table = place(weights, at->relation_key);
+    a->key[a->key[0].table ? 1 : 0] = term;
+  }
+  if (stack->relation_value) {
+    term.table = place(weights, stack->tied ? at->relation_key : at->relation_value);
+    a->value[a->value[0].table ? 1 : 0] = term;
+  }
+}
+
+rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
+                                const rpi_layer_place *weights, const rp_graphs *graphs,
+                                rp_attention *a) {
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  const rpi_table_params *const at = &weights->at->tables;
+  const int64_t T = p->has.rows;
+  a->softcap = stack->softcap;
+  a->window_left = a->window_right = stack->window;
+  switch (stack->position) {
+    case RP_POSITION_SHAW:
+    case RP_POSITION_MUSIC:
+      set_shaw(p, stack, place(weights, at->key), place(weights, at->value), a);
+      break;
+    case RP_POSITION_TRANSFORMER_XL: RPI_TRY(set_waves(ops, p, weights, a)); break;
+    case RP_POSITION_T5:
+      a->bias[0] = band(p, place(weights, at->bias), T, 1);
+      a->scale = 1;
+      break;
+    case RP_POSITION_DEBERTA: RPI_TRY(set_deberta(ops, p, stack, weights, a)); break;
+    case RP_POSITION_RELATIVE_KEY:
+    case RP_POSITION_RELATIVE_KEY_QUERY:
+      a->key[0] = plain_band(p, place(weights, at->distance));
+      if (stack->position == RP_POSITION_RELATIVE_KEY_QUERY) a->query[0] = a->key[0];
+      break;
+    case RP_POSITION_ALIBI: a->bias[0] = band(p, p->fixed, T, 1); break;
+    case RP_POSITION_ALIBI_LEARNED: RPI_TRY(set_slopes(ops, p, weights, a)); break;
+    default: break;
+  }
+  if (stack->relations != 0) set_relations(p, stack, weights, graphs, a);
+  return RP_OK;
+}
+
+/* ---- and back -------------------------------------------------------------- */
+
+/* The gradient of a table is where the table is, in the buffer of gradients. */
+static real *twin(const rpi_layer_place *weights, const rpi_layer_place *gradients,
+                  const real *table) {
+  return gradients->numbers + (table - weights->numbers);
+}
+
+rp_status rpi_positions_gradients(const rp_ops *ops, const rpi_positions *p,
+                                  const rpi_layer_place *weights, const rpi_layer_place *gradients,
+                                  const rp_attention *a, rp_attention_gradients *g) {
+  const int64_t H = p->config->heads, HD = H * rpi_head_width(p->config);
+  for (int t = 0; t < RP_TERMS; t++) {
+    if (a->key[t].table) g->key[t] = twin(weights, gradients, a->key[t].table);
+    if (a->query[t].table) g->query[t] = twin(weights, gradients, a->query[t].table);
+    if (a->bias[t].table) g->bias[t] = twin(weights, gradients, a->bias[t].table);
+    if (a->value[t].table) g->value[t] = twin(weights, gradients, a->value[t].table);
+  }
+  if (a->position_bias) g->position_bias = twin(weights, gradients, a->position_bias);
+  if (p->fixed) g->bias[0] = NULL;
+  if (p->key && a->key[0].table == p->key) {
+    RPI_TRY(ops->zero(p->dkey, a->key[0].rows * HD));
+    g->key[0] = p->dkey;
+  }
+  if (p->query && a->query[0].table == p->query) {
+    RPI_TRY(ops->zero(p->dquery, a->query[0].rows * HD));
+    g->query[0] = p->dquery;
+  }
+  if (p->bias) {
+    RPI_TRY(ops->zero(p->dbias, H * p->has.rows));
+    g->bias[0] = p->dbias;
+  }
+  return RP_OK;
+}
+
+rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,
+                                 const rpi_layer_place *weights, const rpi_layer_place *gradients,
+                                 const rp_attention *a) {
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  const rpi_table_params *const at = &weights->at->tables;
+  const int64_t C = p->config->width, H = p->config->heads, T = p->has.rows;
+  const int64_t HD = H * rpi_head_width(p->config);
+  if (p->has.waves) {
+    const real *const from = p->waves + (p->has.left - a->key[0].left) * C;
+    return project_back(ops, p, from, a->key[0].rows, NULL, p->dkey, place(gradients, at->position),
+                        NULL, NULL);
+  }
+  if (p->has.slopes) {
+    const rpi_gemm_args g = {.rows = H,
+                             .columns = 1,
+                             .inner = T,
+                             .a = p->dbias,
+                             .a_stride = T,
+                             .b = p->distances,
+                             .b_stride = 1,
+                             .c = place(gradients, at->slopes),
+                             .c_stride = 1,
+                             .accumulate = true};
+    return ops->gemm(&g);
+  }
+  if (!p->has.embedding) return RP_OK;
+  const real *const qkv = place(weights, weights->at->self.qkv);
+  const real *const from = weights->numbers + weights->relative_embedding;
+  real *const dqkv = place(gradients, weights->at->self.qkv);
+  real *const dbias = place(gradients, weights->at->self.qkv_bias);
+  real *const dfrom = gradients->numbers + weights->relative_embedding;
+  if (stack->key) {
+    RPI_TRY(project_back(ops, p, from, T, qkv + HD * C, p->dkey, dqkv + HD * C,
+                         dbias ? dbias + HD : NULL, dfrom));
+  }
+  if (stack->value) {
+    RPI_TRY(project_back(ops, p, from, T, qkv, p->dquery, dqkv, dbias, dfrom));
+  }
+  return RP_OK;
+}
+
+rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_t sentences,
+                               const int64_t *offsets, real *qkv, bool back) {
+  if (p->pairs == 0) return RP_OK;
+  const int64_t H = p->config->heads, D = rpi_head_width(p->config), row = 3 * H * D;
+  rp_rotation r = rp_rotation_default();
+  r.B = sentences;
+  r.H = H;
+  r.D = D;
+  r.offsets = offsets;
+  r.frequencies = p->frequencies;
+  r.pairs = p->pairs;
+  r.interleaved = rpi_stack_of(p->config, p->stack)->rope_interleaved;
+  r.inverse = back;
+  for (int part = 0; part < 2; part++) { /* queries, then keys */
+    real *const x = qkv + part * H * D;
+    RPI_TRY(ops->rotate(&r, (rp_rows){x, 0, D, row}, (rp_rows_out){x, 0, D, row}));
+  }
+  return RP_OK;
+}

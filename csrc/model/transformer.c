@@ -1,0 +1,287 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * transformer.c: the whole model: embeddings, stacks, output projection and loss; then the same
+ * backward.
+ */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "model/model.h"
+
+static int64_t sublayers_of(const rp_model *m, int stack) {
+  return rpi_stack_of(&m->config, stack)->layers * m->stack[stack].parts;
+}
+
+/* ---- embeddings ------------------------------------------------------------ */
+
+static rpi_embed_args embed_args(const rpi_run *run) {
+  const rp_model *const m = run->model;
+  const rp_config *const config = &m->config;
+  const rpi_side *const side = &run->side[run->stack];
+  const rpi_layout *const layout = &m->layout;
+  const int64_t learned = layout->stack[run->stack].positions;
+  const int64_t table =
+      run->stack == RPI_ENCODER ? layout->source_embedding : layout->target_embedding;
+  const uint32_t site = rpi_site_of(run->stack, 0, RPI_SITE_EMBEDDING);
+  return (rpi_embed_args){.rows = side->rows,
+                          .columns = config->width,
+                          .ids = side->ids,
+                          .table = m->weights + table,
+                          .scale = config->scale_embeddings ? (real)sqrt((double)config->width) : 1,
+                          .positions = learned != RPI_ABSENT
+                                           ? m->weights + learned
+                                           : m->stack[run->stack].positions.absolute,
+                          .dropout = {.rate = run->dropout ? config->dropout : 0,
+                                      .key = {run->key[0], run->key[1]},
+                                      .site = site,
+                                      .sentences = run->sentences,
+                                      .offsets = side->offsets,
+                                      .ordinals = run->ordinals},
+                          .out = m->stack[run->stack].stored[0].stream};
+}
+
+static double embed_bytes(const rpi_embed_args *args) {
+  return 2 * (double)(args->rows * args->columns) * (double)sizeof(real);
+}
+
+static rp_status embed(rpi_run *run) {
+  rp_model *const m = run->model;
+  const rpi_embed_args args = embed_args(run);
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->embed(&args));
+  rpi_profile_add(&m->profile, run->stack, -1, "embedding", false, began,
+                  (double)(args.rows * args.columns), embed_bytes(&args));
+  return RP_OK;
+}
+
+static rp_status embed_backward(rpi_run *run) {
+  rp_model *const m = run->model;
+  const int64_t learned = m->layout.stack[run->stack].positions;
+  const rpi_embed_backward_args args = {
+      .forward = embed_args(run),
+      .dout = m->stack[run->stack].dstream,
+      .dtable = m->gradients + (run->stack == RPI_ENCODER ? m->layout.source_embedding
+                                                          : m->layout.target_embedding),
+      .dpositions = learned != RPI_ABSENT ? m->gradients + learned : NULL};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->embed_backward(&args));
+  rpi_profile_add(&m->profile, run->stack, -1, "embedding", true, began,
+                  (double)(args.forward.rows * args.forward.columns), embed_bytes(&args.forward));
+  return RP_OK;
+}
+
+/* ---- a stack --------------------------------------------------------------- */
+
+static rp_status stack_forward(rpi_run *run, int stack) {
+  rp_model *const m = run->model;
+  const int64_t sublayers = sublayers_of(m, stack);
+  const real *out;
+  run->stack = stack;
+  run->layer = -1;
+  RPI_TRY(embed(run));
+  for (int64_t s = 0; s < sublayers; s++) RPI_TRY(rpi_sublayer_forward(run, s, true));
+  run->layer = -1;
+  return rpi_read_stream(run, sublayers, m->stack[stack].out, &out);
+}
+
+/* From the gradient of the stack's result, in dstream, to the embeddings. */
+static rp_status stack_backward(rpi_run *run, int stack) {
+  rp_model *const m = run->model;
+  real *const dstream = m->stack[stack].dstream;
+  const int64_t sublayers = sublayers_of(m, stack);
+  const int parts = m->stack[stack].parts;
+  run->stack = stack;
+  run->layer = -1;
+  RPI_TRY(rpi_read_stream_backward(run, sublayers, dstream, NULL, dstream));
+  for (int64_t s = sublayers - 1; s >= 0; s--) {
+    /* the end of a layer: what it stored, again; that of the last one is still there */
+    for (int i = 0; m->limits.recompute && s % parts == parts - 1 && i < parts; i++) {
+      if (s == sublayers - 1) break;
+      RPI_TRY(rpi_sublayer_forward(run, s - (parts - 1) + i, i < parts - 1));
+    }
+    RPI_TRY(rpi_sublayer_backward(run, s));
+  }
+  run->layer = -1;
+  return embed_backward(run);
+}
+
+/* ---- output projection and loss ---------------------------------------------------------------
+ */
+
+/* logits = x . Eᵀ of one block of rows, or the products of its way back. */
+static rp_status output_gemm(rpi_run *run, bool backward, const rpi_gemm_args *g) {
+  rp_model *const m = run->model;
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->gemm(g));
+  const int64_t moved = g->rows * g->inner + g->inner * g->columns + g->rows * g->columns;
+  rpi_profile_add(&m->profile, -1, -1, "output", backward, began,
+                  2 * (double)g->rows * (double)g->columns * (double)g->inner,
+                  (double)moved * (double)sizeof(real));
+  return RP_OK;
+}
+
+static rp_status block_logits(rpi_run *run, const real *x, int64_t rows) {
+  const rp_model *const m = run->model;
+  const int64_t C = m->config.width;
+  const rpi_gemm_args g = {.rows = rows,
+                           .columns = m->classes,
+                           .inner = C,
+                           .a = x,
+                           .a_stride = C,
+                           .b = m->weights + m->layout.output,
+                           .b_stride = C,
+                           .c = m->scratch.logits,
+                           .c_stride = m->classes,
+                           .transpose_b = true};
+  return output_gemm(run, false, &g);
+}
+
+/* dx = dlogits . E,  dE += dlogitsᵀ . x */
+static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
+  const rp_model *const m = run->model;
+  const int64_t C = m->config.width;
+  const rpi_gemm_args to_x = {.rows = rows,
+                              .columns = C,
+                              .inner = m->classes,
+                              .a = m->scratch.logits,
+                              .a_stride = m->classes,
+                              .b = m->weights + m->layout.output,
+                              .b_stride = C,
+                              .c = dx,
+                              .c_stride = C};
+  const rpi_gemm_args to_weight = {.rows = m->classes,
+                                   .columns = C,
+                                   .inner = rows,
+                                   .a = m->scratch.logits,
+                                   .a_stride = m->classes,
+                                   .b = x,
+                                   .b_stride = C,
+                                   .c = m->gradients + m->layout.output,
+                                   .c_stride = C,
+                                   .transpose_a = true,
+                                   .accumulate = true};
+  RPI_TRY(output_gemm(run, true, &to_x));
+  return output_gemm(run, true, &to_weight);
+}
+
+/* Loss, score and hit of every row; where gradients are wanted, that of x in dstream. Tokens x
+ * classes never exists: a block of rows at a time goes there and back. */
+static rp_status loss_of(rpi_run *run) {
+  rp_model *const m = run->model;
+  const int stack = rpi_last_stack(m);
+  const int64_t rows = run->side[stack].rows, C = m->config.width;
+  for (int64_t row = 0; row < rows; row += m->loss_rows) {
+    const int64_t count = rows - row < m->loss_rows ? rows - row : m->loss_rows;
+    const real *const x = m->stack[stack].out + row * C;
+    RPI_TRY(block_logits(run, x, count));
+    const rpi_cross_entropy_args args = {.rows = count,
+                                         .classes = m->classes,
+                                         .logits = m->scratch.logits,
+                                         .stride = m->classes,
+                                         .labels = run->labels + row,
+                                         .smoothing = m->config.label_smoothing,
+                                         .rule = m->config.smoothing,
+                                         .gradient = run->backward,
+                                         .loss = m->scratch.loss + row,
+                                         .nll = m->scratch.nll + row,
+                                         .hit = m->scratch.hit + row};
+    const double began = rpi_profile_now(&m->profile);
+    RPI_TRY(m->ops->cross_entropy(&args));
+    rpi_profile_add(&m->profile, -1, -1, "loss", false, began, 4 * (double)(count * m->classes),
+                    2 * (double)(count * m->classes) * (double)sizeof(real));
+    if (run->backward) RPI_TRY(block_backward(run, x, count, m->stack[stack].dstream + row * C));
+  }
+  return RP_OK;
+}
+
+static void add_losses(const rpi_run *run, rpi_sums *sums) {
+  const rp_model *const m = run->model;
+  const int64_t rows = run->side[rpi_last_stack(m)].rows;
+  for (int64_t r = 0; r < rows; r++) {
+    if (run->labels[r] < 0) continue;
+    sums->tokens++;
+    sums->hits += m->scratch.hit[r];
+    sums->loss += (double)m->scratch.loss[r];
+    sums->nll += (double)m->scratch.nll[r];
+  }
+}
+
+/* ---- where a number that is not finite arose ----------------------------------------------------
+ */
+
+static bool is_finite(const rp_model *m, const real *x, int64_t count) {
+  double sum = 0;
+  if (m->ops->square_sum(x, count, m->scratch.squares, &sum) != RP_OK) return false;
+  return isfinite(sum);
+}
+
+/* The first stream, in the order of forward, that is not finite. Streams that share memory tell
+ * of the last layer that used it. */
+static void find_bad(const rpi_run *run, char *name, size_t size) {
+  static const char *const stacks[] = {"encoder", "decoder"};
+  static const char *const parts[] = {"attention", "cross", "feed_forward"};
+  const rp_model *const m = run->model;
+  const int64_t C = m->config.width;
+  for (int stack = 0; stack < RPI_STACKS; stack++) {
+    const rpi_stack_memory *const memory = &m->stack[stack];
+    for (int64_t s = 0; memory->parts != 0 && s <= sublayers_of(m, stack); s++) {
+      if (is_finite(m, memory->stored[s].stream, run->side[stack].rows * C)) continue;
+      if (s == 0) snprintf(name, size, "%s.embedding", stacks[stack]);
+      else {
+        snprintf(name, size, "%s.%lld.%s", stacks[stack], (long long)((s - 1) / memory->parts),
+                 parts[rpi_part_of(memory->parts, s - 1)]);
+      }
+      return;
+    }
+    if (memory->parts != 0 && !is_finite(m, memory->out, run->side[stack].rows * C)) {
+      snprintf(name, size, "%s.norm", stacks[stack]);
+      return;
+    }
+  }
+  snprintf(name, size, "output");
+}
+
+rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
+  rp_model *const m = run->model;
+  const int last = rpi_last_stack(m);
+  const bool encoder = m->stack[RPI_ENCODER].parts != 0;
+  RPI_TRY(rpi_model_reserve(run));
+  if (encoder) RPI_TRY(stack_forward(run, RPI_ENCODER));
+  if (last == RPI_DECODER) RPI_TRY(stack_forward(run, RPI_DECODER));
+  if (!run->labels) return RP_OK;
+  RPI_TRY(loss_of(run));
+  rpi_sums own = {.batches = 1, .sentences = run->sentences};
+  add_losses(run, &own);
+  if (!isfinite(own.loss) && sums->first_bad[0] == '\0') {
+    find_bad(run, sums->first_bad, sizeof sums->first_bad);
+  }
+  sums->batches += own.batches;
+  sums->sentences += own.sentences;
+  sums->tokens += own.tokens;
+  sums->hits += own.hits;
+  sums->loss += own.loss;
+  sums->nll += own.nll;
+  if (!run->backward) return RP_OK;
+  if (last == RPI_DECODER) {
+    if (encoder) {
+      RPI_TRY(m->ops->zero(m->stack[RPI_ENCODER].dstream,
+                           run->side[RPI_ENCODER].rows * m->config.width));
+    }
+    RPI_TRY(stack_backward(run, RPI_DECODER));
+  }
+  return encoder ? stack_backward(run, RPI_ENCODER) : RP_OK;
+}
+
+rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part, rp_attention *a,
+                                rp_rows *q, rp_rows *k) {
+  rp_model *const m = run->model;
+  RPI_TRY(rpi_model_reserve(run));
+  if (part == RPI_CROSS) RPI_TRY(stack_forward(run, RPI_ENCODER));
+  run->stack = stack;
+  run->layer = -1;
+  RPI_TRY(embed(run));
+  const int64_t last = layer * m->stack[stack].parts + part;
+  for (int64_t s = 0; s <= last; s++) RPI_TRY(rpi_sublayer_forward(run, s, s < last));
+  return rpi_stored_heads(run, last, a, q, k);
+}

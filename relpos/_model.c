@@ -1,0 +1,304 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _model.c: the model, as a type of Python: its life, the step, files, the profile. What it
+ * shows of itself is in _model_shows.c.
+ *
+ * Methods take the batch, release the GIL, call libcore and turn its status into an
+ * exception. There is no arithmetic here.
+ */
+#include "_model.h"
+
+void *raise_from(PyObject *self, rp_status status) {
+  raise_status(PyType_GetModule(Py_TYPE(self)), status);
+  return NULL;
+}
+
+int batch_of(PyObject *self, PyObject *object, rp_batch *to, int64_t *places) {
+  return take_batch(object, ((model *)self)->has_decoder, to, places);
+}
+
+static PyObject *none_or_error(PyObject *self, rp_status status) {
+  return status == RP_OK ? Py_NewRef(Py_None) : raise_from(self, status);
+}
+
+/* In the order of relpos.StepResult. */
+static PyObject *result_or_error(PyObject *self, rp_status status, const rp_result *r) {
+  if (status != RP_OK) return raise_from(self, status);
+  return Py_BuildValue("(ddLdddLLNs)", r->loss, r->nll, (long long)r->tokens, r->accuracy,
+                       r->gradient_norm, r->learning_rate, (long long)r->step,
+                       (long long)r->attempt, PyBool_FromLong(r->finite), r->first_bad);
+}
+
+/* ---- life -------------------------------------------------------------------------- */
+
+/* Model(pairs, limits) */
+static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *names) {
+  PyObject *const module = PyType_GetModule(type);
+  PyObject *pairs, *bounds;
+  rp_config config;
+  rp_limits limits;
+  rp_model *core = NULL;
+  rp_status status;
+  static char *none[] = {"", "", NULL};
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OO:Model", none, &pairs, &bounds)) return NULL;
+  if (!take_config(module, pairs, &config) || !take_limits(bounds, &limits)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_create(&config, &limits, &core);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) {
+    raise_status(module, status);
+    return NULL;
+  }
+  model *const self = (model *)PyType_GenericAlloc(type, 0);
+  if (self == NULL) {
+    Py_BEGIN_ALLOW_THREADS
+    rp_model_free(core);
+    Py_END_ALLOW_THREADS
+    return NULL;
+  }
+  self->core = core;
+  self->width = config.width;
+  self->has_decoder = config.decoder.layers > 0;
+  return (PyObject *)self;
+}
+
+static int model_traverse(PyObject *self, visitproc visit, void *arg) {
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+static void model_dealloc(PyObject *self) {
+  PyTypeObject *const type = Py_TYPE(self);
+  rp_model *const core = core_of(self);
+  PyObject_GC_UnTrack(self);
+  Py_BEGIN_ALLOW_THREADS
+  rp_model_free(core);
+  Py_END_ALLOW_THREADS
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+/* ---- the step and its parts ------------------------------------------------------------- */
+
+/* step((batch, ...)) -> result */
+static PyObject *model_step(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  PyObject *batches, *done = NULL;
+  rp_result result = {.struct_size = sizeof result};
+  rp_status status;
+  int64_t places;
+  if (!PyArg_ParseTuple(args, "O!:step", &PyTuple_Type, &batches)) return NULL;
+  const int64_t count = PyTuple_Size(batches);
+  rp_batch *const list = PyMem_Calloc((size_t)count + 1, sizeof *list);
+  if (list == NULL) return PyErr_NoMemory();
+  for (int64_t i = 0; i < count; i++) {
+    if (!batch_of(self, PyTuple_GetItem(batches, (Py_ssize_t)i), &list[i], &places)) goto done;
+  }
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_step(core, list, count, &result);
+  Py_END_ALLOW_THREADS
+  done = result_or_error(self, status, &result);
+done:
+  PyMem_Free(list);
+  return done;
+}
+
+/* forward(batch, dropout) -> result */
+static PyObject *model_forward(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  PyObject *object;
+  rp_batch batch;
+  rp_result result = {.struct_size = sizeof result};
+  rp_status status;
+  int dropout;
+  int64_t places;
+  if (!PyArg_ParseTuple(args, "Op:forward", &object, &dropout)) return NULL;
+  if (!batch_of(self, object, &batch, &places)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_forward(core, &batch, dropout, &result);
+  Py_END_ALLOW_THREADS
+  return result_or_error(self, status, &result);
+}
+
+/* backward(batch) -> result */
+static PyObject *model_backward(PyObject *self, PyObject *object) {
+  rp_model *const core = core_of(self);
+  rp_batch batch;
+  rp_result result = {.struct_size = sizeof result};
+  rp_status status;
+  int64_t places;
+  if (!batch_of(self, object, &batch, &places)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_backward(core, &batch, &result);
+  Py_END_ALLOW_THREADS
+  return result_or_error(self, status, &result);
+}
+
+/* update() -> result */
+static PyObject *model_update(PyObject *self, PyObject *args) {
+  (void)args;
+  rp_model *const core = core_of(self);
+  rp_result result = {.struct_size = sizeof result};
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_update(core, &result);
+  Py_END_ALLOW_THREADS
+  return result_or_error(self, status, &result);
+}
+
+static PyObject *model_zero_gradients(PyObject *self, PyObject *args) {
+  (void)args;
+  rp_model *const core = core_of(self);
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_zero_gradients(core);
+  Py_END_ALLOW_THREADS
+  return none_or_error(self, status);
+}
+
+/* counters() -> (step, attempt) */
+static PyObject *model_counters(PyObject *self, PyObject *args) {
+  (void)args;
+  rp_model *const core = core_of(self);
+  int64_t step = 0, attempt = 0;
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_counters(core, &step, &attempt);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) return raise_from(self, status);
+  return Py_BuildValue("(LL)", (long long)step, (long long)attempt);
+}
+
+static PyObject *model_set_counters(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  long long step, attempt;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "LL:set_counters", &step, &attempt)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_set_counters(core, step, attempt);
+  Py_END_ALLOW_THREADS
+  return none_or_error(self, status);
+}
+
+/* ---- files -------------------------------------------------------------------------------- */
+
+/* save(path, what), what one of SAVE_... */
+static PyObject *model_save(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  PyObject *path;
+  int what;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "O&i:save", PyUnicode_FSConverter, &path, &what)) return NULL;
+  const char *const bytes = PyBytes_AsString(path);
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_save(core, bytes, what);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(path);
+  return none_or_error(self, status);
+}
+
+/* load(path, what) */
+static PyObject *model_load(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  PyObject *path;
+  int what;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "O&i:load", PyUnicode_FSConverter, &path, &what)) return NULL;
+  const char *const bytes = PyBytes_AsString(path);
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_load(core, bytes, what);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(path);
+  return none_or_error(self, status);
+}
+
+/* ---- profile ------------------------------------------------------------------------------ */
+
+/* profile(on) */
+static PyObject *model_profile(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  int on;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "p:profile", &on)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_profile(core, on);
+  Py_END_ALLOW_THREADS
+  return none_or_error(self, status);
+}
+
+static PyObject *profile_line(PyObject *self, int64_t index) {
+  rp_model *const core = core_of(self);
+  rp_profile_line line = {.struct_size = sizeof line};
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_profile_line(core, index, &line);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) return raise_from(self, status);
+  return Py_BuildValue("(sNLddd)", line.name, PyBool_FromLong(line.backward), (long long)line.calls,
+                       line.seconds, line.operations, line.bytes);
+}
+
+/* profile_lines() -> ((name, backward, calls, seconds, operations, bytes), ...) */
+static PyObject *model_profile_lines(PyObject *self, PyObject *args) {
+  (void)args;
+  rp_model *const core = core_of(self);
+  int64_t count = 0;
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_profile_count(core, &count);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) return raise_from(self, status);
+  PyObject *const lines = PyTuple_New((Py_ssize_t)count);
+  for (int64_t i = 0; lines != NULL && i < count; i++) {
+    PyObject *const line = profile_line(self, i);
+    if (line == NULL || PyTuple_SetItem(lines, (Py_ssize_t)i, line) < 0) {
+      Py_DECREF(lines);
+      return NULL;
+    }
+  }
+  return lines;
+}
+
+/* ---- the type ------------------------------------------------------------------------------ */
+
+static PyMethodDef methods[] = {
+    {"parameters", model_parameters, METH_NOARGS, NULL},
+    {"step", model_step, METH_VARARGS, NULL},
+    {"forward", model_forward, METH_VARARGS, NULL},
+    {"backward", model_backward, METH_O, NULL},
+    {"update", model_update, METH_NOARGS, NULL},
+    {"zero_gradients", model_zero_gradients, METH_NOARGS, NULL},
+    {"counters", model_counters, METH_NOARGS, NULL},
+    {"set_counters", model_set_counters, METH_VARARGS, NULL},
+    {"score", model_score, METH_O, NULL},
+    {"hidden", model_hidden, METH_O, NULL},
+    {"attention_map", model_attention_map, METH_VARARGS, NULL},
+    {"save", model_save, METH_VARARGS, NULL},
+    {"load", model_load, METH_VARARGS, NULL},
+    {"profile", model_profile, METH_VARARGS, NULL},
+    {"profile_lines", model_profile_lines, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, (void *)model_new},
+    {Py_tp_dealloc, (void *)model_dealloc},
+    {Py_tp_traverse, (void *)model_traverse},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "relpos._core.Model",
+    .basicsize = sizeof(model),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+int model_type_add(PyObject *module) {
+  PyObject *const type = PyType_FromModuleAndSpec(module, &spec, NULL);
+  if (type == NULL) return -1;
+  const int added = PyModule_AddObjectRef(module, "Model", type);
+  Py_DECREF(type);
+  return added;
+}

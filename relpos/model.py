@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Transformer and its training step.
+
+    model = relpos.Transformer(relpos.Config.preset("tiny"))
+    batch = relpos.Batch.from_pairs(sources, targets, bos=1, eos=2)
+    for _ in range(1000):
+        result = model.step(batch)
+    model.save("model.safetensors")
+
+All of it lies in the core's memory, planned when the model is made; parameters and gradients are
+NumPy views of it. A model belongs to one thread at a time: a second call while it is at work raises
+RuntimeError and harms nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from types import TracebackType
+from typing import Literal
+
+from relpos import _core
+from relpos.batch import Batch
+from relpos.config import Config
+from relpos.position.arrays import Array, check_choice, check_count
+
+Path = str | os.PathLike[str]
+Attention = Literal["encoder", "decoder", "cross"]
+What = Literal["weights", "average", "optimizer"]
+
+# As _core calls them.
+ATTENTIONS = {
+    "encoder": _core.ATTENTION_ENCODER,
+    "decoder": _core.ATTENTION_DECODER,
+    "cross": _core.ATTENTION_CROSS,
+}
+SHOWS = {
+    "probabilities": _core.SHOW_PROBABILITIES,
+    "logits": _core.SHOW_SCORES,
+    "content": _core.SHOW_CONTENT,
+    "key": _core.SHOW_KEY,
+    "key_2": _core.SHOW_KEY + 1,
+    "query": _core.SHOW_QUERY,
+    "query_2": _core.SHOW_QUERY + 1,
+    "bias": _core.SHOW_BIAS,
+    "bias_2": _core.SHOW_BIAS + 1,
+}
+FILES = {
+    "weights": _core.SAVE_WEIGHTS,
+    "average": _core.SAVE_AVERAGE,
+    "optimizer": _core.SAVE_OPTIMIZER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step, or a part of it, has to tell.
+
+    loss: float. The mean over the labels that count, as trained.
+    nll: float. The mean of -log p(label), without smoothing.
+    tokens: int. Labels that counted.
+    accuracy: float. The share whose label had the highest score.
+    gradient_norm: float. Of the mean loss, before clipping; 0 for forward alone.
+    learning_rate: float. Of this update.
+    step, attempt: int. Updates made, and tried, after the call.
+    finite: bool. False: loss or gradient was not, and nothing has been updated.
+    first_bad: str. Then: where the first number that is not finite arose.
+    """
+
+    loss: float
+    nll: float
+    tokens: int
+    accuracy: float
+    gradient_norm: float
+    learning_rate: float
+    step: int
+    attempt: int
+    finite: bool
+    first_bad: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that a model takes, by what they are for; total is the sum."""
+
+    parameters: int
+    gradients: int
+    moments: int
+    average: int
+    constants: int
+    activations: int
+    workspace: int
+    total: int
+
+
+class Arrays(Mapping[str, Array]):
+    """Arrays by the names that files have for them, in the order of files."""
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, arrays: dict[str, Array]) -> None:
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        numbers = sum(array.size for array in self._arrays.values())
+        return f"<{len(self)} arrays of {numbers:,} numbers>"
+
+
+class Transformer:
+    """A Transformer, to be trained and looked at.
+
+    config: Config. What it is; its seed decides the initial weights.
+    tokens: int. The most of a batch, on each side.
+    sentences: int. The most of a batch.
+    training: bool. False: no gradients and no moments; forward, scores and maps alone.
+    recompute: bool. Activations are computed again in backward, layer by layer: less memory.
+    """
+
+    __slots__ = (
+        "__weakref__", "_averages", "_config", "_core", "_first_moments", "_gradients",
+        "_parameters", "_second_moments",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokens: int = 4096,
+        sentences: int = 512,
+        training: bool = True,
+        recompute: bool = False,
+    ) -> None:
+        pairs, limits = _described(config, tokens, sentences, training, recompute)
+        self._config = config
+        self._core = _core.Model(pairs, limits)
+        kinds: tuple[dict[str, Array], ...] = ({}, {}, {}, {}, {})
+        for name, *arrays in self._core.parameters():
+            for kind, array in zip(kinds, arrays, strict=True):
+                if array is not None:
+                    kind[name] = array
+        self._parameters, self._gradients, *others = map(Arrays, kinds)
+        self._first_moments, self._second_moments, self._averages = others
+
+    @property
+    def config(self) -> Config:
+        """What it was made from."""
+        return self._config
+
+    # ---- arrays ----------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Arrays:
+        """The weights by name, float32 views that may be written between calls."""
+        return self._parameters
+
+    @property
+    def gradients(self) -> Arrays:
+        """Of the sum of the tokens' losses, float32 views; empty without training."""
+        return self._gradients
+
+    @property
+    def first_moments(self) -> Arrays:
+        """Adam's means of the gradients, read-only views; empty without training."""
+        return self._first_moments
+
+    @property
+    def second_moments(self) -> Arrays:
+        """Adam's means of the squared gradients, read-only views; empty without training."""
+        return self._second_moments
+
+    @property
+    def averages(self) -> Arrays:
+        """Averages of the weights, read-only views; empty where config.ema is 0."""
+        return self._averages
+
+    # ---- the step and its parts --------------------------------------------------------------------
+
+    def step(self, batches: Batch | Iterable[Batch]) -> StepResult:
+        """One update: forward and backward of each batch, then clip and Adam.
+
+        batches: Batch, or several that count as one: the loss is the mean over the labels of all.
+
+        A loss or gradient that is not finite raises nothing: `finite` is False, the weights are as
+        they were, and the next attempt has other dropout.
+        """
+        several = (batches,) if isinstance(batches, Batch) else tuple(batches)
+        return StepResult(*self._core.step(tuple(map(_packed, several))))
+
+    def forward(self, batch: Batch, *, dropout: bool = False) -> StepResult:
+        """Loss and accuracy of a batch; dropout: bool, as in training."""
+        return StepResult(*self._core.forward(_packed(batch), dropout))
+
+    def backward(self, batch: Batch) -> StepResult:
+        """Forward with dropout, and backward: adds to the gradients.
+
+        The first after an update or `zero_gradients` begins a new accumulation.
+        """
+        return StepResult(*self._core.backward(_packed(batch)))
+
+    def update(self) -> StepResult:
+        """Clips, updates and zeroes the gradients of all that was accumulated."""
+        return StepResult(*self._core.update())
+
+    def zero_gradients(self) -> None:
+        """Drops what was accumulated."""
+        self._core.zero_gradients()
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """(step, attempt): updates made, and tried. They decide the learning rate and dropout's
+        masks, and may be set."""
+        return self._core.counters()
+
+    @counters.setter
+    def counters(self, counters: tuple[int, int]) -> None:
+        step, attempt = counters
+        self._core.set_counters(check_count("step", step, 0), check_count("attempt", attempt, 0))
+
+    # ---- looking at it -----------------------------------------------------------------------------
+
+    def score(self, batch: Batch) -> list[Array]:
+        """log p(label) of every place, without dropout; 0 where the label is -1.
+
+        Returns float32 (n,) for each sentence.
+        """
+        scores = self._core.score(_packed(batch))
+        return batch.split(scores)
+
+    def hidden(self, batch: Batch) -> list[Array]:
+        """What the last norm gives, the input of the output projection, without dropout.
+
+        Returns float32 (n, C) for each sentence.
+        """
+        hidden = self._core.hidden(_packed(batch))
+        return batch.split(hidden)
+
+    def attention_maps(
+        self,
+        batch: Batch,
+        layer: int,
+        head: int,
+        kind: Attention = "encoder",
+        *,
+        sentence: int = 0,
+        show: str = "probabilities",
+    ) -> Array:
+        """What one head of one layer does in one sentence, without dropout.
+
+        layer, head, sentence: int, from 0.
+        kind: "encoder" or "decoder", self-attention of that stack, or "cross", from the decoder to
+            the encoder.
+        show: "probabilities", p, 0 where a key is hidden; "logits", after softcap, -inf where
+            hidden; or a part of the logits, 0 where hidden: "content", and "key", "query" and
+            "bias" for the relation terms ("key_2" and so on for the second of a kind). A part
+            that this attention does not have is 0.
+
+        Returns float32 (queries, keys).
+        """
+        check_choice("kind", kind, tuple(ATTENTIONS))
+        check_choice("show", show, tuple(SHOWS))
+        return self._core.attention_map(
+            _packed(batch),
+            ATTENTIONS[kind],
+            check_count("layer", layer, 0),
+            check_count("head", head, 0),
+            check_count("sentence", sentence, 0),
+            SHOWS[show],
+        )
+
+    # ---- files -------------------------------------------------------------------------------------
+
+    def save(self, path: Path, what: What = "weights") -> None:
+        """Writes a safetensors file, whole or not at all.
+
+        path: str or PathLike.
+        what: "weights", with the configuration; "average", the averaged weights under the same
+            names; or "optimizer", moments, averages and counters, what `restore` needs besides the
+            weights to go on as if nothing had happened.
+        """
+        check_choice("what", what, tuple(FILES))
+        self._core.save(path, FILES[what])
+
+    def restore(self, path: Path, what: What = "weights") -> None:
+        """Reads what `save` wrote into this model, which has the same shapes.
+
+        A failure leaves the model as it was.
+        """
+        check_choice("what", what, tuple(FILES))
+        self._core.load(path, FILES[what])
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        config: Config | None = None,
+        tokens: int = 4096,
+        sentences: int = 512,
+        training: bool = True,
+        recompute: bool = False,
+    ) -> Transformer:
+        """A model from a file of weights.
+
+        path: str or PathLike.
+        config: Config. Instead of the one in the file, for another schedule or dropout.
+        tokens, sentences, training, recompute: as in `Transformer`.
+        """
+        model = cls(
+            Config.load(path) if config is None else config,
+            tokens=tokens, sentences=sentences, training=training, recompute=recompute,
+        )  # fmt: skip
+        model.restore(path)
+        return model
+
+    def __repr__(self) -> str:
+        return f"Transformer({self._config!r}): {self._parameters!r}"
+
+
+def model_memory(
+    config: Config,
+    *,
+    tokens: int = 4096,
+    sentences: int = 512,
+    training: bool = True,
+    recompute: bool = False,
+) -> Memory:
+    """What a model would take, told without making it; arguments as of `Transformer`."""
+    return Memory(*_core.model_memory(*_described(config, tokens, sentences, training, recompute)))
+
+
+def _described(
+    config: Config, tokens: int, sentences: int, training: bool, recompute: bool
+) -> tuple[_core.Pairs, _core.Limits]:
+    """A model as the core takes it."""
+    if not isinstance(config, Config):
+        raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}")
+    most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
+    return config.pairs(), (*most, bool(training), bool(recompute))
+
+
+def _packed(batch: Batch) -> _core.BatchTuple:
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch: expected relpos.Batch, got {type(batch).__name__}")
+    return batch._packed
+
+
+# --------------------------------------------------------------------------------------------------
+# Profile
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileLine:
+    """What one operation of one layer took, forward and backward apart.
+
+    name: str, as "encoder.0.attention.qkv". backward: bool. calls: int.
+    seconds, operations, bytes: float, summed over the calls; operations are those with floating
+        point, counted by shapes.
+    """
+
+    name: str
+    backward: bool
+    calls: int
+    seconds: float
+    operations: float
+    bytes: float
+
+
+class Profile:
+    """Time, operations and bytes of a model between the two ends of a with statement."""
+
+    def __init__(self, model: Transformer) -> None:
+        if not isinstance(model, Transformer):
+            raise TypeError(f"model: expected relpos.Transformer, got {type(model).__name__}")
+        self._core: _core.Model | None = None
+        self._model = model
+        self._lines: tuple[ProfileLine, ...] = ()
+
+    def __enter__(self) -> Profile:
+        self._model._core.profile(True)
+        self._core = self._model._core
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lines = self.lines
+        if self._core is not None:
+            self._core.profile(False)
+        self._core = None
+
+    @property
+    def lines(self) -> tuple[ProfileLine, ...]:
+        """One for every operation of every layer, in the order of the model."""
+        if self._core is None:
+            return self._lines
+        return tuple(ProfileLine(*line) for line in self._core.profile_lines())
+
+    def over_layers(self) -> tuple[ProfileLine, ...]:
+        """The lines with all layers of a stack in one: "encoder.*.attention.qkv"."""
+        sums: dict[tuple[str, bool], ProfileLine] = {}
+        for line in self.lines:
+            name = re.sub(r"\.\d+\.", ".*.", line.name)
+            key = name, line.backward
+            before = sums.get(key, ProfileLine(name, line.backward, 0, 0.0, 0.0, 0.0))
+            numbers = zip(astuple(before)[2:], astuple(line)[2:], strict=True)
+            sums[key] = ProfileLine(name, line.backward, *(x + y for x, y in numbers))
+        return tuple(sums.values())
+
+    def table(self, lines: Iterable[ProfileLine] | None = None) -> str:
+        """Lines as text, those that took longest first; lines: `lines` unless given."""
+        chosen = sorted(self.lines if lines is None else lines, key=lambda line: -line.seconds)
+        total = sum(line.seconds for line in chosen)
+        width = max([len(line.name) for line in chosen], default=0)
+        width = max(width, len("operation"))
+        head = f"{'operation':{width}}  {'pass':8}  {'calls':>7}  {'ms':>10}  {'share':>6}"
+        rows = [f"{head}  {'GFLOP/s':>8}  {'GB/s':>7}"]
+        for line in chosen:
+            which = "backward" if line.backward else "forward"
+            share = line.seconds / total if total > 0 else 0.0
+            per_second = 1e-9 / line.seconds if line.seconds > 0 else 0.0
+            rows.append(
+                f"{line.name:{width}}  {which:8}  {line.calls:7}  {1e3 * line.seconds:10.3f}"
+                f"  {share:6.1%}  {line.operations * per_second:8.1f}  {line.bytes * per_second:7.1f}"
+            )
+        rows.append(f"{'all':{width}}  {'':8}  {'':7}  {1e3 * total:10.3f}")
+        return "\n".join(rows)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def profile(model: Transformer) -> Profile:
+    """Measures what a model does within a with statement.
+
+        with relpos.profile(model) as profile:
+            model.step(batch)
+        print(profile)
+
+    model: Transformer.
+    """
+    return Profile(model)

@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_cross_entropy.c: loss, log-likelihood, hits and gradients of every row, against sums in long
+ * double; known values; rows that do not count; logits that are not finite.
+ *
+ * Tolerances. A sum over the classes runs in parts of 1024 numbers, in at least two chains, which
+ * are added in double: L = min(classes, 1024) / 2 + 3 additions for each number.
+ */
+#include "layer.h"
+
+typedef struct layer {
+  rpi_cross_entropy_args args;
+  array logits, loss, nll;
+  int32_t *labels;
+  int8_t *hit;
+} layer;
+
+static void run(const rp_ops *ops, void *context) {
+  const layer *const l = context;
+  CHECK_INT(ops->cross_entropy(&l->args), RP_OK);
+}
+
+/* Sums of losses, without gradient: logits stay. */
+static double value(const rp_ops *ops, void *context) {
+  const layer *const l = context;
+  rpi_cross_entropy_args a = l->args;
+  a.gradient = false;
+  ops->cross_entropy(&a);
+  double sum = 0;
+  for (int64_t row = 0; row < a.rows; row++) sum += (double)a.loss[row];
+  return sum;
+}
+
+static void layer_create(layer *l, int64_t rows, int64_t classes, double scale, double smoothing,
+                         int rule) {
+  const int64_t stride = classes + 5;
+  l->logits = array_random("logits", rows * stride, scale);
+  l->loss = array_of("loss", rows, (real)NAN);
+  l->nll = array_of("nll", rows, (real)NAN);
+  l->labels = malloc((size_t)(rows + 1) * sizeof(int32_t));
+  l->hit = malloc((size_t)(rows + 1));
+  if (l->labels == NULL || l->hit == NULL) abort();
+  for (int64_t row = 0; row < rows; row++) {
+    l->labels[row] = row % 5 == 3 ? -1 : (int32_t)(draw() % (uint32_t)classes);
+    l->hit[row] = -9;
+    if (row % 3 == 0 && l->labels[row] >= 0) { /* a hit, in every other row of these by a tie */
+      l->logits.data[row * stride + l->labels[row]] = (real)scale;
+      if (row % 2 == 0) l->logits.data[row * stride + draw() % (uint32_t)classes] = (real)scale;
+    }
+  }
+  l->hit[rows] = -9;
+  for (int64_t i = 0; i < l->logits.count; i++) {
+    if (i % stride >= classes) l->logits.data[i] = CANARY;
+  }
+  l->args = (rpi_cross_entropy_args){.rows = rows,
+                                     .classes = classes,
+                                     .logits = l->logits.data,
+                                     .stride = stride,
+                                     .labels = l->labels,
+                                     .smoothing = smoothing,
+                                     .rule = rule,
+                                     .loss = l->loss.data,
+                                     .nll = l->nll.data,
+                                     .hit = l->hit};
+}
+
+static void layer_free(layer *l) {
+  array_free(&l->logits);
+  array_free(&l->loss);
+  array_free(&l->nll);
+  free(l->labels);
+  free(l->hit);
+}
+
+/* The smoothed label. One class alone is certain. */
+static long double target(const rpi_cross_entropy_args *a, int64_t label, int64_t c) {
+  const long double V = (long double)a->classes, smoothing = (long double)a->smoothing;
+  if (a->classes == 1) return 1;
+  if (a->rule == RP_SMOOTH_ALL) return (c == label ? 1 - smoothing : 0) + smoothing / V;
+  return c == label ? 1 - smoothing : smoothing / (V - 1);
+}
+
+/* The first class with the highest logit. */
+static int64_t best(const real *x, int64_t classes) {
+  int64_t at = 0;
+  for (int64_t c = 1; c < classes; c++) at = x[c] > x[at] ? c : at;
+  return at;
+}
+
+/* x: the logits as they were. e^(x - highest) has a relative error of u (3 + 2.5 |x - highest|). */
+static bool is_row_right(const rp_ops *ops, const layer *l, const real *x, int64_t row) {
+  const rpi_cross_entropy_args *const a = &l->args;
+  const int64_t V = a->classes, label = a->labels[row], top = best(x, V);
+  const long double u = 1.01L * UNIT, L = (long double)(V < 1024 ? V : 1024) / 2 + 3;
+  long double sum = 0, sum_error = 0, loss = 0, spread = 0;
+  for (int64_t c = 0; c < V; c++) {
+    const long double d = (long double)x[c] - x[top];
+    sum += expl(d);
+    sum_error += expl(d) * u * (3 + 2.5L * fabsl(d));
+  }
+  sum_error += u * L * sum;
+  for (int64_t c = 0; c < V; c++) {
+    const long double d = (long double)x[c] - x[top];
+    loss -= target(a, label, c) * (d - logl(sum));
+    spread += target(a, label, c) * fabsl(d);
+  }
+  const long double nll = logl(sum) - ((long double)x[label] - x[top]);
+  const long double log_error = sum_error / sum;
+  bool right = a->hit[row] == (top == label) &&
+               is_close(ops, "loss", row, a->loss[row], loss,
+                        log_error + u * (L + 3) * spread + u * fabsl(loss)) &&
+               is_close(ops, "nll", row, a->nll[row], nll,
+                        log_error + u * (fabsl(nll) + fabsl((long double)x[label] - x[top])));
+  for (int64_t c = 0; a->gradient && c < V && right; c++) {
+    const long double d = (long double)x[c] - x[top], p = expl(d) / sum;
+    const long double allowed =
+        p * (u * (6 + 2.5L * fabsl(d)) + log_error) + 2 * u * target(a, label, c);
+    right = is_close(ops, "gradient", row * a->stride + c, a->logits[row * a->stride + c],
+                     p - target(a, label, c), allowed + FLT_MIN);
+  }
+  return right;
+}
+
+static bool is_right(const rp_ops *ops, const layer *l, const array *before) {
+  const rpi_cross_entropy_args *const a = &l->args;
+  bool right = a->hit[a->rows] == -9;
+  for (int64_t row = 0; row < a->rows && right; row++) {
+    const real *const x = before->data + row * a->stride, *const now = a->logits + row * a->stride;
+    const bool counts = a->labels[row] >= 0;
+    if (counts) right = is_row_right(ops, l, x, row);
+    else right = a->loss[row] == 0 && a->nll[row] == 0 && a->hit[row] == 0;
+    for (int64_t c = 0; c < a->stride && right; c++) {
+      if (c < a->classes && !counts && a->gradient) right = now[c] == 0;
+      else if (c >= a->classes || !a->gradient) right = now[c] == x[c];
+    }
+  }
+  return right;
+}
+
+static void test_shape(const rp_ops *ops, int64_t rows, int64_t classes, double scale,
+                       double smoothing, int rule, bool gradient) {
+  layer l;
+  layer_create(&l, rows, classes, scale, smoothing, rule);
+  l.args.gradient = gradient;
+  array before = array_copy(&l.logits);
+  CHECK(has_same_bits(ops, run, &l, (array[]){l.logits, l.loss, l.nll}, 3));
+  if (!CHECK(is_right(ops, &l, &before))) {
+    printf("\n  %s: %lld x %lld, scale %g, smoothing %g, rule %d", ops->name, (long long)rows,
+           (long long)classes, scale, smoothing, rule);
+  }
+  array_free(&before);
+  layer_free(&l);
+}
+
+static void test_shapes(const rp_ops *ops) {
+  static const int64_t all[] = {1, 2, 3, 17, 64, 80, 513, 1025, 2048, 5000, 32768};
+  static const double scales[] = {1, 20, 100};
+  const int sizes = (int)(sizeof all / sizeof all[0]) - (is_small_run() ? 2 : 0);
+  for (int i = 0; i < sizes; i++) {
+    for (int flags = 0; flags < 8; flags++) {
+      const int64_t rows = flags == 5 ? 0 : flags == 6 ? 1 : all[i] < 100 ? 70 : 11;
+      test_shape(ops, rows, all[i], scales[(i + flags) % 3], (flags & 1) != 0 ? 0.1 : 0,
+                 (flags & 2) != 0 ? RP_SMOOTH_ALL : RP_SMOOTH_OTHERS, (flags & 4) == 0);
+    }
+  }
+}
+
+static void test_derivatives(const rp_ops *ops, double smoothing, int rule) {
+  for (int64_t classes = 1; classes <= 23; classes += 22) {
+    layer l;
+    layer_create(&l, 4, classes, 2, smoothing, rule);
+    array x = array_copy(&l.logits);
+    l.args.gradient = true;
+    run(ops, &l);
+    array gradient = array_copy(&l.logits);
+    l.args.logits = x.data;
+    for (int64_t row = 0; row < 4; row++) {
+      const int64_t start = row * l.args.stride;
+      check_derivative(ops, "gradient", value, &l, x.data + start, gradient.data + start, classes);
+    }
+    array_free(&x);
+    array_free(&gradient);
+    layer_free(&l);
+  }
+}
+
+/* A uniform row costs log V whatever the smoothing, far away from 0 too. */
+static void test_values(const rp_ops *ops) {
+  real logits[32768], loss, nll;
+  int8_t hit;
+  for (int rule = 0; rule < 2; rule++) {
+    for (int i = 0; i < 32768; i++) logits[i] = 1000;
+    const int32_t label = rule == 0 ? 0 : 700;
+    const rpi_cross_entropy_args a = {1,    32768, logits, 32768, &label, 0.1,
+                                      rule, true,  &loss,  &nll,  &hit};
+    CHECK_INT(ops->cross_entropy(&a), RP_OK);
+    CHECK_NEAR((double)loss, log(32768), 2 * UNIT);
+    CHECK_NEAR((double)nll, log(32768), 2 * UNIT);
+    CHECK_INT(hit, rule == 0); /* the first of equals */
+    long double sum = 0;
+    for (int i = 0; i < 32768; i++) sum += logits[i];
+    CHECK_NEAR((double)sum, 0, 4 * UNIT); /* of probabilities and of targets, each rounded twice */
+  }
+}
+
+/* No loss is made up where there is none: NaN or infinity, and every hit is a bit. A class with
+ * -infinity is out of the game where it weighs nothing. */
+static void test_not_finite(const rp_ops *ops) {
+  for (int what = 0; what < 4; what++) {
+    for (int gradient = 0; gradient < 2; gradient++) {
+      real x[70], loss, nll;
+      int8_t hit = -9;
+      const int32_t label = 2;
+      for (int c = 0; c < 70; c++) x[c] = what == 2 ? (real)-INFINITY : (real)c / 70;
+      if (what == 0) x[66] = (real)NAN;
+      if (what == 1) x[3] = (real)INFINITY;
+      if (what == 3) x[3] = (real)-INFINITY;
+      const rpi_cross_entropy_args a = {
+          1, 70, x, 70, &label, 0, RP_SMOOTH_ALL, gradient != 0, &loss, &nll, &hit};
+      CHECK_INT(ops->cross_entropy(&a), RP_OK);
+      CHECK(hit == 0 || hit == 1);
+      if (what == 3) {
+        CHECK(isfinite(loss) && isfinite(nll));
+        if (gradient != 0) CHECK(x[3] == 0 && isfinite(x[0]));
+      } else {
+        CHECK(isnan(loss) && isnan(nll));
+        if (gradient != 0) CHECK(isnan(x[0]) && isnan(x[69]));
+      }
+    }
+  }
+}
+
+int main(void) {
+  for (int t = 0; table_at(t) != NULL; t++) {
+    const rp_ops *const ops = table_at(t);
+    test_shapes(ops);
+    test_derivatives(ops, 0, RP_SMOOTH_ALL);
+    test_derivatives(ops, 0.1, RP_SMOOTH_ALL);
+    test_derivatives(ops, 0.3, RP_SMOOTH_OTHERS);
+    test_values(ops);
+    test_not_finite(ops);
+  }
+  return check_report();
+}

@@ -1,0 +1,355 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_model.c: memory of a model: told before it is taken, taken once, and every failure of it
+ * harmless. Steps, gradients and files are tested from Python (tests/test_model*.py).
+ */
+#include "base/memory.h"
+#include "check.h"
+#include "file/model_file.h"
+#include "relpos/model.h"
+
+#include <stdlib.h>
+
+/* An allocator that counts, and fails at one call. */
+typedef struct ledger {
+  int64_t calls, fail_at; /* -1: never */
+  int64_t held;           /* bytes not yet released */
+  int64_t most;           /* the most there were */
+} ledger;
+
+/* The size stands before the memory. */
+static void *allocate(void *context, size_t bytes) {
+  ledger *const l = context;
+  if (l->calls++ == l->fail_at) return NULL;
+  char *const memory = aligned_alloc(RPI_ALIGN, (bytes / RPI_ALIGN + 2) * RPI_ALIGN);
+  if (!memory) return NULL;
+  *(int64_t *)memory = (int64_t)bytes;
+  l->held += (int64_t)bytes;
+  if (l->held > l->most) l->most = l->held;
+  return memory + RPI_ALIGN;
+}
+
+static void release(void *context, void *memory) {
+  ledger *const l = context;
+  if (!memory) return;
+  l->held -= *(int64_t *)((char *)memory - RPI_ALIGN);
+  free((char *)memory - RPI_ALIGN);
+}
+
+/* ---- one small model and its batch ------------------------------------------ */
+
+enum { SENTENCES = 3, TOKENS = 12 };
+
+static const int32_t ids[TOKENS] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+static const int64_t source_offsets[] = {0, 5, 6, 12}, target_offsets[] = {0, 2, 9, 12};
+
+static rp_batch batch_of(void) {
+  rp_batch batch = rp_batch_default();
+  batch.sentences = SENTENCES;
+  batch.source = batch.target = batch.labels = ids;
+  batch.source_offsets = source_offsets;
+  batch.target_offsets = target_offsets;
+  return batch;
+}
+
+static rp_config config_of(const char *position) {
+  rp_config config = rp_config_default();
+  config.width = 16;
+  config.heads = 2;
+  config.feed_forward = 24;
+  config.max_length = 20;
+  config.ema = 0.5;
+  CHECK_INT(rp_config_set(&config, "encoder.position", position), RP_OK);
+  CHECK_INT(rp_config_set(&config, "decoder.position", position), RP_OK);
+  return config;
+}
+
+static rp_limits limits_of(int recompute) {
+  rp_limits limits = rp_limits_default();
+  limits.tokens = 40;
+  limits.sentences = 4;
+  limits.recompute = recompute;
+  return limits;
+}
+
+/* The weights, one after the other, as a number that any change of a bit changes. */
+static uint64_t digest(rp_model *model) {
+  uint64_t hash = 1469598103934665603u;
+  for (int64_t p = 0; p < rp_model_parameter_count(model); p++) {
+    rp_parameter at = {.struct_size = sizeof at};
+    CHECK_INT(rp_model_parameter(model, p, &at), RP_OK);
+    const rp_real *const arrays[] = {at.data, at.moment1, at.moment2, at.average};
+    for (int a = 0; a < 4; a++) {
+      const unsigned char *const bytes = (const unsigned char *)arrays[a];
+      for (size_t i = 0; i < (size_t)at.count * sizeof(rp_real); i++) {
+        hash = (hash ^ bytes[i]) * 1099511628211u;
+      }
+    }
+  }
+  return hash;
+}
+
+static void step(rp_model *model, rp_status expected) {
+  const rp_batch batch = batch_of();
+  rp_result result = {.struct_size = sizeof result};
+  CHECK_INT(rp_model_step(model, &batch, 1, &result), expected);
+}
+
+/* ---- told, and taken --------------------------------------------------------- */
+
+static void test_memory_is_what_was_told(const char *position, int recompute, int training) {
+  const rp_config config = config_of(position);
+  rp_limits limits = limits_of(recompute);
+  limits.training = training;
+  rp_memory told = {.struct_size = sizeof told};
+  CHECK_INT(rp_model_memory(&config, &limits, &told), RP_OK);
+  ledger l = {.fail_at = -1};
+  const rpi_allocator allocator = {allocate, release, &l};
+  rpi_set_allocator(&allocator);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  const int64_t taken = l.held;
+  /* but for the struct itself */
+  CHECK(taken >= told.total);
+  CHECK(taken <= told.total + (int64_t)sizeof(struct rp_model));
+  CHECK_INT(told.total, told.parameters + told.gradients + told.moments + told.average +
+                            told.constants + told.activations + told.workspace);
+  CHECK((told.gradients == 0) == !training);
+  CHECK((told.moments == 0) == !training);
+  rp_model_free(model);
+  CHECK_INT(l.held, 0);
+  rpi_set_allocator(NULL);
+}
+
+/* Steps allocate nothing, not even the first of a shape that was planned for. */
+static void test_steps_allocate_nothing(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  ledger l = {.fail_at = -1};
+  const rpi_allocator allocator = {allocate, release, &l};
+  rpi_set_allocator(&allocator);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  step(model, RP_OK);
+  const int64_t calls = l.calls;
+  for (int i = 0; i < 3; i++) step(model, RP_OK);
+  const rp_batch batch = batch_of();
+  rp_real scores[TOKENS];
+  CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_OK);
+  CHECK_INT(rp_model_score(model, &batch, scores), RP_OK);
+  CHECK_INT(l.calls, calls);
+  rp_model_free(model);
+  CHECK_INT(l.held, 0);
+  rpi_set_allocator(NULL);
+}
+
+/* ---- every allocation failing in turn ---------------------------------------- */
+
+static void test_create_without_memory(void) {
+  const rp_config config = config_of("transformer-xl");
+  const rp_limits limits = limits_of(0);
+  for (int64_t fail_at = 0;; fail_at++) {
+    ledger l = {.fail_at = fail_at};
+    const rpi_allocator allocator = {allocate, release, &l};
+    rpi_set_allocator(&allocator);
+    rp_model *model = (rp_model *)&l; /* to be set to NULL */
+    const rp_status status = rp_model_create(&config, &limits, &model);
+    const bool failed = l.calls > fail_at;
+    CHECK_INT(status, failed ? RP_ERROR_MEMORY : RP_OK);
+    if (failed) {
+      CHECK_TEXT(rp_last_error(), "no memory");
+      CHECK(model == NULL);
+    }
+    rp_model_free(model);
+    CHECK_INT(l.held, 0);
+    rpi_set_allocator(NULL);
+    if (!failed) {
+      CHECK(fail_at >= 5); /* there were so many to fail */
+      break;
+    }
+    if (!CHECK(fail_at < 100)) break;
+  }
+}
+
+/* A step that needs more workspace than was planned, because there are more threads now, fails
+ * without a trace; the next one is as if it had never been. */
+static void test_step_without_memory(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL, *other = NULL;
+  rp_set_threads(1);
+  ledger l = {.fail_at = -1};
+  const rpi_allocator allocator = {allocate, release, &l};
+  rpi_set_allocator(&allocator);
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  CHECK_INT(rp_model_create(&config, &limits, &other), RP_OK);
+  step(model, RP_OK);
+  step(other, RP_OK);
+  const uint64_t before = digest(model);
+  rp_set_threads(8);
+  l.fail_at = l.calls;
+  step(model, RP_ERROR_MEMORY);
+  CHECK_TEXT(rp_last_error(), "no memory for attention's workspace");
+  CHECK(digest(model) == before);
+  l.fail_at = -1;
+  step(model, RP_OK);
+  step(other, RP_OK);
+  CHECK(digest(model) == digest(other));
+  CHECK(digest(model) != before);
+  rp_model_free(model);
+  rp_model_free(other);
+  CHECK_INT(l.held, 0);
+  rpi_set_allocator(NULL);
+  rp_set_threads(0);
+}
+
+static void test_files_without_memory(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  const uint64_t before = digest(model);
+  char path[] = "test_model.safetensors";
+  CHECK_INT(rp_model_save(model, path, RP_SAVE_OPTIMIZER), RP_OK);
+  for (int64_t fail_at = 0; fail_at < 50; fail_at++) {
+    ledger l = {.fail_at = fail_at};
+    const rpi_allocator allocator = {allocate, release, &l};
+    rpi_set_allocator(&allocator);
+    const rp_status loaded = rp_model_load(model, path, RP_SAVE_OPTIMIZER);
+    const bool load_failed = l.calls > fail_at;
+    CHECK_INT(loaded, load_failed ? RP_ERROR_MEMORY : RP_OK);
+    l.calls = 0;
+    const rp_status saved = rp_model_save(model, path, RP_SAVE_OPTIMIZER);
+    const bool save_failed = l.calls > fail_at;
+    CHECK_INT(saved, save_failed ? RP_ERROR_MEMORY : RP_OK);
+    CHECK_INT(l.held, 0);
+    rpi_set_allocator(NULL);
+    CHECK(digest(model) == before);
+    if (!load_failed && !save_failed) break;
+    CHECK(fail_at < 49);
+  }
+  remove(path);
+  rp_model_free(model);
+}
+
+/* ---- arguments that no other test can give ------------------------------------ */
+
+static void test_null(void) {
+  rp_config config = rp_config_default();
+  rp_limits limits = rp_limits_default();
+  rp_memory memory = {.struct_size = 1};
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, NULL, &model), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_create(NULL, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_create(&config, &limits, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_memory(&config, &limits, &memory), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "memory.struct_size=1");
+  CHECK_INT(rp_model_memory(&config, &limits, NULL), RP_ERROR_ARGUMENT);
+  limits.tokens = 0;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "limits.tokens=0");
+  limits = rp_limits_default();
+  limits.struct_size = 3;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "limits.struct_size=3");
+  CHECK(model == NULL);
+  CHECK_INT(rp_model_step(NULL, NULL, 1, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_parameter_count(NULL), 0);
+  CHECK(rp_model_config(NULL) == NULL);
+  rp_model_free(NULL);
+}
+
+static void test_arguments(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  rp_batch batch = batch_of();
+  rp_result result = {.struct_size = 5};
+  CHECK_INT(rp_model_step(model, &batch, 1, &result), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "result.struct_size=5");
+  CHECK_INT(rp_model_step(model, &batch, 0, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_step(model, NULL, 1, NULL), RP_ERROR_ARGUMENT);
+  batch.struct_size = 0;
+  CHECK_INT(rp_model_step(model, &batch, 1, NULL), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "start from rp_batch_default()");
+  batch = batch_of();
+  const int64_t falling[] = {0, 5, 4, 12}, late[] = {1, 5, 6, 12};
+  batch.source_offsets = falling;
+  CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "source_offsets[2]=4 after 5");
+  batch.source_offsets = late;
+  CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "source_offsets[0]=1");
+  batch = batch_of();
+  batch.target_graphs.labels = ids;
+  CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "target_graphs are given, but the model has relations=0");
+  batch = batch_of();
+  CHECK_INT(rp_model_score(model, &batch, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_hidden(model, &batch, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_set_counters(model, 3, 2), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_save(model, NULL, RP_SAVE_WEIGHTS), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_save(model, "x", 7), RP_ERROR_ARGUMENT);
+  rp_parameter parameter = {.struct_size = sizeof parameter};
+  CHECK_INT(rp_model_parameter(model, -1, &parameter), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_OK);
+  rp_model_free(model);
+}
+
+static int64_t lines_of(rp_model *model) {
+  int64_t count = -1;
+  CHECK_INT(rp_model_profile_count(model, &count), RP_OK);
+  return count;
+}
+
+static void test_profile(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  step(model, RP_OK);
+  CHECK_INT(lines_of(model), 0);
+  CHECK_INT(rp_model_profile(model, 1), RP_OK);
+  for (int i = 0; i < 3; i++) step(model, RP_OK);
+  bool found = false;
+  rp_profile_line line = {.struct_size = sizeof line};
+  for (int64_t i = 0; i < lines_of(model); i++) {
+    CHECK_INT(rp_model_profile_line(model, i, &line), RP_OK);
+    CHECK(line.calls > 0 && line.seconds >= 0 && line.bytes > 0);
+    if (strcmp(line.name, "decoder.1.cross.kv") != 0 || line.backward) continue;
+    found = true;
+    CHECK_INT(line.calls, 3);
+    CHECK_NEAR(line.operations, 3 * 2.0 * TOKENS * 16 * 32, 0);
+  }
+  CHECK(found);
+  CHECK_INT(rp_model_profile_line(model, lines_of(model), &line), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_profile(model, 0), RP_OK);
+  const int64_t lines = lines_of(model);
+  step(model, RP_OK); /* adds nothing now */
+  CHECK_INT(lines_of(model), lines);
+  CHECK_INT(rp_model_profile_line(model, 0, &line), RP_OK);
+  CHECK_INT(line.calls, 3);
+  CHECK_INT(rp_model_profile(model, 1), RP_OK);
+  CHECK_INT(lines_of(model), 0);
+  rp_model_free(model);
+}
+
+int main(void) {
+  static const char *const positions[] = {"none", "shaw",          "transformer-xl",    "music",
+                                          "t5",   "deberta",       "relative-key",      "alibi",
+                                          "rope", "alibi-learned", "relative-key-query"};
+  for (size_t p = 0; p < sizeof positions / sizeof positions[0]; p++) {
+    test_memory_is_what_was_told(positions[p], 0, 1);
+    test_memory_is_what_was_told(positions[p], 1, 1);
+    test_memory_is_what_was_told(positions[p], 0, 0);
+  }
+  test_steps_allocate_nothing();
+  test_create_without_memory();
+  test_step_without_memory();
+  test_files_without_memory();
+  test_null();
+  test_arguments();
+  test_profile();
+  return check_report();
+}

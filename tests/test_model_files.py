@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a model: safetensors, ours and the safetensors package's, and going on from them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+from small_model import assert_same_bits, pairs, small_config, small_model, weights
+
+
+def trained(steps: int = 3, **changes: Any) -> relpos.Transformer:
+    model = small_model(**changes)
+    for seed in range(steps):
+        model.step(pairs(seed=seed))
+    return model
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    content = path.read_bytes()
+    [size] = struct.unpack("<Q", content[:8])
+    header: dict[str, Any] = json.loads(content[8 : 8 + size])
+    return header
+
+
+def state_of(model: relpos.Transformer) -> dict[str, Any]:
+    kinds = ("parameters", "first_moments", "second_moments", "averages")
+    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "modèle 模型.safetensors"])
+def test_weights_come_back(tmp_path: Path, name: str) -> None:
+    model = trained()
+    model.save(tmp_path / name)
+    model.save(str(tmp_path / "other"))
+    assert (tmp_path / name).read_bytes() == (tmp_path / "other").read_bytes()
+    loaded = relpos.Transformer.load(tmp_path / name, tokens=256, sentences=32)
+    assert loaded.config == model.config == relpos.Config.load(tmp_path / name)
+    assert_same_bits(loaded.parameters, model.parameters)
+    assert loaded.forward(pairs()).loss == model.forward(pairs()).loss
+    assert loaded.counters == (0, 0)
+
+
+def test_another_configuration_of_the_same_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    trained().save(path)
+    config = small_config(dropout=0.3, schedule="noam", warmup=10)
+    model = relpos.Transformer.load(path, config=config, tokens=64, training=False)
+    assert model.config == config and len(model.gradients) == 0
+    assert_same_bits(model.parameters, trained().parameters)
+
+
+@pytest.mark.parametrize("ema", [0, 0.9])
+def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, ema: float) -> None:
+    """With dropout: weights, moments, averages and masks have the bits of an unbroken run."""
+    unbroken = trained(3, ema=ema)
+    unbroken.save(tmp_path / "weights")
+    unbroken.save(tmp_path / "optimizer", "optimizer")
+    resumed = relpos.Transformer.load(tmp_path / "weights", tokens=256, sentences=32)
+    resumed.restore(tmp_path / "optimizer", "optimizer")
+    assert resumed.counters == unbroken.counters == (3, 3)
+    assert_same_bits(state_of(resumed), state_of(unbroken))
+    for seed in range(3, 8):
+        assert resumed.step(pairs(seed=seed)) == unbroken.step(pairs(seed=seed))
+    assert_same_bits(state_of(resumed), state_of(unbroken))
+    without = relpos.Transformer.load(tmp_path / "weights", tokens=256, sentences=32)
+    for seed in range(3, 8):
+        without.step(pairs(seed=seed))
+    some = next(iter(without.parameters))
+    assert not np.array_equal(without.parameters[some], unbroken.parameters[some])
+
+
+def test_averages_are_weights_too(tmp_path: Path) -> None:
+    model = trained(ema=0.5)
+    model.save(tmp_path / "average", "average")
+    loaded = relpos.Transformer.load(tmp_path / "average", tokens=256, sentences=32)
+    assert_same_bits(loaded.parameters, model.averages)
+    with pytest.raises((ValueError, RuntimeError), match="ema|average"):
+        trained().save(tmp_path / "none", "average")
+    assert not (tmp_path / "none").exists()
+
+
+# ---- against the safetensors package -------------------------------------------------------------
+
+
+def test_the_package_reads_ours(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    model = trained(ema=0.5)
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    assert_same_bits(
+        dict(sorted(numpy_files.load_file(path).items())), dict(sorted(model.parameters.items()))
+    )
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert {name: metadata[name] for name, _ in model.config.pairs()} == dict(model.config.pairs())
+    model.save(tmp_path / "optimizer", "optimizer")
+    state = numpy_files.load_file(tmp_path / "optimizer")
+    found = [x.tobytes() for x in state.values()]
+    for arrays in (model.first_moments, model.second_moments, model.averages):
+        assert all(array.tobytes() in found for array in arrays.values())
+
+
+def test_ours_reads_the_packages(tmp_path: Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    model = trained()
+    random = np.random.default_rng(3)
+    given = {n: random.standard_normal(x.shape, np.float32) for n, x in model.parameters.items()}
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    numpy_files.save_file(given, path, metadata=header_of(path)["__metadata__"])
+    loaded = relpos.Transformer.load(path, tokens=256, sentences=32)
+    assert_same_bits(loaded.parameters, {name: given[name] for name in loaded.parameters})
+    numpy_files.save_file(given, path)  # without a configuration
+    model.restore(path)
+    assert_same_bits(model.parameters, {name: given[name] for name in model.parameters})
+    with pytest.raises(OSError, match="model.safetensors"):
+        relpos.Config.load(path)
+
+
+def test_the_layout_of_a_file(tmp_path: Path) -> None:
+    """Without the package: header, shapes, and the data where the header says."""
+    model = trained()
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    header = header_of(path)
+    assert dict(model.config.pairs()).items() <= header.pop("__metadata__").items()
+    assert set(header) == set(model.parameters)
+    content = path.read_bytes()
+    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    assert begin % 8 == 0
+    for name, entry in header.items():
+        assert entry["dtype"] == "F32" and tuple(entry["shape"]) == model.parameters[name].shape
+        first, end = entry["data_offsets"]
+        assert content[begin + first : begin + end] == model.parameters[name].tobytes()
+    assert max(entry["data_offsets"][1] for entry in header.values()) == len(content) - begin
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def write(path: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def without_one(header: dict[str, Any]) -> str:
+    name = next(name for name in header if name != "__metadata__")
+    del header[name]
+    return name
+
+
+def with_another(header: dict[str, Any]) -> str:
+    name = next(name for name in header if name != "__metadata__")
+    header["encoder.surplus"] = header[name]
+    return "encoder.surplus"
+
+
+def of_another_shape(header: dict[str, Any]) -> str:
+    name = next(n for n, entry in header.items() if len(entry.get("shape", ())) == 2)
+    header[name]["shape"].reverse()
+    header[name]["shape"].append(1)
+    return name
+
+
+def of_another_type(header: dict[str, Any]) -> str:
+    name = next(name for name in header if name != "__metadata__")
+    header[name]["dtype"] = "I32"
+    return name
+
+
+@pytest.mark.parametrize("spoil", [without_one, with_another, of_another_shape, of_another_type])
+def test_tensors_that_do_not_fit(tmp_path: Path, spoil: Callable[[dict[str, Any]], str]) -> None:
+    model = trained()
+    path = tmp_path / "model.safetensors"
+    trained(5).save(path)
+    header, content = header_of(path), path.read_bytes()
+    data = content[8 + struct.unpack("<Q", content[:8])[0] :]
+    name = spoil(header)
+    write(path, header, data)
+    before = state_of(model)
+    with pytest.raises(OSError, match=name.replace(".", r"\.")):
+        model.restore(path)
+    assert_same_bits(state_of(model), before)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    model = trained()
+    before = state_of(model)
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    content = path.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    damaged = {
+        "empty": b"",
+        "seven bytes": content[:7],
+        "header cut": content[: 8 + size // 2],
+        "data cut": content[:-1],
+        "data longer": content + b"\0",
+        "a length beyond all": struct.pack("<Q", 2**63) + content[8:],
+        "no JSON": content[:8] + b"x" * size + content[8 + size :],
+        "text": b"these are no tensors, and the first eight bytes say a length that is not there",
+    }
+    for what, bytes_ in damaged.items():
+        path.write_bytes(bytes_)
+        with pytest.raises(OSError):
+            model.restore(path)
+        if what != "data cut" and what != "data longer":
+            with pytest.raises(OSError):
+                relpos.Transformer.load(path)
+        assert_same_bits(state_of(model), before)
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    model = trained()
+    nowhere = tmp_path / "no" / "folder"
+    for call in (
+        lambda: model.save(nowhere),
+        lambda: model.restore(nowhere),
+        lambda: relpos.Transformer.load(nowhere),
+        lambda: relpos.Config.load(nowhere),
+        lambda: model.save(tmp_path),
+    ):
+        with pytest.raises(OSError, match=str(tmp_path)):
+            call()
+    with pytest.raises(ValueError, match="what: expected 'weights' or 'average' or 'optimizer'"):
+        model.save(tmp_path / "x", "everything")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """A file that may not grow to its size, as on a full disk."""
+    model = trained()
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    before = path.read_bytes()
+    model.step(pairs())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 1, hard))
+    try:
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            model.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+    model.save(path)
+    assert path.read_bytes() != before
+
+
+def test_an_optimizer_is_not_weights(tmp_path: Path) -> None:
+    model = trained()
+    before = state_of(model)
+    model.save(tmp_path / "optimizer", "optimizer")
+    model.save(tmp_path / "weights")
+    with pytest.raises(OSError):
+        model.restore(tmp_path / "optimizer")
+    with pytest.raises(OSError):
+        model.restore(tmp_path / "weights", "optimizer")
+    other = small_model(width=32)
+    weights_before = weights(other)
+    with pytest.raises(OSError, match="shape|32|16"):
+        other.restore(tmp_path / "weights")
+    assert_same_bits(other.parameters, weights_before)
+    assert_same_bits(state_of(model), before)
