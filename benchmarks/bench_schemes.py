@@ -215,6 +215,8 @@ def arrays(case: Json) -> tuple[Arrays, Arrays]:
         x["q"] *= case["d"] ** -0.5
     shapes = BENCHES[case["scheme"]].shapes(case["n"], case["H"], case["d"])
     own = {name: draw.standard_normal(s, np.float32) for name, s in shapes.items()}
+    if "slopes" in own:  # random ones let scores grow with the distance: not what ALiBi is
+        own["slopes"] = alibi_fixed(case["n"], case["H"], case["d"])
     if "weight" in own:
         own["weight"] *= own["weight"].shape[1] ** -0.5
     return x, own
