@@ -326,19 +326,20 @@ rp_status rp_model_forward(rp_model *m, const rp_batch *batch, int dropout, rp_r
   return leave(m, forward(m, batch, dropout, result));
 }
 
-static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores) {
+static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
   rpi_run run;
   rpi_sums sums;
   RPI_TRY(pass(m, batch, true, false, &run, &sums));
   const int64_t rows = run.side[rpi_last_stack(m)].rows;
   RPI_CHECK(scores || rows == 0, RP_ERROR_ARGUMENT, "model: scores is NULL");
   for (int64_t r = 0; r < rows; r++) scores[r] = run.labels[r] < 0 ? 0 : -m->scratch.nll[r];
+  if (hits && rows != 0) memcpy(hits, m->scratch.hit, (size_t)rows);
   return RP_OK;
 }
 
-rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores) {
+rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
   RPI_TRY(enter(m));
-  return leave(m, score(m, batch, scores));
+  return leave(m, score(m, batch, scores, hits));
 }
 
 static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {

@@ -73,7 +73,7 @@ static PyObject *array_or_error(PyObject *self, rp_status status, PyObject *arra
   return raise_from(self, status);
 }
 
-/* score(batch) -> float32 (places,) */
+/* score(batch) -> float32 (places,), bool (places,) */
 PyObject *model_score(PyObject *self, PyObject *object) {
   rp_model *const core = core_of(self);
   rp_batch batch;
@@ -82,12 +82,17 @@ PyObject *model_score(PyObject *self, PyObject *object) {
   if (!batch_of(self, object, &batch, &places)) return NULL;
   npy_intp shape[1] = {(npy_intp)places};
   PyObject *const scores = PyArray_SimpleNew(1, shape, NPY_FLOAT32);
-  if (scores == NULL) return NULL;
+  PyObject *const hits = PyArray_SimpleNew(1, shape, NPY_BOOL);
+  PyObject *const both = scores != NULL && hits != NULL ? PyTuple_Pack(2, scores, hits) : NULL;
+  Py_XDECREF(scores);
+  Py_XDECREF(hits);
+  if (both == NULL) return NULL;
   rp_real *const to = PyArray_DATA((PyArrayObject *)scores);
+  int8_t *const hit = PyArray_DATA((PyArrayObject *)hits);
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_score(core, &batch, to);
+  status = rp_model_score(core, &batch, to, hit);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, scores);
+  return array_or_error(self, status, both);
 }
 
 /* hidden(batch) -> float32 (places, C) */

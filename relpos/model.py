@@ -234,8 +234,17 @@ class Transformer:
 
         Returns float32 (n,) for each sentence.
         """
-        scores = self._core.score(_packed(batch))
+        scores, _ = self._core.score(_packed(batch))
         return batch.split(scores)
+
+    def hits(self, batch: Batch) -> list[Array]:
+        """Whether the label has the highest score of all, at every place, without dropout.
+
+        Returns bool (n,) for each sentence; False where the label is -1. A sentence all of whose
+        places are hits is exactly what greedy decoding says.
+        """
+        _, hits = self._core.score(_packed(batch))
+        return batch.split(hits)
 
     def hidden(self, batch: Batch) -> list[Array]:
         """What the last norm gives, the input of the output projection, without dropout.

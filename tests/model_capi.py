@@ -236,17 +236,21 @@ class Model:
     def zero_gradients(self) -> None:
         self.core.check(self.lib.rp_model_zero_gradients(self.handle))
 
-    def _array(self, name: str, batch: Sentences, columns: int = 1) -> Any:
-        to = np.full(batch.rows * columns, np.nan, self.core.dtype)
-        pointer = ctypes.c_void_p(to.ctypes.data)
-        self.core.check(getattr(self.lib, name)(self.handle, ctypes.byref(batch.struct), pointer))
-        return to
-
     def score(self, batch: Sentences) -> Any:
-        return self._array("rp_model_score", batch)
+        return self.score_and_hits(batch)[0]
+
+    def score_and_hits(self, batch: Sentences) -> tuple[Any, Any]:
+        scores = np.full(batch.rows, np.nan, self.core.dtype)
+        hits = np.full(batch.rows, 7, np.int8)
+        pointers = [ctypes.c_void_p(x.ctypes.data) for x in (scores, hits)]
+        self.core.check(self.lib.rp_model_score(self.handle, ctypes.byref(batch.struct), *pointers))
+        return scores, hits
 
     def hidden(self, batch: Sentences, width: int) -> Any:
-        return self._array("rp_model_hidden", batch, width).reshape(batch.rows, width)
+        to = np.full((batch.rows, width), np.nan, self.core.dtype)
+        pointer = ctypes.c_void_p(to.ctypes.data)
+        self.core.check(self.lib.rp_model_hidden(self.handle, ctypes.byref(batch.struct), pointer))
+        return to
 
     def map(
         self, batch: Sentences, kind: int, layer: int, head: int, sentence: int, shape: Any

@@ -330,6 +330,9 @@ def test_scores_are_the_loss(core: Core) -> None:
         logp = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
         labels = batch.alive[4]
         np.testing.assert_allclose(scores, logp[np.arange(len(labels)), labels], atol=1e-4)
+        hits = model.score_and_hits(batch)[1]
+        np.testing.assert_array_equal(hits, np.argmax(logits, axis=1) == labels)
+        assert np.mean(hits) == pytest.approx(result.accuracy)
 
 
 def test_attention_maps_are_distributions(core: Core) -> None:

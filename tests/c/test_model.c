@@ -136,7 +136,7 @@ static void test_steps_allocate_nothing(void) {
   const rp_batch batch = batch_of();
   rp_real scores[TOKENS];
   CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_OK);
-  CHECK_INT(rp_model_score(model, &batch, scores), RP_OK);
+  CHECK_INT(rp_model_score(model, &batch, scores, NULL), RP_OK);
   CHECK_INT(l.calls, calls);
   rp_model_free(model);
   CHECK_INT(l.held, 0);
@@ -286,7 +286,7 @@ static void test_arguments(void) {
   CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "target_graphs are given, but the model has relations=0");
   batch = batch_of();
-  CHECK_INT(rp_model_score(model, &batch, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_score(model, &batch, NULL, NULL), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_model_hidden(model, &batch, NULL), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_model_set_counters(model, 3, 2), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_model_save(model, NULL, RP_SAVE_WEIGHTS), RP_ERROR_ARGUMENT);

@@ -304,8 +304,11 @@ RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t at
  * reason in rp_last_error(). */
 RP_API double rp_learning_rate(const rp_config *config, int64_t t);
 
-/* log p(label) of every place, without dropout: scores[places], 0 where the label is -1. */
-RP_API rp_status rp_model_score(rp_model *model, const rp_batch *batch, rp_real *scores);
+/* log p(label) of every place, without dropout: scores[places], 0 where the label is -1. hits:
+ * NULL, or [places], 1 where the label has the highest score, else 0. A sentence all of whose
+ * places are hits is what greedy decoding says. */
+RP_API rp_status rp_model_score(rp_model *model, const rp_batch *batch, rp_real *scores,
+                                int8_t *hits);
 
 /* What the last norm gives, the input of the output projection: [places][C]. */
 RP_API rp_status rp_model_hidden(rp_model *model, const rp_batch *batch, rp_real *hidden);
