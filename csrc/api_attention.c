@@ -201,7 +201,7 @@ static rp_status check_workspace(const void *workspace, int64_t given, int64_t n
 /* ---- the calls --------------------------------------------------------------------- */
 
 /* Checked already. A call without a head or a sequence has nothing to do. */
-static rp_status workspace_of(const rp_attention *a, int64_t *forward_bytes,
+static rp_status workspace_of(const rp_attention *a, int workers, int64_t *forward_bytes,
                               int64_t *backward_bytes) {
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_ops_get(&ops));
@@ -210,14 +210,14 @@ static rp_status workspace_of(const rp_attention *a, int64_t *forward_bytes,
     if (backward_bytes) *backward_bytes = 0;
     return RP_OK;
   }
-  return ops->attention_workspace(a, forward_bytes, backward_bytes);
+  return ops->attention_workspace(a, workers, forward_bytes, backward_bytes);
 }
 
 rp_status rp_attention_workspace(const rp_attention *given, int64_t *forward_bytes,
                                  int64_t *backward_bytes) {
   rp_attention a;
   RPI_TRY(check_shape(given, &a));
-  return workspace_of(&a, forward_bytes, backward_bytes);
+  return workspace_of(&a, rp_get_threads(), forward_bytes, backward_bytes);
 }
 
 rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, rp_rows v,
@@ -228,7 +228,8 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
   RPI_TRY(check_inputs(&a, q, k, v));
   RPI_TRY(check_output(&a, "out", out, QUERIES, a.Dv));
   int64_t needed = 0;
-  RPI_TRY(workspace_of(&a, &needed, NULL));
+  const int workers = rp_get_threads(); /* asked once: another thread may change it */
+  RPI_TRY(workspace_of(&a, workers, &needed, NULL));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_TRY(rpi_check_labels(&a));
@@ -241,6 +242,7 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
                                    .out = out,
                                    .lse = lse,
                                    .workspace = workspace,
+                                   .workers = workers,
                                    .workspace_bytes = workspace_bytes};
   return ops->attention_forward(&args);
 }
@@ -273,7 +275,8 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
   RPI_TRY(check_output(&a, "gradients.k", gradients->k, KEYS, a.D));
   RPI_TRY(check_output(&a, "gradients.v", gradients->v, KEYS, a.Dv));
   int64_t needed = 0;
-  RPI_TRY(workspace_of(&a, NULL, &needed));
+  const int workers = rp_get_threads();
+  RPI_TRY(workspace_of(&a, workers, NULL, &needed));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_CHECK(lse || (a.offsets ? a.offsets[a.B] : a.N) == 0, RP_ERROR_ARGUMENT,
@@ -290,6 +293,7 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
                                             .dout = dout,
                                             .lse = lse,
                                             .workspace = workspace,
+                                            .workers = workers,
                                             .workspace_bytes = workspace_bytes,
                                             .gradients = &wanted};
   return ops->attention_backward(&args);
@@ -317,18 +321,13 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
   return RP_OK;
 }
 
-rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int what, int64_t b,
-                           int64_t head, int64_t row, int64_t rows, rp_real *to,
-                           int64_t to_stride) {
-  rp_attention a;
-  RPI_TRY(check_shape(given, &a));
-  RPI_TRY(check_input(&a, "q", q, QUERIES, a.D));
-  RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
-  RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
-  RPI_TRY(rpi_check_labels(&a));
+rp_status rpi_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
+                            int64_t head, int64_t row, int64_t rows, rp_real *to,
+                            int64_t to_stride) {
+  RPI_TRY(check_map(a, what, b, head, row, rows, to, to_stride));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_ops_get(&ops));
-  rpi_attention_map_args args = {.shape = &a,
+  rpi_attention_map_args args = {.shape = a,
                                  .q = q,
                                  .k = k,
                                  .what = what,
@@ -346,6 +345,18 @@ rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int 
   const rp_status status = ops->attention_map(&args, NULL);
   rpi_release(args.workspace);
   return status;
+}
+
+rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int what, int64_t b,
+                           int64_t head, int64_t row, int64_t rows, rp_real *to,
+                           int64_t to_stride) {
+  rp_attention a;
+  RPI_TRY(check_shape(given, &a));
+  RPI_TRY(check_input(&a, "q", q, QUERIES, a.D));
+  RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
+  RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
+  RPI_TRY(rpi_check_labels(&a));
+  return rpi_attention_map(&a, q, k, what, b, head, row, rows, to, to_stride);
 }
 
 rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t k, int causal,

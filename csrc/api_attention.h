@@ -44,4 +44,9 @@ rp_status rpi_check_terms(const rp_attention *a);
 /* What they hold, which takes a pass over all of it. */
 rp_status rpi_check_labels(const rp_attention *a);
 
+/* rp_attention_map for a call that is known to be in order but for what the map itself asks. */
+rp_status rpi_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
+                            int64_t head, int64_t row, int64_t rows, rp_real *to,
+                            int64_t to_stride);
+
 #endif

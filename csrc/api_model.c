@@ -232,7 +232,7 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
   for (int64_t b = 0; b < count; b++) RPI_TRY(check_batch(m, &batches[b], true, &run));
   for (int64_t b = 0; b < count; b++) {
     rpi_sums own;
-    RPI_TRY(check_batch(m, &batches[b], true, &run));
+    if (count > 1) RPI_TRY(check_batch(m, &batches[b], true, &run)); /* one run at a time */
     set_ordinals(&batches[b], m->sums.sentences, &run);
     RPI_TRY(rpi_step_accumulate(&run, &own));
   }
@@ -290,8 +290,8 @@ rp_status rp_model_counters(rp_model *m, int64_t *steps, int64_t *attempts) {
 }
 
 rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
-  RPI_CHECK(steps >= 0 && attempts >= steps, RP_ERROR_ARGUMENT,
-            "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt", (wide)steps,
+  RPI_CHECK(steps >= 0 && attempts >= steps && attempts <= RPI_MOST_STEPS, RP_ERROR_ARGUMENT,
+            "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (wide)steps,
             (wide)attempts);
   RPI_TRY(enter(m));
   m->step = steps;
@@ -360,28 +360,34 @@ rp_status rp_model_hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
 static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer, int64_t head,
                      int64_t sentence, int show, rp_real *to) {
   RPI_CHECK(kind >= RP_ATTENTION_ENCODER && kind <= RP_ATTENTION_CROSS, RP_ERROR_ARGUMENT,
-            "model: kind=%d, must be one of RP_ATTENTION_...", kind);
+            "model: kind=%d, must be RP_ATTENTION_ENCODER=0, RP_ATTENTION_DECODER=1 or "
+            "RP_ATTENTION_CROSS=2",
+            kind);
+  RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
   const int stack = kind == RP_ATTENTION_ENCODER ? RPI_ENCODER : RPI_DECODER;
   const int part = kind == RP_ATTENTION_CROSS ? RPI_CROSS : RPI_SELF;
   const int64_t layers = rpi_stack_of(&m->config, stack)->layers;
-  RPI_CHECK(m->stack[stack].parts > part, RP_ERROR_ARGUMENT,
-            "model: it has no such attention, kind=%d", kind);
+  const bool there = m->stack[stack].parts != 0 && (part == RPI_SELF || m->stack[stack].parts == 3);
+  RPI_CHECK(there, RP_ERROR_ARGUMENT, "model: kind=%d, but it has no %s", kind,
+            kind == RP_ATTENTION_ENCODER   ? "encoder"
+            : kind == RP_ATTENTION_DECODER ? "decoder"
+                                           : "attention from a decoder to an encoder");
   RPI_CHECK(layer >= 0 && layer < layers, RP_ERROR_ARGUMENT,
             "model: layer=%lld, must be from 0 to %lld", (wide)layer, (wide)layers - 1);
-  RPI_CHECK(sentence >= 0 && batch && sentence < batch->sentences, RP_ERROR_ARGUMENT,
-            "model: sentence=%lld, must be from 0 to %lld", (wide)sentence,
-            batch ? (wide)batch->sentences - 1 : -1);
   rpi_run run;
   RPI_TRY(check_batch(m, batch, false, &run));
+  RPI_CHECK(sentence >= 0 && sentence < batch->sentences, RP_ERROR_ARGUMENT,
+            "model: sentence=%lld, must be below the batch's %lld sentences and not negative",
+            (wide)sentence, (wide)batch->sentences);
   set_ordinals(batch, 0, &run);
   rp_attention a;
   rp_rows q, k;
   RPI_TRY(rpi_transformer_heads(&run, stack, layer, part, &a, &q, &k));
   const int64_t *const queries = run.side[stack].offsets;
   const int64_t *const keys = run.side[part == RPI_CROSS ? RPI_ENCODER : stack].offsets;
-  return rp_attention_map(&a, q, k, show, sentence, head, 0,
-                          queries[sentence + 1] - queries[sentence], to,
-                          keys[sentence + 1] - keys[sentence]);
+  return rpi_attention_map(&a, q, k, show, sentence, head, 0,
+                           queries[sentence + 1] - queries[sentence], to,
+                           keys[sentence + 1] - keys[sentence]);
 }
 
 rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, int64_t layer,

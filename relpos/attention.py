@@ -262,18 +262,24 @@ def _forward(
     return result, AttentionContext(q, k, request.v, result, lse, position, lowered, shape, call)
 
 
-def context_of(request: Request, position: Position, out: Array, lse: Array) -> AttentionContext:
-    """The context of a forward call whose results are at hand, made again (relpos.torch)."""
+def context_of(
+    request: Request, position: Position, out: Array, lse: Array, lowered: Lowered | None = None
+) -> AttentionContext:
+    """The context of a forward call whose results are at hand, made again (relpos.torch).
+
+    lowered: what position lowers to, where that is known.
+    """
     assert request.shape is not None
-    q, k, lowered, call = _prepare(request, request.shape, position)
+    q, k, lowered, call = _prepare(request, request.shape, position, lowered)
     return AttentionContext(q, k, request.v, out, lse, position, lowered, request.shape, call)
 
 
 def _prepare(
-    request: Request, shape: Shape, position: Position
+    request: Request, shape: Shape, position: Position, lowered: Lowered | None = None
 ) -> tuple[Array, Array, Lowered, _core.Call]:
     """The terms of a call, and q and k as the core shall meet them."""
-    lowered = combine.lower(position, shape, request.scale)
+    if lowered is None:
+        lowered = combine.lower(position, shape, request.scale)
     if request.out is not None:
         check_apart(request.out, request, lowered)
     q, k = request.q, request.k

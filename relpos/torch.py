@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 from relpos.attention import attention_backward, attention_forward, context_of
 from relpos.position import arrays
 from relpos.position.combine import Position, schemes_of, tables_of, with_tables
+from relpos.position.terms import Lowered, Shape
 from relpos.request import Layout, Mask, Window, read_request
 
 __all__ = ["Attention", "attention"]
@@ -55,6 +56,7 @@ class _Spec:
             else:
                 self.arrays[name] = table
         self.number = next(_numbers)
+        self.last: _Lowering | None = None  # of the last forward call
         _specs[self.number] = self
 
     def over(self, tables: Sequence[Tensor]) -> Position:
@@ -63,8 +65,30 @@ class _Spec:
         named = {name: own[place] for name, place in self.places.items()}
         return with_tables(self.position, self.arrays | named)
 
+    def lowering(self, tables: Sequence[Tensor], shape: Shape) -> Lowered | None:
+        """What the last forward call made of these tables for this shape, if it did."""
+        last, versions = self.last, _versions(tables)
+        if last is None or versions is None or last.versions != versions:
+            return None
+        return last.lowered if last.shape.same_as(shape) else None
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _Spec, (self.position, self.options)  # copies have a number of their own
+
+
+class _Lowering(NamedTuple):
+    """A scheme's terms, kept from forward to its backward: some are products to be made."""
+
+    versions: list[tuple[int, int]]
+    shape: Shape
+    lowered: Lowered
+
+
+def _versions(tables: Sequence[Tensor]) -> list[tuple[int, int]] | None:
+    """Where the tables lie, and how often torch has seen them change; None: it does not count."""
+    if any(table.is_inference() for table in tables):
+        return None
+    return [(table.data_ptr(), table._version) for table in tables]
 
 
 _numbers = itertools.count(1)
@@ -109,6 +133,8 @@ def _forward(
     options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
     activations = (x.detach().numpy() for x in (q, k, v))
     out, ctx = attention_forward(*activations, position=known.over(tables), **options)
+    versions = _versions(tables)
+    known.last = None if versions is None else _Lowering(versions, ctx.shape, ctx.lowered)
     return torch.from_numpy(out), torch.from_numpy(ctx.lse)
 
 
@@ -133,7 +159,10 @@ def _backward(
     options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
     q_, k_, v_, out_, lse_ = (x.detach().numpy() for x in (q, k, v, out, lse))
     position = known.over(tables)
-    ctx = context_of(read_request(q_, k_, v_, None, **options), position, out_, lse_)
+    request = read_request(q_, k_, v_, None, **options)
+    assert request.shape is not None
+    lowered = known.lowering(tables, request.shape)
+    ctx = context_of(request, position, out_, lse_, lowered)
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()
     found = attention_backward(ctx, dout.detach().numpy())

@@ -805,7 +805,37 @@ def _corners() -> list[Case]:
         replace(wide, layout="bnhd", gap=5, per_head=True),
         replace(wide, B=3, offsets=(0, 150, 163, 300), gap=2),
     ]
-    return [replace(case, seed=900_000 + i) for i, case in enumerate(cases + _more_corners())]
+    cases += _more_corners()
+    return [replace(case, seed=900_000 + i) for i, case in enumerate(cases)] + _once_wrong()
+
+
+def _once_wrong() -> list[Case]:
+    """Cases with the numbers of runs in which something was wrong.
+
+    In the first two kernels that subtracted row 0 from a table had a row whose log-sum-exp was off by
+    six to twelve times the largest error of the plain formula. In the third dropout leaves a row
+    nothing but keys of e^-25 of its sum, and `_head_sizes` forgot what rounding s - lse does to them.
+    """
+    rows = {"B": 3, "D": 128, "Dv": 128, "gap": 1}
+    few = Band(2, 2)
+    return [
+        Case(
+            **rows, H=2, N=47, M=47, key=Band(8, 8), key_lengths=(0, 12, 47), spread=8.0, seed=2917
+        ),
+        Case(
+            **rows,
+            H=3,
+            N=48,
+            M=48,
+            key=few,
+            value=few,
+            per_head=True,
+            key_lengths=(14, 0, 14),
+            layout="bnhd",
+            seed=4369,
+        ),
+        random_case(2972),
+    ]
 
 
 def _more_corners() -> list[Case]:
@@ -844,6 +874,10 @@ def _more_corners() -> list[Case]:
         Distances(2000, 2000, "clip", 1, "folded"),
         Distances(9, 9, "clip", 0, "", "own"),
         Distances(9, 9, "none", 0, "", "own"),
+        Distances(2000, 1500, "clip", 0, "", "own"),
+        Distances(300, 9, "none", 0, "", "own"),
+        Distances(2000, 2000, "none", 0, "", "random"),
+        Distances(300, 300, "clip", 280, "random", "own"),
         Distances(4, 9, "none", 0, "", "random"),
         Distances(4, 9, "clip", 4, "folded", "shared"),
         Distances(3, 3, "clip", 0, "", "far"),
@@ -854,6 +888,8 @@ def _more_corners() -> list[Case]:
         Labels(51, 4, "random", True, False),
         Labels(51, 1, "sparse", False, True, True),
         Labels(1000, 2, "random"),
+        Labels(3000, 2, "sparse"),
+        Labels(9000, 4, "random", True),
         Labels(7, 1, "none"),
         Labels(7, 1, "band", False, False),
         Edges(1, 1),
@@ -861,6 +897,7 @@ def _more_corners() -> list[Case]:
         Edges(9, 3, "repeated"),
         Edges(9, 1, "none"),
         Edges(9, 1, "full"),
+        Edges(500, 9, "repeated"),
         Edges(4, 200),  # more edges than keys
     ]
     shape = Case(B=2, H=2, N=70, M=70, D=16, Dv=16, gap=1)
@@ -907,6 +944,18 @@ def _more_corners() -> list[Case]:
     for key in (None, Band(16, 16), Band(500, 500), Labels(9), Edges(9), maps[5], maps[11]):
         cases.append(replace(shape, key=key, position_bias=True))
         cases.append(replace(shape, key=key, position_bias=True, causal=True, value=Band(2, 2)))
+    # Long tables that are looked up, over several blocks and chunks.
+    for long_map in (
+        Distances(2000, 1500, "clip", 0, "", "own"),
+        Distances(2000, 2000, "none", 0, "", "random"),
+        Labels(9000, 4),
+        Labels(2000, 2, "sparse"),
+        Edges(2000, 3),
+    ):
+        four = dict.fromkeys(reference.KINDS, long_map)
+        several = Case(N=300, M=290, D=24, Dv=20, **four)  # type: ignore[arg-type]
+        cases.append(replace(several, position_bias=True))
+        cases.append(replace(several, causal=True, window=(150, 0), dropout=dropout, softcap=5.0))
     # Unclipped, a table of thousands of rows.
     for N, M in ((200, 200), (130, 257), (257, 65)):
         for K in (max(N, M) - 1, max(N, M), 3000):
@@ -1057,8 +1106,9 @@ def _head_sizes(
     added one after the other, then come to u sqrt(n / 6) times the root of the sum of squares:
     NumPy, which adds in parallel lanes, is better off than any tile kernel.
 
-    A score s_ij is off by E_ij, which changes p_ij by p_ij E_ij, and by the error R_i of the row's
-    lse, which all p_ij share: that does not average out over the keys, and is carried on its own.
+    A score s_ij is off by E_ij, which changes p_ij by p_ij E_ij, and s_ij - lse_i is rounded at its
+    size: 25 units where dropout leaves a row nothing but what is e^-25 of its sum. The error R_i of
+    the row's lse all p_ij share: that does not average out over the keys, and is carried on its own.
     So is the error of dz_i . z_i. The softcap's slope 1 - t^2 is off by what changes t.
     """
     power = 1 if worst else 2
@@ -1124,7 +1174,7 @@ def _head_sizes(
     lse = np.where(np.isneginf(lse), 0, lse)
     total = in_sequence(p, np.ones((len(k), 1)))
     R = add(np.sum(p * E, axis=1)[:, None], lse[:, None], total)
-    S = add(1, np.where(seen, E, 0))
+    S = add(1, np.where(seen, s - lse[:, None], 0), np.where(seen, E, 0))  # exp, its argument
     sizes = {"lse": add(1, R)[:, 0]}
     # (4) and (5).
     kept = p if keep is None else p * keep

@@ -239,11 +239,33 @@ def test_a_number_that_is_not_finite_updates_nothing(core: Core, name: str, bad:
         assert model.step(pairs(1)).finite == 1
 
 
-def test_a_gradient_that_is_not_finite_is_named(core: Core) -> None:
-    """Finite forward: the row's spread is lost in its size, and 1 / spread is what epsilon makes it."""
-    with Model(Config(core, "tiny", SMALL | {"norm": "pre", "norm_epsilon": 1e-12})) as model:
+@pytest.mark.parametrize(
+    ("norm", "name", "bad"),
+    [
+        ("pre", "encoder.1.attention.out.weight", "encoder.1.attention"),
+        ("pre", "decoder.0.feed_forward.norm.gain", "decoder.0.feed_forward.norm"),
+        ("pre", "decoder.norm.shift", "decoder.norm"),
+        ("post", "decoder.0.feed_forward.norm.gain", "decoder.0.feed_forward.norm"),
+        ("post", "encoder.1.feed_forward.out.bias", "encoder.1.feed_forward"),
+    ],
+)
+@pytest.mark.parametrize("limits", [{}, {"recompute": 1}, {"training": 0}], ids=str)
+def test_the_first_bad_layer_is_named(
+    core: Core, norm: str, name: str, bad: str, limits: Any
+) -> None:
+    """Streams that share memory tell it, too."""
+    with Model(Config(core, "tiny", SMALL | {"norm": norm}), **limits) as model:
+        model.weights[name][...] = np.nan
+        result = model.forward(pairs()) if "training" in limits else model.step(pairs())
+        assert (result.finite, result.first_bad.decode()) == (0, bad)
+
+
+@pytest.mark.parametrize("huge", [np.inf, 1e25], ids=str)
+def test_a_gradient_that_is_not_finite_is_named(core: Core, huge: float) -> None:
+    """Or one whose square the second moment could never forget."""
+    with Model(Config(core, "tiny", SMALL | {"clip_norm": 0})) as model:
         model.backward(pairs())
-        model.gradients["encoder.0.attention.out.weight"][0, 0] = np.inf
+        model.gradients["encoder.0.attention.out.weight"][0, 0] = huge
         before = bits(model)
         result = model.update()
         assert result.finite == 0
@@ -302,6 +324,35 @@ def test_calls_in_the_wrong_order_are_refused(core: Core) -> None:
             model.step(pairs())
 
 
+def test_more_threads_than_were_planned_for(core: Core) -> None:
+    """The workspace grows with them, for a batch without a token as well."""
+    core.set_threads(1)
+    with Model(Config(core, "tiny", SMALL | {"encoder.layers": 0}), tokens=1, sentences=1) as model:
+        core.set_threads(3)
+        assert model.step(Sentences(None, [[]], [[]])).tokens == 0
+        assert model.step(Sentences(None, [[1]], [[2]])).tokens == 1
+    core.set_threads(0)
+
+
+def test_counters_have_a_bound(core: Core) -> None:
+    import ctypes
+
+    with Model(Config(core, "tiny", SMALL)) as model:
+        most = ctypes.c_int64(2**40 + 1)
+        with pytest.raises(CoreError, match=r"must be 0 <= step <= attempt <= 2\^40"):
+            core.check(core.lib.rp_model_set_counters(model.handle, most, most))
+
+
+def test_the_average_begins_with_the_weights_that_are_loaded(core: Core, tmp_path: Path) -> None:
+    with Model(Config(core, "tiny", SMALL | {"seed": 1})) as model:
+        model.step(pairs())
+        model.save(tmp_path / "weights.safetensors")
+        with Model(Config(core, "tiny", SMALL | {"seed": 2})) as other:
+            other.load(tmp_path / "weights.safetensors")
+            for name, weights in model.weights.items():
+                np.testing.assert_array_equal(other.views["average"][name], weights)
+
+
 def test_a_batch_without_labels_updates_nothing(core: Core) -> None:
     with Model(Config(core, "tiny", SMALL)) as model:
         before = bits(model)
@@ -335,11 +386,19 @@ def test_scores_are_the_loss(core: Core) -> None:
         assert np.mean(hits) == pytest.approx(result.accuracy)
 
 
-def test_attention_maps_are_distributions(core: Core) -> None:
+POSITIONS = (
+    *("none", "shaw", "transformer-xl", "music", "t5", "deberta", "relative-key"),
+    *("relative-key-query", "alibi", "alibi-learned", "rope"),
+)
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_attention_maps_are_distributions(core: Core, position: str) -> None:
     batch = pairs()
-    with Model(Config(core, "tiny", SMALL)) as model:
-        for kind, shape in ((ENCODER, (12, 12)), (DECODER, (12, 12)), (CROSS, (12, 12))):
-            attention = model.map(batch, kind, 1, 1, 1, shape)
+    own = {f"{stack}.position": position for stack in ("encoder", "decoder")}
+    with Model(Config(core, "tiny", SMALL | own)) as model:
+        for kind in (ENCODER, DECODER, CROSS):
+            attention = model.map(batch, kind, 1, 1, 1, (12, 12))
             np.testing.assert_allclose(attention.sum(axis=1), 1, atol=1e-5)
             if kind == DECODER:
                 assert np.all(np.triu(attention, 1) == 0)

@@ -480,7 +480,7 @@ def test_table_gradients_may_be_left_out(core: Core) -> None:
 
 # ---- maps ----------------------------------------------------------------------------------------
 
-DISTANCES = [Band(5, 5), Band(3, 70, "none"), Band(0, 0), Band(100, 100)]
+DISTANCES = [Band(5, 5), Band(3, 70, "none"), Band(0, 0), Band(100, 100), Band(300, 250)]
 EVERY_KIND = Case(B=2, H=2, N=45, M=70, D=24, Dv=24, seed=78)
 TWIN_CASES = [
     replace(EVERY_KIND, causal=True, per_head=True),
@@ -883,6 +883,8 @@ SPOILT: list[Any] = [
     Labels(9),
     Labels(9, 1, "sparse"),
     Edges(9, 1),
+    Distances(300, 300, "none", 0, "", "random"),
+    Labels(3000, 2, "sparse"),
 ]
 
 
@@ -1508,6 +1510,11 @@ LONG: dict[str, Case] = {
     "labels": replace(BIG_SHAPE, key=Labels(51), value=Labels(51)),
     "edges": replace(BIG_SHAPE, key=Edges(51), value=Edges(51)),
 }
+FAR = Distances(16383, 16383, "clip", 0, "", "random")
+PLACED = {
+    place: replace(BIG_SHAPE, **dict.fromkeys(("key", "query", "value"), map))  # type: ignore
+    for place, map in (("in order", FAR._replace(positions="own")), ("anywhere", FAR))
+}
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -1525,6 +1532,22 @@ def test_workspaces_of_every_scheme_are_small(libraries: dict[str, Path], name: 
             relation.label_row_stride = 16384
             if relation.map == 2:
                 relation.edge_starts = starts.address
+    sizes = core.workspace_bytes(call)
+    core.set_threads(0)
+    assert max(sizes) <= 64 * 2**20, sizes
+    del alive
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_workspaces_between_positions_are_small(libraries: dict[str, Path], name: str) -> None:
+    """The same, where what is needed depends on the positions: three unclipped terms."""
+    core = get_core(libraries, "f32-portable")
+    core.set_threads(2)
+    case = replace(PLACED[name], D=1, Dv=1)
+    call, alive = capi.describe(core, case, make_arrays(case, core.dtype))
+    call.D = call.Dv = 64
+    for kind in ("key", "query", "value"):
+        getattr(call, kind)[0].row_stride = 64
     sizes = core.workspace_bytes(call)
     core.set_threads(0)
     assert max(sizes) <= 64 * 2**20, sizes

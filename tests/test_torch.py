@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """relpos.torch: gradients by autograd, no copies, one operation to torch.compile.
 
-gradcheck runs in double, on the stand-in core of stand_in.py: what it checks is this module and the
-schemes above the core (test_reference.py and test_attention.py check the core's own derivatives).
-The core's float32 is compared with torch's autograd over the formula.
+gradcheck runs in double, through libcore_f64 (double_core.py) and so through the kernels themselves,
+and on the stand-in core of stand_in.py, where what fails is this module or the schemes above the
+core. The core's float32 is compared with torch's autograd over the formula.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import relpos
+from capi import Core
+from double_core import double_core
 from stand_in import stand_in
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -59,9 +62,20 @@ SCHEMES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
 }
 
 
+@pytest.fixture(params=["stand-in", "libcore_f64"])
+def double(
+    libraries: dict[str, Path], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core in double in the place of the binding."""
+    if request.param == "stand-in":
+        stand_in(monkeypatch)
+    else:
+        double_core(monkeypatch, Core(libraries["f64"]))
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_gradcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+def test_gradcheck(name: str) -> None:
     make, shapes = SCHEMES[name]
     tables = [tensor(*shape, seed=9 + i, dtype=torch.float64) for i, shape in enumerate(shapes)]
 
@@ -71,9 +85,9 @@ def test_gradcheck(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.gradcheck(call, (*qkv(torch.float64), *tables))
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_gradcheck_of_the_options(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
+def test_gradcheck_of_the_options(dropout: float) -> None:
     mask = torch.rand(B, 1, N, N) < 0.8
 
     def call(q: Any, k: Any, v: Any) -> Any:
@@ -90,6 +104,43 @@ def test_gradcheck_of_the_options(dropout: float, monkeypatch: pytest.MonkeyPatc
         )
 
     assert torch.autograd.gradcheck(call, qkv(torch.float64))
+
+
+def test_backward_takes_the_terms_that_forward_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same parameters and shape, and of no others: Transformer-XL's are a product."""
+    lowerings, lower = [], relpos.TransformerXL.lower
+
+    def counted(scheme: Any, shape: Any) -> Any:
+        lowerings.append(shape)
+        return lower(scheme, shape)
+
+    monkeypatch.setattr(relpos.TransformerXL, "lower", counted)
+    weight = torch.nn.Parameter(tensor(H * D, 6, seed=1, grad=False))
+    attend = relpos.torch.Attention(relpos.TransformerXL(weight))
+
+    def fresh(x: Any) -> Any:
+        own = weight.detach().clone().requires_grad_()
+        relpos.torch.attention(x, x, x, position=relpos.TransformerXL(own)).sum().backward()
+        return own.grad
+
+    short, long = tensor(B, H, N, D, grad=False), tensor(B, H, 3 * N, D, seed=1, grad=False)
+    expected = fresh(short), fresh(long)
+    lowerings.clear()
+    attend(short, short, short).sum().backward()
+    assert len(lowerings) == 1
+    torch.testing.assert_close(weight.grad, expected[0], rtol=0, atol=0)
+    weight.grad = None
+    outs = [attend(x, x, x).sum() for x in (short, long)]
+    outs[0].backward()  # the last forward call was of another shape
+    torch.testing.assert_close(weight.grad, expected[0], rtol=0, atol=0)
+    weight.grad = None
+    outs[1].backward()
+    torch.testing.assert_close(weight.grad, expected[1], rtol=0, atol=0)
+    with torch.no_grad():
+        weight.mul_(2)
+    weight.grad = None
+    attend(short, short, short).sum().backward()
+    torch.testing.assert_close(weight.grad, fresh(short), rtol=0, atol=0)
 
 
 def formula(q: Any, k: Any, v: Any, key: Any, value: Any, clip: int) -> Any:

@@ -93,8 +93,8 @@ static rp_status read_counter(const char *key, const char *value, int64_t *to) {
   char *end;
   errno = 0;
   const long long number = strtoll(value, &end, 10);
-  RPI_CHECK(*value && !*end && errno == 0 && number >= 0, RP_ERROR_FILE,
-            "model: the file has %s='%.40s', expected a whole number from 0", key, value);
+  RPI_CHECK(*value && !*end && errno == 0 && number >= 0 && number <= RPI_MOST_STEPS, RP_ERROR_FILE,
+            "model: the file has %s='%.40s', expected a whole number from 0 to 2^40", key, value);
   *to = number;
   return RP_OK;
 }
@@ -115,6 +115,9 @@ static rp_status load(rp_model *m, const char *path, int what, const listing *l)
               path, (long long)found.step, (long long)found.attempt);
   }
   RPI_TRY(rpi_safetensors_read(path, l->tensors, l->count));
+  if (what == RP_SAVE_WEIGHTS && m->average) {
+    memcpy(m->average, m->weights, (size_t)m->layout.numbers * sizeof *m->average);
+  }
   if (what != RP_SAVE_OPTIMIZER) return RP_OK;
   m->step = found.step;
   m->attempt = found.attempt;

@@ -54,15 +54,20 @@ static rp_status check_rope(const rp_config *config, const rp_stack *s, const ch
 static rp_status check_position(const rp_config *config, const rp_stack *s, const char *side) {
   switch (s->position) {
     case RP_POSITION_SHAW:
+    case RP_POSITION_MUSIC:
     case RP_POSITION_DEBERTA:
       RPI_CHECK(s->key != 0 || s->value != 0, RP_ERROR_ARGUMENT,
                 "config: %s.key=false and %s.value=false, one of them must be true with position "
                 "%s; position none has neither",
-                side, side, s->position == RP_POSITION_SHAW ? "shaw" : "deberta");
-      RPI_CHECK(s->position != RP_POSITION_SHAW || s->tied == 0 || (s->key != 0 && s->value != 0),
-                RP_ERROR_ARGUMENT,
-                "config: %s.tied=true, must be false unless %s.key and %s.value are true", side,
-                side, side);
+                side, side,
+                s->position == RP_POSITION_SHAW    ? "shaw"
+                : s->position == RP_POSITION_MUSIC ? "music"
+                                                   : "deberta");
+      RPI_CHECK(
+          s->position == RP_POSITION_DEBERTA || s->tied == 0 || (s->key != 0 && s->value != 0),
+          RP_ERROR_ARGUMENT,
+          "config: %s.tied=true, must be false unless %s.key and %s.value are true", side, side,
+          side);
       return s->position == RP_POSITION_DEBERTA ? check_deberta(s, side) : RP_OK;
     case RP_POSITION_TRANSFORMER_XL:
       RPI_CHECK(config->width % 2 == 0, RP_ERROR_SHAPE,

@@ -69,7 +69,7 @@ static rp_status linear_forward(const rpi_run *run, const linear *l, real *y, in
                            .c_stride = y_stride,
                            .bias = weight(run->model, l->bias),
                            .transpose_b = true};
-  return gemm(run, l->name, false, &g);
+  return gemm(run, l->name, run->again, &g);
 }
 
 /* dW += dyᵀ . x, db += sums of dy, and dx = dy . W (added to what is there where `add`). */
@@ -125,6 +125,19 @@ static const rpi_norm_params *norm_of(const rpi_run *run, int64_t s) {
   return &stack->layers[s / parts].norm[rpi_part_of(parts, s)];
 }
 
+/* Is what the norm of stream s gives finite? A norm bears the name of its own sublayer. */
+static rp_status hunt_norm(const rpi_run *run, int64_t s, const real *n) {
+  static const char *const names[] = {"attention.norm", "cross.norm", "feed_forward.norm"};
+  const rp_model *const m = run->model;
+  const int parts = m->stack[run->stack].parts;
+  const int64_t own = m->config.norm == RP_NORM_PRE ? s : s - 1;
+  const bool last = own == rpi_stack_of(&m->config, run->stack)->layers * parts;
+  rpi_run at = *run;
+  at.layer = last ? -1 : own / parts;
+  const int64_t count = run->side[run->stack].rows * m->config.width;
+  return rpi_hunt(&at, n, count, last ? "norm" : names[rpi_part_of(parts, own)]);
+}
+
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   rp_model *const m = run->model;
   const rpi_norm_params *const norm = norm_of(run, s);
@@ -142,9 +155,9 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
                               .stats = stored->stats};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->norm(&args));
-  rpi_profile_add(&m->profile, run->stack, run->layer, "norm", false, began, 8 * (double)(rows * C),
-                  bytes_of(2 * rows * C));
-  return RP_OK;
+  rpi_profile_add(&m->profile, run->stack, run->layer, "norm", run->again, began,
+                  8 * (double)(rows * C), bytes_of(2 * rows * C));
+  return run->hunt ? hunt_norm(run, s, to) : RP_OK;
 }
 
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
@@ -184,8 +197,8 @@ static rp_status add_to_stream(rpi_run *run, enum rpi_site site, const real *bas
                                   .out = next};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->residual(&args));
-  rpi_profile_add(&m->profile, run->stack, run->layer, "add", false, began, 2 * (double)(rows * C),
-                  bytes_of(3 * rows * C));
+  rpi_profile_add(&m->profile, run->stack, run->layer, "add", run->again, began,
+                  2 * (double)(rows * C), bytes_of(3 * rows * C));
   return RP_OK;
 }
 
@@ -286,11 +299,12 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
                                    .v = x.v,
                                    .out = {stored->z, 0, a.D, HD},
                                    .lse = stored->lse,
+                                   .workers = run->workers,
                                    .workspace = m->workspace,
                                    .workspace_bytes = m->workspace_bytes};
   RPI_TRY(m->ops->attention_forward(&args));
   rpi_profile_add(&m->profile, run->stack, run->layer, part == RPI_SELF ? "attention" : "cross",
-                  false, began, 4 * pairs_of(&a), bytes_of(4 * rows * HD));
+                  run->again, began, 4 * pairs_of(&a), bytes_of(4 * rows * HD));
   return RP_OK;
 }
 
@@ -300,6 +314,7 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, HD = head_columns(m);
   const double began = rpi_profile_now(&m->profile);
+  if (run->sentences == 0) return RP_OK;
   rp_attention a;
   RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
   const heads x = heads_of(run, stored, part);
@@ -323,6 +338,7 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
                                             .out = {stored->z, 0, a.D, HD},
                                             .dout = {m->scratch.dz, 0, a.D, HD},
                                             .lse = stored->lse,
+                                            .workers = run->workers,
                                             .workspace = m->workspace,
                                             .workspace_bytes = m->workspace_bytes,
                                             .gradients = &g};
@@ -471,7 +487,7 @@ static rp_status activate(rpi_run *run, const rpi_stored *stored) {
       .a = act_of(m, stored)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation(&args));
-  rpi_profile_add(&m->profile, run->stack, run->layer, "activation", false, began,
+  rpi_profile_add(&m->profile, run->stack, run->layer, "activation", run->again, began,
                   (double)(rows * F), bytes_of(2 * rows * F));
   return RP_OK;
 }
@@ -503,6 +519,7 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
 
 /* ---- a sublayer ------------------------------------------------------------ */
 
+static const char *const NAMES[] = {"attention", "cross", "feed_forward"};
 static const enum rpi_site ADDED[] = {RPI_SITE_SELF_ADDED, RPI_SITE_CROSS_ADDED,
                                       RPI_SITE_FEED_FORWARD_ADDED};
 
@@ -527,7 +544,9 @@ rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
   if (!last) return RP_OK;
   real *const next = stack->stored[s + 1].stream;
   RPI_TRY(linear_forward(run, &out, next, m->config.width));
-  return add_to_stream(run, ADDED[part], m->config.norm == RP_NORM_PRE ? stored->stream : n, next);
+  const real *const base = m->config.norm == RP_NORM_PRE ? stored->stream : n;
+  RPI_TRY(add_to_stream(run, ADDED[part], base, next));
+  return rpi_hunt(run, next, out.rows * m->config.width, NAMES[part]);
 }
 
 /* Norm before: du_s = du_{s+1} + norm'(dn). Norm after: n takes both, du_s = norm'(du_{s+1} + dn),

@@ -163,9 +163,11 @@ static void start_one(const rp_config *config, const rpi_parameter *p, rp_real *
     const rpi_philox_block bits =
         rpi_philox((rpi_philox_block){{(uint32_t)(i / 4), (uint32_t)((i / 4) >> 32), 0, 0}}, key,
                    RPI_PHILOX_ROUNDS);
-    double normals[4];
-    rpi_normal_pair(bits.word[0], bits.word[1], &normals[0], &normals[1]);
-    rpi_normal_pair(bits.word[2], bits.word[3], &normals[2], &normals[3]);
+    double normals[4] = {0};
+    if (p->start == RPI_EMBEDDING) {
+      rpi_normal_pair(bits.word[0], bits.word[1], &normals[0], &normals[1]);
+      rpi_normal_pair(bits.word[2], bits.word[3], &normals[2], &normals[3]);
+    }
     for (int64_t c = 0; c < 4 && i + c < p->count; c++) {
       double value = 0;
       switch (p->start) {

@@ -14,8 +14,8 @@
  *
  * Four blocks of memory, the first three carved by one function over counting and then real arenas:
  *
- *   fixed        layout | constants of the positions
- *   numbers      weights | gradients | moments | average
+ *   fixed        layout | buckets and frequencies of the positions
+ *   numbers      weights | gradients | moments | average | sinusoids and the like
  *   step         streams and what sublayers store | scratch | losses
  *   workspace    of attention: grows where a batch needs more than was planned
  */
@@ -72,6 +72,8 @@ typedef struct rpi_sums {
   char first_bad[64]; /* "": all is finite so far */
 } rpi_sums;
 
+#define RPI_MOST_STEPS ((int64_t)1 << 40)
+
 struct rp_model {
   rp_config config;
   rp_limits limits;
@@ -83,7 +85,7 @@ struct rp_model {
   rpi_scratch scratch;
   int64_t loss_rows, classes;
   void *fixed, *numbers, *step_memory, *workspace;
-  int64_t workspace_bytes;
+  int64_t fixed_bytes, numbers_bytes, workspace_bytes;
   int64_t step, attempt;
   rpi_sums sums;
   rpi_profile profile;
@@ -101,6 +103,7 @@ typedef struct rpi_side {
 typedef struct rpi_run {
   rp_model *model;
   int64_t sentences;
+  int workers;               /* threads of attention */
   rpi_side side[RPI_STACKS]; /* of a stack that is not there: no rows */
   const int32_t *labels;     /* NULL: no loss is wanted */
   const uint32_t *ordinals;
@@ -108,6 +111,8 @@ typedef struct rpi_run {
   bool dropout;    /* numbers are dropped */
   bool backward;   /* gradients are wanted */
   bool shape_only; /* tables are named, not made */
+  char *hunt;      /* [64], where the first number that is not finite shall be named; or NULL */
+  bool again;      /* what was computed before: backward's share of the profile */
   int stack;       /* where it is, for the profile and dropout's sites */
   int64_t layer;
 } rpi_run;
@@ -127,7 +132,7 @@ rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_
 void rpi_model_free(rp_model *model);
 
 /* Makes attention's workspace as large as this batch needs it. */
-rp_status rpi_model_reserve(const rpi_run *run);
+rp_status rpi_model_reserve(rpi_run *run);
 
 /* ---- layers.c: one sublayer, forward and backward -------------------------- */
 
@@ -142,6 +147,9 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 
 /* The attention of sublayer s, whose queries and keys are stored. */
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k);
+
+/* For the hunt: is it finite? If not, and nothing was before, its name is kept. */
+rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t count, const char *name);
 
 /* n of stream s: the stored stream itself where it has no norm, else in `to`. */
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n);

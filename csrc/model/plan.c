@@ -19,7 +19,8 @@
 #define LOGITS ((int64_t)1 << 23)
 
 typedef struct plan {
-  rpi_arena fixed, numbers, step;
+  rpi_arena fixed; /* small, and needed to ask attention for sizes */
+  rpi_arena numbers, step;
 } plan;
 
 static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
@@ -49,7 +50,8 @@ static void carve_stack(rp_model *m, int number, plan *p) {
   const int64_t layers = rpi_stack_of(config, number)->layers;
   const int64_t rows = m->limits.tokens, C = config->width;
   const bool training = m->limits.training != 0, all = training && !m->limits.recompute;
-  rpi_positions_carve(&m->config, number, training, &p->fixed, &p->step, &to->positions);
+  rpi_positions_carve(&m->config, number, training, &p->fixed, &p->numbers, &p->step,
+                      &to->positions);
   if (layers == 0) return;
   to->parts = number == RPI_DECODER && config->encoder.layers != 0 ? 3 : 2;
   const int64_t sublayers = layers * to->parts;
@@ -117,13 +119,14 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
   m->moment1 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
   m->moment2 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
   m->average = average ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
+  const int64_t before = p->numbers.used;
   for (int s = 0; s < RPI_STACKS; s++) carve_stack(m, s, p);
   carve_scratch(m, p);
   memory->parameters = count * bytes;
   memory->gradients = training ? count * bytes : 0;
   memory->moments = training ? 2 * count * bytes : 0;
   memory->average = average ? count * bytes : 0;
-  memory->constants = p->fixed.used;
+  memory->constants = p->fixed.used + p->numbers.used - before;
   memory->activations = p->step.used;
 }
 
@@ -133,16 +136,18 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
  * the same. */
 static rp_status workspace_of(const rpi_run *run, int64_t *most) {
   const rp_model *const m = run->model;
+  if (run->sentences == 0) return RP_OK;
   rpi_run at = *run;
   at.shape_only = true;
   for (int s = 0; s < RPI_STACKS; s++) {
     at.stack = s;
-    if (m->stack[s].parts == 0 || run->side[s].rows == 0) continue;
+    if (m->stack[s].parts == 0) continue;
     for (int part = RPI_SELF; part <= (m->stack[s].parts == 3 ? RPI_CROSS : RPI_SELF); part++) {
       rp_attention a;
       int64_t forward = 0, backward = 0;
       RPI_TRY(rpi_attention_of(&at, 0, part, &a));
-      RPI_TRY(m->ops->attention_workspace(&a, &forward, run->backward ? &backward : NULL));
+      RPI_TRY(m->ops->attention_workspace(&a, run->workers, &forward,
+                                          run->backward ? &backward : NULL));
       if (forward > *most) *most = forward;
       if (backward > *most) *most = backward;
     }
@@ -150,17 +155,35 @@ static rp_status workspace_of(const rpi_run *run, int64_t *most) {
   return RP_OK;
 }
 
+/* The most that is planned for (or one sentence, where that is longer): asking attention for sizes
+ * takes a time that grows with a batch. Larger batches take more workspace when they come
+ * (rpi_model_reserve). */
+#define PLANNED_SENTENCES ((int64_t)1 << 13)
+#define PLANNED_TOKENS ((int64_t)1 << 16)
+
+static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t planned_sentences(const rp_model *m) {
+  return least_of(m->limits.sentences, PLANNED_SENTENCES);
+}
+static int64_t planned_tokens(const rp_model *m) {
+  const int64_t longest = m->config.max_length;
+  return least_of(m->limits.tokens, longest > PLANNED_TOKENS ? longest : PLANNED_TOKENS);
+}
+
 /* Batches as large as the limits allow, of sentences of `length` tokens on either side. */
 static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int64_t *most) {
   int64_t sentences = 0;
   offsets[0] = 0;
-  while (sentences < m->limits.sentences && offsets[sentences] < m->limits.tokens) {
-    const int64_t left = m->limits.tokens - offsets[sentences];
+  const int64_t tokens = planned_tokens(m);
+  while (sentences < planned_sentences(m) && offsets[sentences] < tokens) {
+    const int64_t left = tokens - offsets[sentences];
     offsets[sentences + 1] = offsets[sentences] + (length < left ? length : left);
     sentences++;
   }
   rpi_run run = {.model = m,
                  .sentences = sentences,
+                 .workers = rp_get_threads(),
                  .dropout = m->limits.training != 0,
                  .backward = m->limits.training != 0};
   for (int s = 0; s < RPI_STACKS; s++) {
@@ -171,21 +194,23 @@ static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int6
 
 /* The longest sentences, and halves of them down to the shortest that fill a batch. */
 static rp_status plan_workspace(rp_model *m, int64_t *most) {
-  int64_t *const offsets = rpi_allocate((size_t)(m->limits.sentences + 1) * sizeof *offsets);
+  const int64_t sentences = planned_sentences(m);
+  int64_t *const offsets = rpi_allocate((size_t)(sentences + 1) * sizeof *offsets);
   RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets",
-            (long long)m->limits.sentences + 1);
+            (long long)sentences + 1);
   *most = 0;
   rp_status status = RP_OK;
   for (int64_t length = m->config.max_length; status == RP_OK; length /= 2) {
     status = plan_length(m, length, offsets, most);
-    if (length == 1 || length * m->limits.sentences < m->limits.tokens) break;
+    if (length == 1 || length * sentences < planned_tokens(m)) break;
   }
   rpi_release(offsets);
   return status;
 }
 
-rp_status rpi_model_reserve(const rpi_run *run) {
+rp_status rpi_model_reserve(rpi_run *run) {
   rp_model *const m = run->model;
+  run->workers = rp_get_threads(); /* asked once: another thread may change it */
   int64_t bytes = 0;
   RPI_TRY(workspace_of(run, &bytes));
   if (bytes <= m->workspace_bytes) return RP_OK;
@@ -200,7 +225,19 @@ rp_status rpi_model_reserve(const rpi_run *run) {
 
 /* ---- life ------------------------------------------------------------------ */
 
-/* The part that is computed once and small: what follows asks it for sizes. */
+/* The sum of the parts, and whether there is one. */
+static bool add_up(rp_memory *memory) {
+  const int64_t parts[] = {memory->parameters, memory->gradients, memory->moments,
+                           memory->average,    memory->constants, memory->activations,
+                           memory->workspace};
+  memory->total = 0;
+  for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+    if (!rpi_add(memory->total, parts[i], &memory->total)) return false;
+  }
+  return true;
+}
+
+/* The small part that attention's sizes depend on, and with it the sizes of all others. */
 static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   plan p = {rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting()};
   m->classes =
@@ -208,18 +245,22 @@ static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   m->loss_rows = LOGITS / m->classes < 16 ? 16 : LOGITS / m->classes;
   if (m->loss_rows > m->limits.tokens) m->loss_rows = m->limits.tokens;
   carve(m, &p, memory);
-  RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_SHAPE,
+  const bool fits = !p.fixed.failed && !p.numbers.failed && !p.step.failed && add_up(memory);
+  RPI_CHECK(fits, RP_ERROR_SHAPE,
             "model: its memory overflows; limits.tokens=%lld, max_length=%lld",
             (long long)m->limits.tokens, (long long)m->config.max_length);
-  m->fixed = rpi_allocate((size_t)p.fixed.used);
-  RPI_CHECK(m->fixed, RP_ERROR_MEMORY, "model: no memory for %lld bytes of constants",
-            (long long)p.fixed.used);
-  plan again = {rpi_arena_over(m->fixed, p.fixed.used), rpi_arena_counting(), rpi_arena_counting()};
+  m->fixed_bytes = p.fixed.used;
+  m->numbers_bytes = p.numbers.used;
+  m->fixed = rpi_allocate((size_t)m->fixed_bytes);
+  RPI_CHECK(m->fixed, RP_ERROR_MEMORY, "model: no memory for %lld bytes of its layout",
+            (long long)m->fixed_bytes);
+  plan again = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_counting(),
+                rpi_arena_counting()};
   carve(m, &again, memory);
   for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
   RPI_TRY(plan_workspace(m, &memory->workspace));
-  memory->total = memory->parameters + memory->gradients + memory->moments + memory->average +
-                  memory->constants + memory->activations + memory->workspace;
+  RPI_CHECK(add_up(memory), RP_ERROR_SHAPE, "model: its memory overflows; limits.tokens=%lld",
+            (long long)m->limits.tokens);
   return RP_OK;
 }
 
@@ -243,20 +284,20 @@ static rp_status make(rp_model *m) {
   RPI_TRY(rpi_ops_get(&m->ops));
   rp_memory memory = {.struct_size = sizeof memory};
   RPI_TRY(make_fixed(m, &memory));
-  const int64_t numbers = memory.parameters + memory.gradients + memory.moments + memory.average;
-  m->numbers = rpi_allocate((size_t)numbers);
+  m->numbers = rpi_allocate((size_t)m->numbers_bytes);
   m->step_memory = rpi_allocate((size_t)memory.activations);
   m->workspace = rpi_allocate((size_t)memory.workspace);
   m->workspace_bytes = memory.workspace;
   RPI_CHECK(m->numbers && m->step_memory && m->workspace, RP_ERROR_MEMORY,
             "model: no memory for %lld bytes; rp_model_memory says what they are for",
             (long long)memory.total);
-  plan p = {rpi_arena_over(m->fixed, memory.constants), rpi_arena_over(m->numbers, numbers),
+  plan p = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_over(m->numbers, m->numbers_bytes),
             rpi_arena_over(m->step_memory, memory.activations)};
   carve(m, &p, &memory);
   RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_MEMORY,
             "model: its memory was carved otherwise than planned");
-  memset(m->numbers, 0, (size_t)numbers);
+  memset(m->numbers, 0, (size_t)m->numbers_bytes);
+  for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
   rpi_layout_start(&m->config, &m->layout, m->weights);
   if (m->average) memcpy(m->average, m->weights, (size_t)memory.parameters);
   return RP_OK;

@@ -73,8 +73,8 @@ rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
   return has;
 }
 
-void rpi_positions_carve(const rp_config *config, int number, bool training, rpi_arena *constants,
-                         rpi_arena *scratch, rpi_positions *p) {
+void rpi_positions_carve(const rp_config *config, int number, bool training, rpi_arena *small,
+                         rpi_arena *constants, rpi_arena *scratch, rpi_positions *p) {
   const rp_stack *const stack = rpi_stack_of(config, number);
   *p = (rpi_positions){.config = config, .stack = number};
   if (stack->layers == 0) return;
@@ -83,14 +83,14 @@ void rpi_positions_carve(const rp_config *config, int number, bool training, rpi
   const int64_t T = p->has.rows, span = p->has.left + 1 + p->has.right;
   const int64_t bytes = sizeof(real);
   if (p->has.bias || p->has.embedding || p->has.distance) {
-    p->buckets = rpi_arena_take(constants, span, sizeof *p->buckets);
+    p->buckets = rpi_arena_take(small, span, sizeof *p->buckets);
   }
   if (p->has.waves) p->waves = rpi_arena_take(constants, T * C, bytes);
   if (p->has.slopes) p->distances = rpi_arena_take(constants, T, bytes);
   if (stack->position == RP_POSITION_ALIBI) p->fixed = rpi_arena_take(constants, H * T, bytes);
   if (stack->position == RP_POSITION_ROPE) {
     p->pairs = (stack->rope_width != 0 ? stack->rope_width : D) / 2;
-    p->frequencies = rpi_arena_take(constants, p->pairs, sizeof *p->frequencies);
+    p->frequencies = rpi_arena_take(small, p->pairs, sizeof *p->frequencies);
   }
   if (stack->absolute == RP_ABSOLUTE_SINUSOIDAL) {
     p->absolute = rpi_arena_take(constants, config->max_length * C, bytes);
@@ -415,37 +415,31 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
 
 /* ---- and back -------------------------------------------------------------- */
 
-/* The gradient of a table is where the table is, in the buffer of gradients. */
+/* The gradient of a table that is a parameter is where the table is, in the buffer of gradients;
+ * that of a made table in `dmade`, NULL for one that is fixed. */
 static real *twin(const rpi_layer_place *weights, const rpi_layer_place *gradients,
-                  const real *table) {
-  return gradients->numbers + (table - weights->numbers);
+                  const real *table, const real *made, real *dmade) {
+  if (!table) return NULL;
+  return table == made ? dmade : gradients->numbers + (table - weights->numbers);
 }
 
 rp_status rpi_positions_gradients(const rp_ops *ops, const rpi_positions *p,
                                   const rpi_layer_place *weights, const rpi_layer_place *gradients,
                                   const rp_attention *a, rp_attention_gradients *g) {
   const int64_t H = p->config->heads, HD = H * rpi_head_width(p->config);
+  const real *const made_bias = p->fixed ? p->fixed : p->bias;
   for (int t = 0; t < RP_TERMS; t++) {
-    if (a->key[t].table) g->key[t] = twin(weights, gradients, a->key[t].table);
-    if (a->query[t].table) g->query[t] = twin(weights, gradients, a->query[t].table);
-    if (a->bias[t].table) g->bias[t] = twin(weights, gradients, a->bias[t].table);
-    if (a->value[t].table) g->value[t] = twin(weights, gradients, a->value[t].table);
+    g->key[t] = twin(weights, gradients, a->key[t].table, p->key, p->dkey);
+    g->query[t] = twin(weights, gradients, a->query[t].table, p->query, p->dquery);
+    g->bias[t] = twin(weights, gradients, a->bias[t].table, made_bias, p->dbias);
+    g->value[t] = twin(weights, gradients, a->value[t].table, NULL, NULL);
   }
-  if (a->position_bias) g->position_bias = twin(weights, gradients, a->position_bias);
-  if (p->fixed) g->bias[0] = NULL;
-  if (p->key && a->key[0].table == p->key) {
-    RPI_TRY(ops->zero(p->dkey, a->key[0].rows * HD));
-    g->key[0] = p->dkey;
-  }
-  if (p->query && a->query[0].table == p->query) {
+  g->position_bias = twin(weights, gradients, a->position_bias, NULL, NULL);
+  if (g->key[0] && g->key[0] == p->dkey) RPI_TRY(ops->zero(p->dkey, a->key[0].rows * HD));
+  if (g->query[0] && g->query[0] == p->dquery) {
     RPI_TRY(ops->zero(p->dquery, a->query[0].rows * HD));
-    g->query[0] = p->dquery;
   }
-  if (p->bias) {
-    RPI_TRY(ops->zero(p->dbias, H * p->has.rows));
-    g->bias[0] = p->dbias;
-  }
-  return RP_OK;
+  return p->dbias ? ops->zero(p->dbias, H * p->has.rows) : RP_OK;
 }
 
 rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,

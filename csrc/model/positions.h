@@ -49,9 +49,11 @@ typedef struct rpi_positions {
   real *dkey, *dquery, *dbias; /* their gradients; NULL without training */
 } rpi_positions;
 
-/* Constants from one arena, scratch from another. */
-void rpi_positions_carve(const rp_config *config, int stack, bool training, rpi_arena *constants,
-                         rpi_arena *scratch, rpi_positions *p);
+/* Small constants, on which attention's sizes depend, large ones and scratch, each from an arena of
+ * its own. */
+void rpi_positions_carve(const rp_config *config, int stack, bool training, rpi_arena *small,
+                         rpi_arena *constants, rpi_arena *scratch, rpi_positions *p);
+/* Computes those constants that have memory. */
 void rpi_positions_fill(const rpi_positions *p);
 
 /* One layer's parameters or their gradients: where the numbers are. NULL: only shapes are asked

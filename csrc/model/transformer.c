@@ -9,6 +9,8 @@
 
 #include "model/model.h"
 
+#define HUNT_NAME (sizeof((rpi_sums *)0)->first_bad)
+
 static int64_t sublayers_of(const rp_model *m, int stack) {
   return rpi_stack_of(&m->config, stack)->layers * m->stack[stack].parts;
 }
@@ -79,7 +81,10 @@ static rp_status stack_forward(rpi_run *run, int stack) {
   const real *out;
   run->stack = stack;
   run->layer = -1;
+  run->again = false;
   RPI_TRY(embed(run));
+  const int64_t count = run->side[stack].rows * m->config.width;
+  RPI_TRY(rpi_hunt(run, m->stack[stack].stored[0].stream, count, "embedding"));
   for (int64_t s = 0; s < sublayers; s++) RPI_TRY(rpi_sublayer_forward(run, s, true));
   run->layer = -1;
   return rpi_read_stream(run, sublayers, m->stack[stack].out, &out);
@@ -93,6 +98,7 @@ static rp_status stack_backward(rpi_run *run, int stack) {
   const int parts = m->stack[stack].parts;
   run->stack = stack;
   run->layer = -1;
+  run->again = true;
   RPI_TRY(rpi_read_stream_backward(run, sublayers, dstream, NULL, dstream));
   for (int64_t s = sublayers - 1; s >= 0; s--) {
     /* the end of a layer: what it stored, again; that of the last one is still there */
@@ -207,39 +213,31 @@ static void add_losses(const rpi_run *run, rpi_sums *sums) {
   }
 }
 
-/* ---- where a number that is not finite arose ----------------------------------------------------
- */
+/* ---- where a number that is not finite arose ------------------------------- */
 
-static bool is_finite(const rp_model *m, const real *x, int64_t count) {
+rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t count, const char *name) {
+  static const char *const stacks[] = {"encoder", "decoder"};
+  const rp_model *const m = run->model;
+  if (!run->hunt || run->hunt[0] != '\0') return RP_OK;
   double sum = 0;
-  if (m->ops->square_sum(x, count, m->scratch.squares, &sum) != RP_OK) return false;
-  return isfinite(sum);
+  RPI_TRY(m->ops->square_sum(x, count, m->scratch.squares, &sum));
+  if (isfinite(sum)) return RP_OK;
+  char number[24] = "";
+  if (run->layer >= 0) snprintf(number, sizeof number, ".%lld", (long long)run->layer);
+  snprintf(run->hunt, HUNT_NAME, "%s%s.%s", stacks[run->stack], number, name);
+  return RP_OK;
 }
 
-/* The first stream, in the order of forward, that is not finite. Streams that share memory tell
- * of the last layer that used it. */
-static void find_bad(const rpi_run *run, char *name, size_t size) {
-  static const char *const stacks[] = {"encoder", "decoder"};
-  static const char *const parts[] = {"attention", "cross", "feed_forward"};
+/* Forward once more, with a look at every stream as it is made: streams may share memory, so that
+ * looking at what is left would not tell. */
+static rp_status find_bad(const rpi_run *run, char *name) {
   const rp_model *const m = run->model;
-  const int64_t C = m->config.width;
-  for (int stack = 0; stack < RPI_STACKS; stack++) {
-    const rpi_stack_memory *const memory = &m->stack[stack];
-    for (int64_t s = 0; memory->parts != 0 && s <= sublayers_of(m, stack); s++) {
-      if (is_finite(m, memory->stored[s].stream, run->side[stack].rows * C)) continue;
-      if (s == 0) snprintf(name, size, "%s.embedding", stacks[stack]);
-      else {
-        snprintf(name, size, "%s.%lld.%s", stacks[stack], (long long)((s - 1) / memory->parts),
-                 parts[rpi_part_of(memory->parts, s - 1)]);
-      }
-      return;
-    }
-    if (memory->parts != 0 && !is_finite(m, memory->out, run->side[stack].rows * C)) {
-      snprintf(name, size, "%s.norm", stacks[stack]);
-      return;
-    }
-  }
-  snprintf(name, size, "output");
+  rpi_run hunting = *run;
+  hunting.hunt = name;
+  if (m->stack[RPI_ENCODER].parts != 0) RPI_TRY(stack_forward(&hunting, RPI_ENCODER));
+  if (m->stack[RPI_DECODER].parts != 0) RPI_TRY(stack_forward(&hunting, RPI_DECODER));
+  if (name[0] == '\0') snprintf(name, HUNT_NAME, "output");
+  return RP_OK;
 }
 
 rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
@@ -254,7 +252,7 @@ rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
   rpi_sums own = {.batches = 1, .sentences = run->sentences};
   add_losses(run, &own);
   if (!isfinite(own.loss) && sums->first_bad[0] == '\0') {
-    find_bad(run, sums->first_bad, sizeof sums->first_bad);
+    RPI_TRY(find_bad(run, sums->first_bad));
   }
   sums->batches += own.batches;
   sums->sentences += own.sentences;

@@ -15,7 +15,7 @@
 typedef struct adam_job {
   const rpi_adam_args *args;
   real scale, beta1, rest1, beta2, rest2, correction1, correction2;
-  real rate, epsilon, decay, ema, rest;
+  real rate, epsilon, decay, rest;
 } adam_job;
 
 RPI_INLINE real adam_sqrt(real x) {
@@ -41,7 +41,7 @@ RPI_INLINE void adam_numbers(const adam_job *job, int64_t first, int64_t end, co
     gradient[i] = 0;
     moment1[i] = m;
     moment2[i] = v;
-    if (average) averages[i] = j.ema * averages[i] + j.rest * w;
+    if (average) averages[i] += j.rest * (w - averages[i]);
   }
 }
 
@@ -67,7 +67,6 @@ static rp_status adam(const rpi_adam_args *args) {
                   .rate = (real)args->rate,
                   .epsilon = (real)args->epsilon,
                   .decay = (real)args->decay,
-                  .ema = (real)args->ema,
                   .rest = (real)(1 - args->ema)};
   rpi_parallel_for((args->count + ADAM_BLOCK - 1) / ADAM_BLOCK, rpi_threads_get(), adam_block,
                    &job);

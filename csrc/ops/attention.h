@@ -28,7 +28,8 @@
  *   attention_backward.c   number; attention_phases.c runs backward over all of a call
  *   attention_maps.c       scores and probabilities on demand
  *   band.h                 terms that are a function of the distance
- *   pairs.h, skew.h        those that are not: looked up, or between keys and relations
+ *   pairs.h, skew.h        those that are not: looked up (lookups.h), or between keys and
+ *                          relations
  *   pair_masks.h, keep.h   softcap, masks, dropout
  *   attention_plan.h       the division of work
  *   table_sums.h           gradients of tables; pair_gradients.h those of pairs.h

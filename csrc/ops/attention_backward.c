@@ -255,8 +255,14 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   if (item->pairs.count) {
     for (int values = 0; values < 2; values++) {
       const pair_buckets buckets = pair_buckets_at(&item->pairs, &w->pairs, i, values);
-      collect_pairs(&item->pairs, &buckets, &item->seq, block->row0 + i, count, item->r.key + j,
-                    tile_keys, values ? p : ds);
+      const dense *const x = &w->side[values ? VALUE : KEY].x;
+      const pair_ends ends = {.x = x->data + i * x->stride,
+                              .x_stride = x->stride,
+                              .rows = values ? NULL : w->dq + i * item->padded[KEY],
+                              .rows_stride = item->padded[KEY],
+                              .sums = item->sums->sums + BAND_SUMS};
+      collect_pairs(&item->pairs, &buckets, &w->pairs, &item->seq, block->row0, i, count,
+                    item->r.key + j, tile_keys, values ? p : ds, &ends);
     }
   }
   const dense *const keys = lies[KEY] == RIGHT  ? &block->tail_keys
@@ -448,7 +454,8 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
   const pair_terms *const pairs = &item->pairs;
   if (pairs->any) {
     open_pair_rows(pairs, &w->pairs, &of_q, &of_dz);
-    open_pair_block(pairs, &w->pairs, &item->seq, &item->sees, &of_q, item->r.key, item->r.keys);
+    open_pair_block(pairs, &w->pairs, &item->seq, &item->sees, &of_q, &of_dz, item->r.key,
+                    item->r.keys);
   }
   const stretch seen = keys_seen(&item->seq, &item->sees, block->row0, count);
   const int64_t end = rpi_min(item->r.keys, seen.end - item->r.key);
@@ -465,11 +472,12 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
       lies[which] = turn_tile(item, &w->side[which], which, j, &r);
     }
     if (pairs->count) {
-      open_pair_tile(pairs, &w->pairs, &item->seq, &of_q, key, tile_keys);
+      open_pair_tile(pairs, &w->pairs, &item->seq, &of_q, item->r.key, j, tile_keys,
+                     w->side[KEY].packed, w->zeros);
     }
     if (pairs->scores) {
       pair_scores(pairs, &w->pairs, &item->seq, &of_q, item->r.key, j, tile_keys,
-                  w->side[KEY].packed, w->zeros);
+                  w->side[KEY].packed, &block->keys, w->zeros);
     }
     if (pairs->values) {
       pair_value_scores(pairs, &w->pairs, &item->seq, &of_dz, item->r.key, j, tile_keys);

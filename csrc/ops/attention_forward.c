@@ -72,17 +72,17 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
 
 /* Four running maxima: one would wait four cycles for itself at every vector. */
 RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
-  const int64_t quarter = count * (RPI_TILE / 4);
-  real m0 = (real)-INFINITY, m1 = m0, m2 = m0, m3 = m0;
-  _Pragma("omp simd reduction(max : m0, m1, m2, m3)") for (int64_t j = 0; j < quarter; j++) {
-    m0 = s[j] > m0 ? s[j] : m0;
-    m1 = s[j + quarter] > m1 ? s[j + quarter] : m1;
-    m2 = s[j + 2 * quarter] > m2 ? s[j + 2 * quarter] : m2;
-    m3 = s[j + 3 * quarter] > m3 ? s[j + 3 * quarter] : m3;
+  rpi_register m0 = (rpi_register){0} - (real)INFINITY, m1 = m0, m2 = m0, m3 = m0;
+  for (const real *const end = s + count * RPI_TILE; s < end; s += 4 * RPI_LANES) {
+    m0 = rpi_higher(rpi_load(s), m0);
+    m1 = rpi_higher(rpi_load(s + RPI_LANES), m1);
+    m2 = rpi_higher(rpi_load(s + 2 * RPI_LANES), m2);
+    m3 = rpi_higher(rpi_load(s + 3 * RPI_LANES), m3);
   }
-  m0 = m1 > m0 ? m1 : m0;
-  m2 = m3 > m2 ? m3 : m2;
-  return m2 > m0 ? m2 : m0;
+  m0 = rpi_higher(rpi_higher(m1, m0), rpi_higher(m3, m2));
+  real most = m0[0];
+  for (int l = 1; l < RPI_LANES; l++) most = m0[l] > most ? m0[l] : most;
+  return most;
 }
 
 /* Raises the maximum of the rows that need it, and scales down what they hold. True where
@@ -107,10 +107,11 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
       for (int64_t c = 0; c < value_width; c++) state.out[r * value_width + c] *= factor;
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
-        real *const line = pairs->rows[x] + r * pairs->stride[x];
-        real *const before = pairs->folded[x] + r * pairs->stride[x];
-        for (int64_t c = 0; c < pairs->stride[x]; c++) line[c] *= factor;
-        for (int64_t c = 0; c < pairs->stride[x]; c++) before[c] *= factor;
+        const int64_t numbers = pairs->stride[x], at = r * numbers;
+        for (int64_t c = 0; pairs->rows[x] && c < numbers; c++) pairs->rows[x][at + c] *= factor;
+        for (int64_t c = 0; pairs->folded[x] && c < numbers; c++) {
+          pairs->folded[x][at + c] *= factor;
+        }
       }
     }
     state.seen[r] = 1;
@@ -159,6 +160,7 @@ typedef struct forward_view {
   int64_t key;        /* the first key of the chunk of keys */
   const real *q;
   int64_t q_stride;
+  dense keys; /* as they lie */
   dense values;
   block_place at;
   window key_window, value_window;
@@ -241,8 +243,9 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
                RPI_LANES);
   }
   if (of_pairs.count) {
-    collect_pairs(&item->pairs, &of_pairs, &item->seq, view->row0 + i, count, view->key + j,
-                  tile_keys, w->strip);
+    const pair_ends ends = {.rows = state.out, .rows_stride = width};
+    collect_pairs(&item->pairs, &of_pairs, &w->pairs, &item->seq, view->row0, i, count,
+                  view->key + j, tile_keys, w->strip, &ends);
   }
   const rpi_product weighted = {.a = w->strip,
                                 .a_row = RPI_TILE,
@@ -293,6 +296,8 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
       .key = key,
       .q = row_of(&item->args->q, seq->query_batch, item->head, seq->query_row + row0),
       .q_stride = item->args->q.row_stride,
+      .keys = {row_of(&item->args->k, seq->key_batch, item->head, seq->key_row + key),
+               item->args->k.row_stride},
       .values = values,
       .at = {.distance = key - (row0 + seq->start), .rows = count, .keys = keys},
       .key_window = key_window,
@@ -314,7 +319,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   w->pairs.base = block;
   const pair_rows rows = rows_of(&view);
   if (item->pairs.any) {
-    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, key, keys);
+    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, NULL, key, keys);
   }
   return view;
 }
@@ -324,11 +329,12 @@ static void open_tile(const forward_item *item, forward_scratch *w, const forwar
                       int64_t j, int64_t tile_keys) {
   const pair_rows rows = rows_of(view);
   if (item->pairs.count) {
-    open_pair_tile(&item->pairs, &w->pairs, &item->seq, &rows, view->key + j, tile_keys);
+    open_pair_tile(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys,
+                   w->zeros);
   }
   if (item->pairs.scores) {
     pair_scores(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys,
-                w->zeros);
+                &view->keys, w->zeros);
   }
 }
 
@@ -349,6 +355,10 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
     for (int64_t i = 0; i < count; i += RPI_STRIP) {
       forward_strip(item, w, &view, i, j, tile_keys);
     }
+  }
+  if (item->pairs.values) {
+    add_pair_values(&item->pairs, &w->pairs, LOOKUP_MET, count, width,
+                    w->state.out + block * width);
   }
   if (!view.collects) return;
   /* the last column of a tail is a part of SUM_AFTER */
@@ -374,7 +384,7 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
   const bool dropped = item->pairs.dropout.threshold != 0;
   real *const lse = args->lse ? args->lse + lse_at(args->shape, seq, item->head) : NULL;
   if (item->pairs.values) {
-    add_pair_values(&item->pairs, &w->pairs, item->count, width, state->out);
+    add_pair_values(&item->pairs, &w->pairs, LOOKUP_WHOLE, item->count, width, state->out);
   }
   if (value->ends) {
     term_vector(value, value->first - 1, width, w->ends);
@@ -533,8 +543,8 @@ static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
 
 static rp_status attention_forward(const rpi_attention_args *args) {
   const rp_attention *const s = args->shape;
-  forward_call call = {.args = args, .n = bounds_of(s)};
-  const int workers = rp_get_threads();
+  forward_call call = {.args = args, .n = bounds_of(s, false)};
+  const int workers = args->workers;
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_forward(&arena, s, workers, &call);
   RPI_TRY(check_carved(&arena, workers));

@@ -115,7 +115,7 @@ static void carve_map(rpi_arena *arena, int workers, map_call *call) {
 /* bytes given: counts the workspace and does nothing else. */
 static rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
-  call.n = bounds_of(&call.shape);
+  call.n = bounds_of(&call.shape, false);
   call.forward = (rpi_attention_args){.shape = &call.shape, .q = args->q, .k = args->k};
   const int workers = args->workers;
   rpi_arena arena =

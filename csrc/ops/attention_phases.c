@@ -76,8 +76,8 @@ static void carve_backward(rpi_arena *arena, const rp_attention *s, int workers,
 
 static rp_status attention_backward(const rpi_attention_backward_args *args) {
   const rp_attention *const s = args->shape;
-  backward_call call = {.args = args, .n = bounds_of(s)};
-  const int workers = rp_get_threads();
+  backward_call call = {.args = args, .n = bounds_of(s, true)};
+  const int workers = args->workers;
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_backward(&arena, s, workers, &call);
   RPI_TRY(check_carved(&arena, workers));
@@ -90,17 +90,16 @@ static rp_status attention_backward(const rpi_attention_backward_args *args) {
   return RP_OK;
 }
 
-static rp_status attention_workspace(const rp_attention *s, int64_t *forward_bytes,
+static rp_status attention_workspace(const rp_attention *s, int workers, int64_t *forward_bytes,
                                      int64_t *backward_bytes) {
-  const int workers = rp_get_threads();
   rpi_arena arena = rpi_arena_counting();
-  forward_call forward = {.n = bounds_of(s)};
+  forward_call forward = {.n = bounds_of(s, false)};
   carve_forward(&arena, s, workers, &forward);
   RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
   if (forward_bytes) *forward_bytes = arena.used;
   if (!backward_bytes) return RP_OK;
   arena = rpi_arena_counting();
-  backward_call backward = {.n = forward.n};
+  backward_call backward = {.n = bounds_of(s, true)};
   carve_backward(&arena, s, workers, &backward);
   RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
   *backward_bytes = arena.used;

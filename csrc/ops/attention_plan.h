@@ -5,8 +5,8 @@
  * Each sequence is cut into chunks of queries and chunks of keys. An item is one
  * head of one sequence on one chunk of queries (forward), or on one pair of chunks
  * (backward). All scratch is sized by chunks: a worker's memory does not grow with N or M.
- * Two things do: sums of an unclipped table (backward keeps those of one phase, about one item a
- * query chunk), and tables that are looked up, which are there whole.
+ * One thing does: sums of a long table. Backward keeps those of one phase, about one item a query
+ * chunk, and fewer the more rows of the table an item can meet (table_sums.h).
  *
  * Backward walks the pairs in phases, like a Latin square:
  *
@@ -30,9 +30,14 @@
 #define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */
 #define RPI_QUERY_CHUNK 1024 /* the queries that one packing of keys serves */
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
-#define RPI_LOOKUP_NUMBERS (1 << 19) /* that a chunk of queries keeps of a looked-up table */
 /* The same where keys meet relations: every tile computes 64 columns more than it has queries. */
 #define RPI_SKEW_BLOCK 192
+/* How a table is looked up (lookups.h): whole up to so many rows, of labels up to so many times the
+ * keys of a chunk; and an edge by itself costs about what so many rows of a whole table do. */
+#define RPI_LOOKUP_SHORT 256
+#define RPI_LOOKUP_CHUNKS 2
+#define RPI_LOOKUP_EDGES 8
+#define RPI_LOOKUP_NUMBERS (1 << 19) /* that a chunk of queries keeps of a whole table */
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t *const key_offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -74,20 +79,39 @@ static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64
   return (chunks){.rows = size, .count = rpi_max((rows + size - 1) / size, 1)};
 }
 
-/* Rows of the largest table that is looked up: forward keeps so many numbers a query. */
-static int64_t looked_up_rows(const rp_attention *s) {
+/* How a term is looked up: see lookups.h. */
+enum { LOOKUP_WHOLE, LOOKUP_MET, LOOKUP_EACH };
+
+static int lookup_way(const rp_attention *s, const rp_relation *r) {
+  const int64_t T = table_rows(r);
+  if (r->map == RP_MAP_BAND) return T > RPI_LOOKUP_SHORT ? LOOKUP_MET : LOOKUP_WHOLE;
+  if (r->map == RP_MAP_LABEL) {
+    const int64_t *const offsets = s->key_offsets ? s->key_offsets : s->offsets;
+    const int64_t keys = offsets ? offsets[s->B] / rpi_max(s->B, 1) : s->M; /* on average */
+    const int64_t few = RPI_LOOKUP_CHUNKS * chunk_rows(s, keys, RPI_TILE, RPI_KEY_CHUNK);
+    return T > few ? LOOKUP_MET : LOOKUP_WHOLE;
+  }
+  const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
+  const double edges = queries > 0 ? (double)r->edge_starts[queries] : 0;
+  return edges * RPI_LOOKUP_EDGES <= (double)queries * (double)T ? LOOKUP_EACH : LOOKUP_WHOLE;
+}
+
+/* Rows of the largest table that is there whole: forward keeps so many numbers a query. */
+static int64_t whole_rows(const rp_attention *s) {
   int64_t most = 0;
   for (int i = 0; i < RP_TERMS; i++) {
     const rp_relation *const list[] = {&s->key[i], &s->bias[i], &s->query[i], &s->value[i]};
     for (int x = 0; x < 4; x++) {
-      if (is_looked_up(list[x])) most = rpi_max(most, table_rows(list[x]));
+      if (is_looked_up(list[x]) && lookup_way(s, list[x]) == LOOKUP_WHOLE) {
+        most = rpi_max(most, table_rows(list[x]));
+      }
     }
   }
   return most;
 }
 
 static chunks query_chunks(const rp_attention *s, const rpi_sequence *seq) {
-  const int64_t fit = RPI_LOOKUP_NUMBERS / rpi_max(looked_up_rows(s), 1);
+  const int64_t fit = RPI_LOOKUP_NUMBERS / rpi_max(whole_rows(s), 1);
   return chunks_of(s, seq->queries, RPI_STRIP, rpi_max(rpi_min(fit, RPI_QUERY_CHUNK), RPI_BLOCK));
 }
 static chunks key_chunks(const rp_attention *s, const rpi_sequence *seq) {
@@ -134,15 +158,34 @@ static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
   return rpi_max(rpi_min(t->last - t->first + 1, rows + keys), 1);
 }
 
-static bounds bounds_of(const rp_attention *s) {
+/* Has one of these terms a long table, looked up? */
+static bool looks_up_long(const rp_attention *s, const rp_relation *terms) {
+  bool found = false;
+  for (int i = 0; i < RP_TERMS; i++) {
+    found |= is_looked_up(&terms[i]) && lookup_way(s, &terms[i]) == LOOKUP_MET;
+  }
+  return found;
+}
+
+/* Keys that a block of forward walks at a time. Chunks of keys are items of backward alone, and
+ * the fewer they are the more of a long table's rows does a block meet once. */
+static int64_t keys_walked(const rp_attention *s, const rpi_sequence *seq) {
+  const bool once =
+      looks_up_long(s, s->key) || looks_up_long(s, s->bias) || looks_up_long(s, s->value);
+  const int64_t rows = key_chunks(s, seq).rows;
+  return once ? rpi_max(rows, rpi_min(rpi_round_up(seq->keys, RPI_TILE), RPI_KEY_CHUNK)) : rows;
+}
+
+static bounds bounds_of(const rp_attention *s, bool backward) {
   int64_t queries = 0, keys = 0;
   for (int64_t b = 0; b < s->B; b++) {
     const rpi_sequence seq = sequence_of(s, b);
     queries = rpi_max(queries, query_chunks(s, &seq).rows);
-    keys = rpi_max(keys, key_chunks(s, &seq).rows);
+    keys = rpi_max(keys, backward ? key_chunks(s, &seq).rows : keys_walked(s, &seq));
   }
   const term key = key_term(s, 0), value = value_term(s, 0), query = query_term(s, 0);
-  const int64_t block = rpi_min(query.present ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
+  const bool wide = query.present || looks_up_long(s, s->query); /* met tile by tile */
+  const int64_t block = rpi_min(wide ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
   return (bounds){
       .queries = queries,
       .keys = keys,

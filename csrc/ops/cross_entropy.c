@@ -30,18 +30,19 @@ typedef struct cross_job {
 
 /* A NaN is passed over, and found by the sums. */
 RPI_NOINLINE real cross_highest(const real *x, int64_t classes) {
-  const int64_t quarter = classes / 4;
-  real m0 = (real)-INFINITY, m1 = m0, m2 = m0, m3 = m0;
-  _Pragma("omp simd reduction(max : m0, m1, m2, m3)") for (int64_t c = 0; c < quarter; c++) {
-    m0 = x[c] > m0 ? x[c] : m0;
-    m1 = x[c + quarter] > m1 ? x[c + quarter] : m1;
-    m2 = x[c + 2 * quarter] > m2 ? x[c + 2 * quarter] : m2;
-    m3 = x[c + 3 * quarter] > m3 ? x[c + 3 * quarter] : m3;
+  const int64_t step = 4 * RPI_LANES, whole = classes / step * step;
+  rpi_register m0 = (rpi_register){0} - (real)INFINITY, m1 = m0, m2 = m0, m3 = m0;
+  for (int64_t c = 0; c < whole; c += step) {
+    m0 = rpi_higher(rpi_load(x + c), m0);
+    m1 = rpi_higher(rpi_load(x + c + RPI_LANES), m1);
+    m2 = rpi_higher(rpi_load(x + c + 2 * RPI_LANES), m2);
+    m3 = rpi_higher(rpi_load(x + c + 3 * RPI_LANES), m3);
   }
-  for (int64_t c = 4 * quarter; c < classes; c++) m0 = x[c] > m0 ? x[c] : m0;
-  m0 = m1 > m0 ? m1 : m0;
-  m2 = m3 > m2 ? m3 : m2;
-  return m2 > m0 ? m2 : m0;
+  m0 = rpi_higher(rpi_higher(m1, m0), rpi_higher(m3, m2));
+  real most = m0[0];
+  for (int l = 1; l < RPI_LANES; l++) most = m0[l] > most ? m0[l] : most;
+  for (int64_t c = whole; c < classes; c++) most = x[c] > most ? x[c] : most;
+  return most;
 }
 
 typedef struct cross_sums {

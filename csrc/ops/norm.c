@@ -197,7 +197,10 @@ static rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *byte
   job.block = rpi_max((args->rows + NORM_MOST - 1) / NORM_MOST, NORM_ROWS);
   job.blocks = (args->rows + job.block - 1) / job.block;
   job.stride = rpi_round_up(args->columns, RPI_LANES);
-  const int64_t needed = job.blocks * 2 * job.stride * RPI_REAL_BYTES;
+  /* Fewer rows may make more blocks (2,047 rows 64, 2,054 rows 63), so what is asked for is what
+   * no fewer rows exceed. */
+  const int64_t most = rpi_min((args->rows + NORM_ROWS - 1) / NORM_ROWS, NORM_MOST);
+  const int64_t needed = most * 2 * job.stride * RPI_REAL_BYTES;
   if (bytes != NULL) {
     *bytes = needed;
     return RP_OK;

@@ -53,7 +53,8 @@ typedef struct rpi_attention_args {
   const rp_attention *shape;
   rp_rows q, k, v;
   rp_rows_out out;
-  real *lse; /* NULL: not wanted */
+  real *lse;   /* NULL: not wanted */
+  int workers; /* threads, the same for the workspace's size and the call */
   void *workspace;
   int64_t workspace_bytes;
 } rpi_attention_args;
@@ -63,6 +64,7 @@ typedef struct rpi_attention_backward_args {
   rp_rows q, k, v;
   rp_rows out, dout; /* out and lse are forward's results */
   const real *lse;
+  int workers; /* as forward's */
   void *workspace;
   int64_t workspace_bytes;
   const rp_attention_gradients *gradients;
@@ -196,7 +198,7 @@ typedef struct rpi_column_sums_args {
  *
  *   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
  *   w = w - rate * ( m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + epsilon) + decay * w )
- *   average = ema * average + (1 - ema) * w                           where it is not NULL
+ *   average = average + (1 - ema) * (w - average)                          where it is not NULL
  *
  * and the gradient becomes 0. */
 typedef struct rpi_adam_args {
@@ -213,7 +215,7 @@ static inline int64_t rpi_square_blocks(int64_t count) {
 typedef struct rp_ops {
   const char *name;
   rp_status (*gemm)(const rpi_gemm_args *args);
-  rp_status (*attention_workspace)(const rp_attention *shape, int64_t *forward_bytes,
+  rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,
                                    int64_t *backward_bytes);
   rp_status (*attention_forward)(const rpi_attention_args *args);
   rp_status (*attention_backward)(const rpi_attention_backward_args *args);

@@ -11,6 +11,109 @@
 
 #include "ops/table_sums.h"
 
+/* ---- from the rows that are there to those of the table ------------------------- */
+
+/* c += a . b for the columns of a lookup, where c is the sums of its table: product without c. */
+static void add_lines(const lookup *x, const pair_scratch *w, const rpi_product *product,
+                      int64_t columns, int64_t padded, const table_sums *sums) {
+  const lookup_scratch *const leader = &w->list[x->map];
+  rpi_product part = *product;
+  part.c_stride = padded;
+  if (x->way == LOOKUP_WHOLE || leader->met.row >= 0) {
+    const int64_t row = x->way == LOOKUP_WHOLE ? 0 : leader->met.row;
+    part.c = sums->lines + (row - sums->first) * padded;
+    rpi_block_product(RPI_START_LOAD, columns, padded / RPI_LANES, part, NULL);
+    return;
+  }
+  for (int64_t done = 0; done < columns; done += RPI_TILE) {
+    const int64_t count = rpi_min(RPI_TILE, columns - done);
+    memset(w->lines, 0, (size_t)(count * padded) * sizeof(real));
+    part.a = product->a + done * product->a_row;
+    part.c = w->lines;
+    rpi_block_product(RPI_START_LOAD, count, padded / RPI_LANES, part, NULL);
+    for (int64_t c = 0; c < count; c++) {
+      const int64_t row = leader->list[done + c];
+      if (row < 0) continue;
+      add_scaled(padded, 1, w->lines + c * padded, sums->lines + (row - sums->first) * padded);
+    }
+  }
+}
+
+/* The sums of buckets themselves. */
+static void add_numbers(const lookup *x, const pair_scratch *w, const real *buckets, int64_t stride,
+                        int64_t rows, int64_t columns, const table_sums *sums) {
+  const lookup_scratch *const leader = &w->list[x->map];
+  if (x->way == LOOKUP_WHOLE || leader->met.row >= 0) {
+    const int64_t row = x->way == LOOKUP_WHOLE ? 0 : leader->met.row;
+    add_columns(buckets, stride, rows, columns, sums->numbers + row - sums->first);
+    return;
+  }
+  for (int64_t c = 0; c < columns; c++) {
+    if (leader->list[c] < 0) continue;
+    add_columns(buckets + c, stride, rows, 1, sums->numbers + leader->list[c] - sums->first);
+  }
+}
+
+/* ---- query terms ----------------------------------------------------------------- */
+
+/* ds of some rows and a tile into the sums by relation and key. */
+static void collect_key_sums(const pair_terms *p, const lookup *x, const rpi_sequence *seq,
+                             int64_t row0, int64_t count, int64_t key, int64_t tile_keys,
+                             const real *ds, const int32_t *relation, real *dg) {
+  for (int64_t r = 0; r < count; r++) {
+    const real *const from = ds + r * RPI_TILE;
+    if (x->relation->map == RP_MAP_EDGES) {
+      const stretch edges = edges_of(x->relation, p, seq, row0 + r, key, tile_keys);
+      for (int64_t at = edges.begin; at < edges.end; at++) {
+        const int64_t c = x->relation->edge_keys[at] - key;
+        dg[(x->relation->edge_labels[at] + 1) * RPI_TILE + c] += from[c];
+      }
+      continue;
+    }
+    const int32_t *const own = relation + r * RPI_TILE;
+    for (int64_t c = 0; c < tile_keys; c++) dg[(own[c] + 1) * RPI_TILE + c] += from[c];
+  }
+}
+
+/* The same pair by pair: dk_j += ds w, and the table's gradient ds k_j. */
+static void collect_keys_each(const pair_terms *p, int which, const pair_scratch *w, const slot *to,
+                              const rpi_sequence *seq, int64_t row0, int64_t begin, int64_t count,
+                              int64_t key, int64_t tile_keys, const real *ds, const dense *k,
+                              real *dk) {
+  const lookup *const x = &p->list[which];
+  const table_sums *const sums = &to->sums[BAND_SUMS + which];
+  const int64_t stride = x->relation->row_stride, padded = lookup_padded(x);
+  for (int64_t r = begin; r < begin + count; r++) {
+    pair_walk left = walk_pairs(p, x, w, seq, row0, r, key, tile_keys);
+    for (pair_list l; list_pairs(&left, ds + r * RPI_TILE, &l);) {
+      for (int n = 0; n < l.count; n++) {
+        add_scaled(x->width, l.weight[n], x->table + l.row[n] * stride, dk + l.key[n] * padded);
+      }
+      for (int n = 0; sums->lines && n < l.count; n++) {
+        add_scaled(x->width, l.weight[n], k->data + l.key[n] * k->stride,
+                   sums->lines + (l.row[n] - sums->first) * padded);
+      }
+    }
+  }
+}
+
+/* What a tile of keys summed: dk += dB . wQ, dwQ += dBᵀ k. dg: of the tile, "no relation" first. */
+static void close_tile_keys(const pair_terms *p, int which, const pair_scratch *w, const slot *to,
+                            int64_t tile_keys, const real *dg, const dense *k, real *dk) {
+  const lookup *const x = &p->list[which];
+  const table_sums *const sums = &to->sums[BAND_SUMS + which];
+  const int64_t rows = lookup_rows(x, w), padded = lookup_padded(x);
+  add_transposed(dg + RPI_TILE, RPI_TILE, tile_keys, w->list[which].down, padded, rows, padded, dk);
+  if (!sums->lines) return;
+  const rpi_product product = {.a = dg + RPI_TILE,
+                               .a_row = RPI_TILE,
+                               .a_inner = 1,
+                               .b = k->data,
+                               .b_stride = k->stride,
+                               .inner = tile_keys};
+  add_lines(x, w, &product, rows, padded, sums);
+}
+
 /* ds of a block and a tile, for query terms on a band: dk += dB . wQ, dwQ += dBᵀ k. And for those
  * that are looked up: into the sums by relation and key. */
 static void collect_queries(const pair_terms *p, pair_scratch *w, const slot *to,
@@ -43,21 +146,18 @@ static void collect_queries(const pair_terms *p, pair_scratch *w, const slot *to
   }
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
+    const dense k = rows_from(keys, j);
     if (x->kind != PAIR_QUERY) continue;
-    real *const dg = w->list[i].dg + j / RPI_TILE * (x->rows + 1) * RPI_TILE;
-    for (int64_t r = begin; r < begin + count; r++) {
-      const real *const from = ds + r * RPI_TILE;
-      if (x->relation->map == RP_MAP_EDGES) {
-        const stretch edges = edges_of(x->relation, p, seq, rows->row0 + r, key, tile_keys);
-        for (int64_t at = edges.begin; at < edges.end; at++) {
-          const int64_t c = x->relation->edge_keys[at] - key;
-          dg[(x->relation->edge_labels[at] + 1) * RPI_TILE + c] += from[c];
-        }
-        continue;
-      }
-      const int32_t *const relation = w->list[x->map].relation + r * RPI_TILE;
-      for (int64_t c = 0; c < tile_keys; c++) dg[(relation[c] + 1) * RPI_TILE + c] += from[c];
+    if (pair_by_pair(x, w)) {
+      collect_keys_each(p, i, w, to, seq, rows->row0, begin, count, key, tile_keys, ds, &k, dk);
+      continue;
     }
+    const int64_t tile = x->way == LOOKUP_WHOLE ? j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0;
+    const int32_t *const relation =
+        x->relation->map == RP_MAP_EDGES ? NULL : w->list[x->map].relation + begin * RPI_TILE;
+    collect_key_sums(p, x, seq, rows->row0 + begin, count, key, tile_keys, ds + begin * RPI_TILE,
+                     relation, w->list[i].dg + tile);
+    if (x->way == LOOKUP_MET) close_tile_keys(p, i, w, to, tile_keys, w->list[i].dg, &k, dk);
   }
 }
 
@@ -67,37 +167,39 @@ static void close_pairs(const pair_terms *p, const pair_scratch *w, const slot *
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
     const table_sums *const sums = &to->sums[BAND_SUMS + i];
-    if (x->kind == PAIR_QUERY) continue;
+    if (x->kind == PAIR_QUERY || pair_by_pair(x, w)) continue;
     const pair_rows *const from = x->kind == PAIR_VALUE ? dz : q;
     const real *const buckets = w->list[i].buckets + RPI_LANES;
-    const int64_t stride = lookup_stride(x), padded = lookup_padded(x);
-    if (sums->numbers) add_columns(buckets, stride, q->rows, x->rows, sums->numbers);
+    const int64_t rows = lookup_rows(x, w), stride = lookup_stride(rows);
+    const int64_t padded = lookup_padded(x);
+    if (sums->numbers) add_numbers(x, w, buckets, stride, q->rows, rows, sums);
     if (sums->lines) {
-      add_transposed(buckets, stride, x->rows, from->x, from->x_stride, q->rows, padded,
-                     sums->lines);
+      const rpi_product product = {.a = buckets,
+                                   .a_row = 1,
+                                   .a_inner = stride,
+                                   .b = from->x,
+                                   .b_stride = from->x_stride,
+                                   .inner = q->rows};
+      add_lines(x, w, &product, rows, padded, sums);
     }
     if (x->kind == PAIR_KEY) {
       const dense table = {w->list[i].down, padded};
-      add_product(buckets, stride, q->rows, &table, x->rows, width, dq);
+      add_product(buckets, stride, q->rows, &table, rows, width, dq);
     }
   }
 }
 
-/* After a chunk of keys: what looked-up query terms summed. */
+/* After a chunk of keys: what query terms summed whose tables are there whole. */
 static void close_pair_keys(const pair_terms *p, const pair_scratch *w, const slot *to,
                             int64_t keys, const dense *k, real *dk) {
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
-    const table_sums *const sums = &to->sums[BAND_SUMS + i];
-    if (x->kind != PAIR_QUERY) continue;
-    const int64_t padded = lookup_padded(x);
+    if (x->kind != PAIR_QUERY || x->way != LOOKUP_WHOLE) continue;
     for (int64_t j = 0; j < keys; j += RPI_TILE) {
-      const real *const dg = w->list[i].dg + (j / RPI_TILE * (x->rows + 1) + 1) * RPI_TILE;
-      const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
-      const dense at = {k->data + j * k->stride, k->stride};
-      add_transposed(dg, RPI_TILE, tile_keys, w->list[i].down, padded, x->rows, padded,
-                     dk + j * padded);
-      if (sums->lines) add_product(dg, RPI_TILE, x->rows, &at, tile_keys, padded, sums->lines);
+      const dense at = rows_from(k, j);
+      close_tile_keys(p, i, w, to, rpi_min(RPI_TILE, keys - j),
+                      w->list[i].dg + j / RPI_TILE * (x->rows + 1) * RPI_TILE, &at,
+                      dk + j * lookup_padded(x));
     }
   }
 }

@@ -7,310 +7,33 @@
  * of queries and a tile of keys get an array of additional scores [rows][TILE], and weights are
  * collected after the strip that made them:
  *
- *   looked up (labels, explicit positions, edges)
- *     key      E[i][r] = q_i . w_r for all T rows; a score reads E[i][label_ij], and weights
- *              are added to a row of buckets at the same place
+ *   looked up (labels, explicit positions, edges), over the rows of a table that are there
+ *     key      E[i][r] = q_i . w_r; a score reads E[i][label_ij], and weights are added to a row
+ *              of buckets at the same place
  *     bias     the same with one E for all queries
- *     query    G[r][j] = k_j . w_r for all T rows and the keys of a chunk
+ *     query    G[r][j] = k_j . w_r for the keys of a chunk or tile
  *     value    buckets, and in backward E of dz
  *   query on a band: see skew.h
  *
  * Rows of E and of buckets begin with LANES spare columns; the last of them, column -1, is "no
- * relation": zero, and read or written like the others.
+ * relation": zero, and read or written like the others. Which rows of a table are there, and when
+ * there are none and pairs are taken one by one, says lookups.h.
  */
 #ifndef RPI_PAIRS_H
 #define RPI_PAIRS_H
 
-#include "ops/attention.h"
-#include "ops/keep.h"
-#include "ops/skew.h"
+#include "ops/lookups.h"
 
-enum { PAIR_KEY, PAIR_BIAS, PAIR_QUERY, PAIR_VALUE };
-
-#define RPI_LOOKUPS (4 * RP_TERMS)
-
-/* A term whose relation is looked up, for one head. */
-typedef struct lookup {
-  const rp_relation *relation;
-  const real *table; /* of this head */
-  int64_t rows, width;
-  int kind;  /* PAIR_... */
-  int place; /* which of the terms of its kind */
-  int map;   /* the first lookup with the same map: they share what was looked up */
-} lookup;
-
-typedef struct pair_terms {
-  /* something here; additional scores; looked-up value terms; any query terms */
-  bool any, scores, values, queries;
-  term query; /* on a band */
-  lookup list[RPI_LOOKUPS];
-  int count;
-  real softcap; /* units of log 2; 0: none */
-  const rp_mask *mask;
-  dropout dropout;
-  uint32_t site, ordinal;
-  const rp_attention *shape;
-  int64_t head, b;
-} pair_terms;
-
-/* Do two terms look the same things up? */
-static bool same_map(const rp_relation *a, const rp_relation *b) {
-  if (a->map != b->map || a->map == RP_MAP_EDGES) return false;
-  if (a->map == RP_MAP_LABEL) {
-    return a->labels == b->labels && a->label_bytes == b->label_bytes &&
-           a->label_batch_stride == b->label_batch_stride &&
-           a->label_head_stride == b->label_head_stride &&
-           a->label_row_stride == b->label_row_stride && a->label_starts == b->label_starts;
-  }
-  return a->query_positions == b->query_positions && a->key_positions == b->key_positions &&
-         a->query_position_stride == b->query_position_stride &&
-         a->key_position_stride == b->key_position_stride && a->left == b->left &&
-         a->right == b->right && a->beyond == b->beyond && a->buckets == b->buckets;
-}
-
-static void add_lookups(pair_terms *p, const rp_relation *relations, int kind, int64_t width) {
-  for (int i = 0; i < RP_TERMS; i++) {
-    const rp_relation *const r = &relations[i];
-    if (!is_looked_up(r)) continue;
-    int map = 0;
-    while (map < p->count && !same_map(p->list[map].relation, r)) map++;
-    p->list[p->count++] = (lookup){.relation = r,
-                                   .table = r->table + p->head * r->head_stride,
-                                   .rows = table_rows(r),
-                                   .width = width,
-                                   .kind = kind,
-                                   .place = i,
-                                   .map = map};
-    p->values |= kind == PAIR_VALUE;
-    p->scores |= kind != PAIR_VALUE;
-    p->queries |= kind == PAIR_QUERY;
-  }
-}
-
-static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) {
-  pair_terms p = {.shape = s, .head = head, .b = b};
-  p.query = query_term(s, head);
-  p.scores = p.queries = p.query.present;
-  add_lookups(&p, s->key, PAIR_KEY, s->D);
-  add_lookups(&p, s->bias, PAIR_BIAS, 1);
-  add_lookups(&p, s->query, PAIR_QUERY, s->D);
-  add_lookups(&p, s->value, PAIR_VALUE, s->Dv);
-  p.any = p.scores || p.values;
-  p.softcap = (real)s->softcap * LOG2_E;
-  p.mask = s->mask.data ? &s->mask : NULL;
-  p.dropout = dropout_of(s->dropout, s->dropout_key);
-  p.site = s->dropout_site + (uint32_t)head;
-  p.ordinal = s->dropout_ordinals ? s->dropout_ordinals[b] : s->dropout_first + (uint32_t)b;
-  return p;
-}
-
-/* ---- looking up ----------------------------------------------------------- */
-
-/* Where the matrix of a sequence and head has row i: labels and masks lie alike. */
-static int64_t pair_row(const int64_t *starts, int64_t batch_stride, int64_t head_stride,
-                        int64_t row_stride, const pair_terms *p, const rpi_sequence *seq,
-                        int64_t i) {
-  const int64_t from = p->head * head_stride;
-  return starts ? from + starts[p->b] + i * seq->keys : from + p->b * batch_stride + i * row_stride;
-}
-
-/* The relations of query i with `count` keys from j on; -1: none. Not for edges. */
-static void look_up(const lookup *x, const pair_terms *p, const rpi_sequence *seq, int64_t i,
-                    int64_t j, int64_t count, int32_t *relation) {
-  const rp_relation *const r = x->relation;
-  if (r->map == RP_MAP_LABEL) {
-    const int64_t at = j + pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
-                                    r->label_row_stride, p, seq, i);
-    if (r->label_bytes == 1) {
-      const int8_t *const from = (const int8_t *)r->labels + at;
-      if (count == RPI_TILE) { /* a count that the compiler knows */
-        for (int c = 0; c < RPI_TILE; c++) relation[c] = from[c];
-      }
-      for (int64_t c = 0; c < count % RPI_TILE; c++) relation[c] = from[c];
-    } else if (r->label_bytes == 2) {
-      const int16_t *const from = (const int16_t *)r->labels + at;
-      if (count == RPI_TILE) {
-        for (int c = 0; c < RPI_TILE; c++) relation[c] = from[c];
-      }
-      for (int64_t c = 0; c < count % RPI_TILE; c++) relation[c] = from[c];
-    } else {
-      memcpy(relation, (const int32_t *)r->labels + at, (size_t)count * sizeof *relation);
-    }
-  } else {
-    const bool packed = p->shape->offsets != NULL;
-    const bool packed_keys = packed || p->shape->key_offsets != NULL;
-    const int64_t query = packed ? seq->query_row + i : p->b * r->query_position_stride + i;
-    const int64_t key = packed_keys ? seq->key_row + j : p->b * r->key_position_stride + j;
-    const int32_t own = r->query_positions[query];
-    const int32_t *const from = r->key_positions + key;
-    const bool clip = r->beyond == RP_BEYOND_CLIP;
-    const int64_t far = (int64_t)1 << 31;
-    const int32_t left = (int32_t)rpi_min(r->left, far - 1);
-    const int32_t right = (int32_t)rpi_min(r->right, far - 1);
-    for (int64_t c = 0; c < count; c++) {
-      const int32_t d = from[c] - own; /* both are below 2^30 */
-      const int32_t near = d < -left ? -left : d > right ? right : d;
-      relation[c] = clip || near == d ? near + left : -1;
-    }
-    for (int64_t c = 0; r->buckets && c < count; c++) {
-      if (relation[c] >= 0) relation[c] = r->buckets[relation[c]];
-    }
-  }
-  for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
-}
-
-/* The edges of query i that end in the keys from j to j + count - 1. */
-static stretch edges_of(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
-                        int64_t i, int64_t j, int64_t count) {
-  const int64_t row = p->shape->offsets ? seq->query_row + i : p->b * p->shape->N + i;
-  int64_t low = r->edge_starts[row], high = r->edge_starts[row + 1];
-  const int64_t last = high;
-  while (low < high) { /* the first edge not before j */
-    const int64_t middle = low + (high - low) / 2;
-    if (r->edge_keys[middle] < j) low = middle + 1;
-    else high = middle;
-  }
-  int64_t end = low;
-  while (end < last && r->edge_keys[end] < j + count) end++;
-  return (stretch){low, end};
-}
-
-/* ---- scratch ---------------------------------------------------------------- */
-
-typedef struct lookup_scratch {
-  real *across;      /* [width][T, padded], scaled: key and value terms */
-  real *down;        /* [T][width, padded] */
-  real *numbers;     /* [T, padded]: of position_bias, or of a bias term */
-  real *e;           /* [queries kept][LANES + T, padded]; of a bias one row */
-  real *buckets;     /* the same, of every term */
-  real *folded;      /* the same: buckets of the chunks of keys before (values, forward) */
-  int32_t *relation; /* [block][TILE]: what was looked up for a tile */
-  real *g, *dg;      /* [tiles][1 + T][TILE]: query terms; backward's sums of ds */
-} lookup_scratch;
-
-typedef struct pair_scratch {
-  int64_t packed_head; /* whose tables are packed; -1: none */
-  int64_t kept;        /* rows of E and buckets: a chunk of queries (forward), or a block */
-  int64_t base;        /* the current block's first row among them */
-  skew_scratch query;
-  lookup_scratch list[RPI_LOOKUPS];
-  real *scores; /* [block][TILE] */
-  real *values; /* [block][TILE]: dz . w, backward only */
-} pair_scratch;
-
-static int64_t lookup_columns(const lookup *x) { return rpi_round_up(x->rows, RPI_LANES); }
-static int64_t lookup_stride(const lookup *x) { return lookup_columns(x) + RPI_LANES; }
-static int64_t lookup_padded(const lookup *x) { return rpi_round_up(x->width, RPI_LANES); }
-
-static void take_lookup(rpi_arena *arena, const bounds *n, const lookup *x, bool backward,
-                        int64_t kept, lookup_scratch *w) {
-  const int64_t real_bytes = sizeof(real), stride = lookup_stride(x);
-  w->relation = rpi_arena_take(arena, n->block * RPI_TILE, sizeof *w->relation);
-  w->numbers = rpi_arena_take(arena, lookup_columns(x), real_bytes);
-  if (x->kind != PAIR_BIAS) {
-    w->down = rpi_arena_take(arena, x->rows, lookup_padded(x) * real_bytes);
-  }
-  if (x->kind == PAIR_QUERY) {
-    const int64_t lines = n->keys / RPI_TILE * (x->rows + 1);
-    w->g = rpi_arena_take(arena, lines, RPI_TILE * real_bytes);
-    if (backward) w->dg = rpi_arena_take(arena, lines, RPI_TILE * real_bytes);
-    return;
-  }
-  if (x->kind == PAIR_KEY || (x->kind == PAIR_VALUE && backward)) {
-    w->across = rpi_arena_take(arena, x->width, lookup_columns(x) * real_bytes);
-    w->e = rpi_arena_take(arena, kept, stride * real_bytes);
-  } else if (x->kind == PAIR_BIAS) {
-    w->e = rpi_arena_take(arena, 1, stride * real_bytes);
-  }
-  if (x->kind == PAIR_VALUE || backward) {
-    w->buckets = rpi_arena_take(arena, kept, stride * real_bytes);
-    if (!backward) w->folded = rpi_arena_take(arena, kept, stride * real_bytes);
-  }
-}
-
-static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s, bool backward,
-                       pair_scratch *w) {
-  const pair_terms p = pair_terms_of(s, 0, 0);
-  const int64_t real_bytes = sizeof(real);
-  w->packed_head = -1;
-  w->kept = backward ? n->block : n->queries;
-  if (p.scores) w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  if (p.values && backward) w->values = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  if (p.query.present) take_skew(arena, n->block, n->query_columns, n->width, &w->query);
-  for (int x = 0; x < p.count; x++) {
-    take_lookup(arena, n, &p.list[x], backward, w->kept, &w->list[x]);
-  }
-}
+/* Sums of a table's gradient (table_sums.h): of one function of d, for the distances first to last;
+ * none where first > last. Of a term that is looked up: of its rows. numbers: of ds alone, for bias
+ * terms and position_bias. */
+typedef struct table_sums {
+  int64_t first, last;
+  real *lines;   /* [1 + columns][width, padded]; NULL: not wanted */
+  real *numbers; /* [1 + columns]; NULL: not wanted */
+} table_sums;
 
 /* ---- getting ready ------------------------------------------------------------ */
-
-/* The tables of a head, packed for both directions. */
-static void pack_lookup(const lookup *x, const pair_terms *p, real factor, lookup_scratch *w) {
-  const int64_t columns = lookup_columns(x), padded = lookup_padded(x);
-  const int64_t stride = x->relation->row_stride;
-  const rp_attention *const s = p->shape;
-  if (x->kind == PAIR_BIAS) {
-    memset(w->e, 0, RPI_LANES * sizeof(real));
-    for (int64_t r = 0; r < columns; r++) {
-      w->e[RPI_LANES + r] = r < x->rows ? LOG2_E * x->table[r * stride] : 0;
-    }
-    return;
-  }
-  for (int64_t r = 0; r < x->rows; r++) {
-    memcpy(w->down + r * padded, x->table + r * stride, (size_t)x->width * sizeof(real));
-    for (int64_t c = x->width; c < padded; c++) w->down[r * padded + c] = 0;
-  }
-  if (w->across) {
-    rpi_pack_transposed(w->down, padded, x->rows, x->width, factor, w->across, columns, columns);
-  }
-  const real *const bias = x->kind == PAIR_KEY && s->position_bias
-                               ? s->position_bias + p->head * s->position_bias_stride
-                               : NULL;
-  for (int64_t r = 0; r < columns; r++) {
-    w->numbers[r] = bias && r < x->rows ? factor * dot(bias, w->down + r * padded, x->width) : 0;
-  }
-}
-
-/* Tables of a head, where they are not there yet. */
-static void open_pair_tables(const pair_terms *p, pair_scratch *w) {
-  const real factor = scale_of(p->shape) * LOG2_E;
-  if (w->packed_head == p->head) return;
-  for (int i = 0; i < p->count; i++) {
-    pack_lookup(&p->list[i], p, p->list[i].kind == PAIR_VALUE ? 1 : factor, &w->list[i]);
-  }
-  w->packed_head = p->head;
-}
-
-/* Before a chunk of keys: what they meet of the query terms. */
-static void open_pair_keys(const pair_terms *p, pair_scratch *w, int64_t keys, const real *packed,
-                           const real *zeros) {
-  for (int i = 0; i < p->count; i++) {
-    const lookup *const x = &p->list[i];
-    lookup_scratch *const at = &w->list[i];
-    if (x->kind != PAIR_QUERY) continue;
-    const int64_t lines = (x->rows + 1) * RPI_TILE, padded = lookup_padded(x);
-    for (int64_t j = 0; j < keys; j += RPI_TILE) {
-      real *const g = at->g + j / RPI_TILE * lines;
-      memset(g, 0, RPI_TILE * sizeof(real));
-      for (int64_t done = 0; done < x->rows; done += RPI_STRIP) { /* zeros has a strip */
-        const rpi_product product = {.a = at->down + done * padded,
-                                     .a_row = padded,
-                                     .a_inner = 1,
-                                     .b = packed + j * x->width,
-                                     .b_stride = RPI_TILE,
-                                     .c = g + (done + 1) * RPI_TILE,
-                                     .c_stride = RPI_TILE,
-                                     .inner = x->width};
-        const rpi_start start = {.row = zeros};
-        rpi_strip_product(RPI_START_ROW, rpi_min(RPI_STRIP, x->rows - done), RPI_TILE / RPI_LANES,
-                          &product, &start);
-      }
-    }
-    if (at->dg) {
-      memset(at->dg, 0, (size_t)(rpi_round_up(keys, RPI_TILE) / RPI_TILE * lines) * sizeof(real));
-    }
-  }
-}
 
 /* A block of queries (for values in backward: of dz). */
 typedef struct pair_rows {
@@ -319,53 +42,175 @@ typedef struct pair_rows {
   int64_t x_stride;
 } pair_rows;
 
-/* For some queries: E and empty buckets. */
+/* The rows of table i that are there, packed for both directions. */
+static void pack_lookup(const pair_terms *p, int i, pair_scratch *w) {
+  const lookup *const x = &p->list[i];
+  const lookup_scratch *const leader = &w->list[x->way == LOOKUP_MET ? x->map : i];
+  lookup_scratch *const at = &w->list[i];
+  const int64_t rows = leader->met.columns, columns = lookup_columns(rows);
+  const int64_t padded = lookup_padded(x);
+  const rp_attention *const s = p->shape;
+  if (x->kind == PAIR_BIAS) {
+    memset(at->e, 0, RPI_LANES * sizeof(real));
+    for (int64_t c = 0; c < columns; c++) {
+      const int64_t row = c < rows ? met_row(leader, c) : -1;
+      at->e[RPI_LANES + c] = row >= 0 ? LOG2_E * x->table[row * x->relation->row_stride] : 0;
+    }
+    return;
+  }
+  pack_met(x, leader, at);
+  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(s) * LOG2_E;
+  if (at->across) {
+    rpi_pack_transposed(at->down, padded, rows, x->width, factor, at->across, columns, columns);
+  }
+  const real *const bias = x->kind == PAIR_KEY && s->position_bias
+                               ? s->position_bias + p->head * s->position_bias_stride
+                               : NULL;
+  for (int64_t c = 0; c < columns; c++) {
+    at->numbers[c] = bias && c < rows ? factor * dot(bias, at->down + c * padded, x->width) : 0;
+  }
+}
+
+/* Whole tables of a head, where they are not there yet. */
+static void open_pair_tables(const pair_terms *p, pair_scratch *w) {
+  if (w->packed_head == p->head) return;
+  for (int i = 0; i < p->count; i++) {
+    const lookup *const x = &p->list[i];
+    if (x->way != LOOKUP_WHOLE) continue;
+    w->list[i].met = (met_rows){.columns = x->rows};
+    pack_lookup(p, i, w);
+  }
+  w->packed_head = p->head;
+}
+
+/* What the keys of a tile, packed, meet of a query term's rows. */
+static void open_tile_keys(const lookup *x, const lookup_scratch *at, int64_t rows,
+                           const real *packed, const real *zeros, real *g) {
+  const int64_t padded = lookup_padded(x);
+  memset(g, 0, RPI_TILE * sizeof(real));
+  for (int64_t done = 0; done < rows; done += RPI_STRIP) { /* zeros has a strip */
+    const rpi_product product = {.a = at->down + done * padded,
+                                 .a_row = padded,
+                                 .a_inner = 1,
+                                 .b = packed,
+                                 .b_stride = RPI_TILE,
+                                 .c = g + (done + 1) * RPI_TILE,
+                                 .c_stride = RPI_TILE,
+                                 .inner = x->width};
+    const rpi_start start = {.row = zeros};
+    rpi_strip_product(RPI_START_ROW, rpi_min(RPI_STRIP, rows - done), RPI_TILE / RPI_LANES,
+                      &product, &start);
+  }
+}
+
+/* Before a chunk of keys: what they meet of the query terms whose tables are there whole. */
+static void open_pair_keys(const pair_terms *p, pair_scratch *w, int64_t keys, const real *packed,
+                           const real *zeros) {
+  for (int i = 0; i < p->count; i++) {
+    const lookup *const x = &p->list[i];
+    lookup_scratch *const at = &w->list[i];
+    if (x->kind != PAIR_QUERY || x->way != LOOKUP_WHOLE) continue;
+    const int64_t lines = (x->rows + 1) * RPI_TILE;
+    for (int64_t j = 0; j < keys; j += RPI_TILE) {
+      open_tile_keys(x, at, x->rows, packed + j * x->width, zeros, at->g + j / RPI_TILE * lines);
+    }
+    if (at->dg) {
+      memset(at->dg, 0, (size_t)(rpi_round_up(keys, RPI_TILE) / RPI_TILE * lines) * sizeof(real));
+    }
+  }
+}
+
+/* For some queries: E and empty buckets of one term. */
+static void open_lookup_rows(const lookup *x, const lookup_scratch *at, int64_t rows, int64_t count,
+                             const pair_rows *from) {
+  const int64_t stride = lookup_stride(rows), columns = lookup_columns(rows);
+  if (at->buckets) memset(at->buckets, 0, (size_t)(count * stride) * sizeof(real));
+  if (at->folded) memset(at->folded, 0, (size_t)(count * stride) * sizeof(real));
+  if (!at->across || !from) return;
+  for (int64_t r = 0; r < count; r++) {
+    real *const row = at->e + r * stride;
+    memset(row, 0, RPI_LANES * sizeof(real));
+    memcpy(row + RPI_LANES, at->numbers, (size_t)columns * sizeof(real));
+  }
+  const rpi_product product = {.a = from->x,
+                               .a_row = from->x_stride,
+                               .a_inner = 1,
+                               .b = at->across,
+                               .b_stride = columns,
+                               .c = at->e + RPI_LANES,
+                               .c_stride = stride,
+                               .inner = x->width};
+  rpi_block_product(RPI_START_LOAD, count, columns / RPI_LANES, product, NULL);
+}
+
+/* The same of all whose tables are there whole. */
 static void open_pair_rows(const pair_terms *p, const pair_scratch *w, const pair_rows *q,
                            const pair_rows *dz) {
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
-    const lookup_scratch *const at = &w->list[i];
-    const pair_rows *const from = x->kind == PAIR_VALUE ? dz : q;
-    const int64_t stride = lookup_stride(x), columns = lookup_columns(x);
-    if (at->buckets) memset(at->buckets, 0, (size_t)(q->rows * stride) * sizeof(real));
-    if (at->folded) memset(at->folded, 0, (size_t)(q->rows * stride) * sizeof(real));
-    if (!at->across || !from) continue;
-    for (int64_t r = 0; r < q->rows; r++) {
-      real *const row = at->e + r * stride;
-      memset(row, 0, RPI_LANES * sizeof(real));
-      memcpy(row + RPI_LANES, at->numbers, (size_t)columns * sizeof(real));
-    }
-    const rpi_product product = {.a = from->x,
-                                 .a_row = from->x_stride,
-                                 .a_inner = 1,
-                                 .b = at->across,
-                                 .b_stride = columns,
-                                 .c = at->e + RPI_LANES,
-                                 .c_stride = stride,
-                                 .inner = x->width};
-    rpi_block_product(RPI_START_LOAD, q->rows, columns / RPI_LANES, product, NULL);
+    if (x->way != LOOKUP_WHOLE || x->kind == PAIR_QUERY) continue;
+    open_lookup_rows(x, &w->list[i], x->rows, q->rows, x->kind == PAIR_VALUE ? dz : q);
   }
 }
 
-/* Before a block walks a chunk of keys: the window of query terms on a band. */
-static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
-                            const sight *sees, const pair_rows *q, int64_t key, int64_t keys) {
-  if (!p->query.present) return;
-  const reach r = reach_of(seq, sees, q->row0, q->rows, key, keys);
-  w->query.w = window_of(&p->query, r.nearest, r.farthest);
-  pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES),
-              &w->query.table);
+/* Queries with position_bias, for a block. */
+static void open_biased(const pair_terms *p, const pair_scratch *w, const pair_rows *q) {
+  const rp_attention *const s = p->shape;
+  const real *const bias = s->position_bias + p->head * s->position_bias_stride;
+  const int64_t padded = rpi_round_up(s->D, RPI_LANES);
+  for (int64_t r = 0; r < q->rows; r++) {
+    for (int64_t c = 0; c < s->D; c++) {
+      w->biased[r * padded + c] = q->x[r * q->x_stride + c] + bias[c];
+    }
+  }
 }
 
-/* Before a tile: looks up what a block meets in it, each map once. */
-static void open_pair_tile(const pair_terms *p, const pair_scratch *w, const rpi_sequence *seq,
-                           const pair_rows *rows, int64_t key, int64_t tile_keys) {
+/* Before a block walks a chunk of keys: the window of query terms on a band, and of long tables
+ * what it meets in the chunk. */
+static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
+                            const sight *sees, const pair_rows *q, const pair_rows *dz, int64_t key,
+                            int64_t keys) {
+  if (p->query.present) {
+    const reach r = reach_of(seq, sees, q->row0, q->rows, key, keys);
+    w->query.w = window_of(&p->query, r.nearest, r.farthest);
+    pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES),
+                &w->query.table);
+  }
+  if (p->biased) open_biased(p, w, q);
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
-    if (x->map != i || x->relation->map == RP_MAP_EDGES) continue;
-    for (int64_t r = 0; r < rows->rows; r++) {
-      look_up(x, p, seq, rows->row0 + r, key, tile_keys, w->list[i].relation + r * RPI_TILE);
+    if (x->way != LOOKUP_MET || x->kind == PAIR_QUERY) continue;
+    if (x->map == i) meet(x, p, seq, q->row0, q->rows, key, keys, &w->list[i]);
+    if (pair_by_pair(x, w)) continue;
+    pack_lookup(p, i, w);
+    open_lookup_rows(x, &w->list[i], lookup_rows(x, w), q->rows, x->kind == PAIR_VALUE ? dz : q);
+  }
+}
+
+/* Before the tile at key j of a chunk: looks up what a block meets in it, each map once. packed:
+ * the chunk. */
+static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
+                           const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
+                           const real *packed, const real *zeros) {
+  for (int i = 0; i < p->count; i++) {
+    const lookup *const x = &p->list[i];
+    lookup_scratch *const at = &w->list[i];
+    if (x->map == i && x->relation->map != RP_MAP_EDGES) {
+      const bool met = x->way == LOOKUP_MET;
+      if (met && x->kind == PAIR_QUERY) {
+        meet(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at);
+      }
+      for (int64_t r = 0; r < rows->rows; r++) {
+        int32_t *const relation = at->relation + r * RPI_TILE;
+        if (met) look_up_met(x, p, seq, rows->row0 + r, key + j, tile_keys, at, relation);
+        else look_up(x, p, seq, rows->row0 + r, key + j, tile_keys, relation);
+      }
     }
+    if (x->kind != PAIR_QUERY || x->way != LOOKUP_MET || pair_by_pair(x, w)) continue;
+    const int64_t met = lookup_rows(x, w);
+    pack_lookup(p, i, w);
+    open_tile_keys(x, at, met, packed + j * x->width, zeros, at->g);
+    if (at->dg) memset(at->dg, 0, (size_t)((met + 1) * RPI_TILE) * sizeof(real));
   }
 }
 
@@ -389,24 +234,139 @@ RPI_NOINLINE void gather_columns(const real *restrict from, const int32_t *restr
   }
 }
 
-/* Adds E of the looked-up relations of a block and a tile; first: there is nothing yet. */
+/* The pairs of a query and a tile that have a relation, to be taken one by one: a map has one row a
+ * key, edges come in a list. */
+typedef struct pair_walk {
+  const int32_t *relation; /* [tile_keys], or NULL: edges */
+  const int32_t *edge_keys, *edge_labels;
+  int64_t at, end, key;
+} pair_walk;
+
+/* Of query r of a block. */
+static pair_walk walk_pairs(const pair_terms *p, const lookup *x, const pair_scratch *w,
+                            const rpi_sequence *seq, int64_t row0, int64_t r, int64_t key,
+                            int64_t tile_keys) {
+  if (x->relation->map != RP_MAP_EDGES) {
+    return (pair_walk){.relation = w->list[x->map].relation + r * RPI_TILE, .end = tile_keys};
+  }
+  const stretch edges = edges_of(x->relation, p, seq, row0 + r, key, tile_keys);
+  return (pair_walk){.edge_keys = x->relation->edge_keys,
+                     .edge_labels = x->relation->edge_labels,
+                     .at = edges.begin,
+                     .end = edges.end,
+                     .key = key};
+}
+
+/* Some of them: key in the tile, row of the table, and weight where there are weights. */
+typedef struct pair_list {
+  int count;
+  int32_t key[RPI_TILE], row[RPI_TILE];
+  real weight[RPI_TILE];
+} pair_list;
+
+/* The next up to RPI_TILE pairs; false where none is left. weights: of the query's keys, or NULL;
+ * pairs without weight are hidden, and left out. */
+static bool list_pairs(pair_walk *left, const real *weights, pair_list *to) {
+  int count = 0;
+  for (; left->at < left->end && count < RPI_TILE; left->at++) {
+    const bool listed = left->relation == NULL;
+    const int32_t row = listed ? left->edge_labels[left->at] : left->relation[left->at];
+    if (row < 0) continue;
+    const int64_t key = listed ? left->edge_keys[left->at] - left->key : left->at;
+    to->key[count] = (int32_t)key;
+    to->row[count] = row;
+    to->weight[count] = weights ? weights[key] : 1;
+    count += to->weight[count] != 0;
+  }
+  to->count = count;
+  return count > 0;
+}
+
+#define RPI_PAIRS 4 /* that are taken together: the sums of one wait for themselves */
+
+/* out[n] = a[n] . b[n]. */
+RPI_INLINE void pair_dots(int64_t width, const real *const a[RPI_PAIRS],
+                          const real *const b[RPI_PAIRS], real out[RPI_PAIRS]) {
+  rpi_register sum[RPI_PAIRS] = {{0}};
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) {
+      sum[n] += rpi_load(a[n] + c) * rpi_load(b[n] + c);
+    }
+  }
+#if RPI_LANES >= 4
+  const rpi_register even = RPI_LOW(sum[0], sum[2]) + RPI_HIGH(sum[0], sum[2]);
+  const rpi_register odd = RPI_LOW(sum[1], sum[3]) + RPI_HIGH(sum[1], sum[3]);
+  const rpi_register all = RPI_LOW(even, odd) + RPI_HIGH(even, odd);
+  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) {
+    out[n] = all[n];
+    RPI_UNROLL(4) for (int l = RPI_PAIRS; l < RPI_LANES; l += RPI_PAIRS) out[n] += all[l + n];
+  }
+#else
+  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) out[n] = sum_lanes((const real *)&sum[n]);
+#endif
+  for (; c < width; c++) {
+    for (int n = 0; n < RPI_PAIRS; n++) out[n] += a[n][c] * b[n][c];
+  }
+}
+
+/* Adds the scores of a block's pairs one by one. k: the tile's keys. */
+static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w,
+                     const rpi_sequence *seq, const pair_rows *rows, int64_t key, int64_t tile_keys,
+                     const dense *k, real *scores) {
+  const int64_t stride = x->relation->row_stride, padded = rpi_round_up(x->width, RPI_LANES);
+  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(p->shape) * LOG2_E;
+  for (int64_t r = 0; r < rows->rows; r++) {
+    real *const to = scores + r * RPI_TILE;
+    const real *const own =
+        x->kind == PAIR_KEY && w->biased ? w->biased + r * padded : rows->x + r * rows->x_stride;
+    pair_walk left = walk_pairs(p, x, w, seq, rows->row0, r, key, tile_keys);
+    for (pair_list l; list_pairs(&left, NULL, &l);) {
+      for (int n = 0; x->kind == PAIR_BIAS && n < l.count; n++) {
+        to[l.key[n]] += LOG2_E * x->table[l.row[n] * stride];
+      }
+      for (int n = 0; x->kind != PAIR_BIAS && n < l.count; n += RPI_PAIRS) {
+        const real *a[RPI_PAIRS], *b[RPI_PAIRS];
+        real product[RPI_PAIRS];
+        for (int m = 0; m < RPI_PAIRS; m++) {
+          const int of = n + m < l.count ? n + m : n; /* of the last few some twice */
+          a[m] = x->kind == PAIR_QUERY ? k->data + l.key[of] * k->stride : own;
+          b[m] = x->table + l.row[of] * stride;
+        }
+        pair_dots(x->width, a, b, product);
+        for (int m = 0; m < RPI_PAIRS && n + m < l.count; m++) {
+          to[l.key[n + m]] += factor * product[m];
+        }
+      }
+    }
+  }
+}
+
+/* Adds E of the looked-up relations of a block and a tile; first: there is nothing yet. k: the
+ * tile's keys. */
 static void add_looked_up(int which, const pair_scratch *w, const pair_terms *p,
                           const rpi_sequence *seq, const pair_rows *rows, int64_t key, int64_t j,
-                          int64_t tile_keys, bool first, real *scores) {
+                          int64_t tile_keys, bool first, const dense *k, real *scores) {
   const lookup *const x = &p->list[which];
   const lookup_scratch *const at = &w->list[which];
-  const int64_t stride = x->kind == PAIR_BIAS ? 0 : lookup_stride(x);
-  const real *const g =
-      x->kind == PAIR_QUERY ? at->g + j / RPI_TILE * (x->rows + 1) * RPI_TILE : NULL;
-  if (first && (g || x->relation->map == RP_MAP_EDGES)) {
+  const bool each = pair_by_pair(x, w), edges = x->relation->map == RP_MAP_EDGES;
+  const int64_t table = lookup_rows(x, w);
+  const int64_t stride = x->kind == PAIR_BIAS ? 0 : lookup_stride(table);
+  const int64_t tile = x->way == LOOKUP_WHOLE ? j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0;
+  const real *const g = x->kind == PAIR_QUERY ? at->g + tile : NULL;
+  if (first && (each || edges || x->kind == PAIR_QUERY)) {
     memset(scores, 0, (size_t)(rows->rows * RPI_TILE) * sizeof(real));
+  }
+  if (each) {
+    add_each(p, x, w, seq, rows, key + j, tile_keys, k, scores);
+    return;
   }
   for (int64_t r = 0; r < rows->rows; r++) {
     real *const to = scores + r * RPI_TILE;
-    const real *const e = g ? g : at->e + (w->base + r) * stride + RPI_LANES;
-    if (x->relation->map == RP_MAP_EDGES) {
-      const stretch edges = edges_of(x->relation, p, seq, rows->row0 + r, key + j, tile_keys);
-      for (int64_t n = edges.begin; n < edges.end; n++) {
+    const real *const e = g ? g : at->e + (lookup_base(x, w) + r) * stride + RPI_LANES;
+    if (edges) {
+      const stretch own = edges_of(x->relation, p, seq, rows->row0 + r, key + j, tile_keys);
+      for (int64_t n = own.begin; n < own.end; n++) {
         const int64_t c = x->relation->edge_keys[n] - (key + j);
         const int32_t label = x->relation->edge_labels[n];
         to[c] += g ? g[(label + 1) * RPI_TILE + c] : e[label];
@@ -419,19 +379,25 @@ static void add_looked_up(int which, const pair_scratch *w, const pair_terms *p,
   }
 }
 
+/* Row j of some keys, and those after it. */
+static dense rows_from(const dense *keys, int64_t j) {
+  return (dense){keys->data + j * keys->stride, keys->stride};
+}
+
 /* The additional scores of a block and the tile j of a chunk, in units of log 2.
- * keys: the packed chunk. */
+ * packed, keys: the chunk. */
 static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                         const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
-                        const real *keys, const real *zeros) {
+                        const real *packed, const dense *keys, const real *zeros) {
+  const dense k = rows_from(keys, j);
   if (p->query.present) {
     skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows,
-                keys + j * p->query.width, zeros, w->scores);
+                packed + j * p->query.width, zeros, w->scores);
   }
   bool first = !p->query.present;
   for (int i = 0; i < p->count; i++) {
     if (p->list[i].kind == PAIR_VALUE) continue;
-    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, w->scores);
+    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, &k, w->scores);
     first = false;
   }
 }
@@ -442,7 +408,7 @@ static void pair_value_scores(const pair_terms *p, pair_scratch *w, const rpi_se
   bool first = true;
   for (int i = 0; i < p->count; i++) {
     if (p->list[i].kind != PAIR_VALUE) continue;
-    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, w->values);
+    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, NULL, w->values);
     first = false;
   }
 }
@@ -452,7 +418,7 @@ static void pair_value_scores(const pair_terms *p, pair_scratch *w, const rpi_se
 /* The buckets of a strip's rows, and what was looked up for them. */
 typedef struct pair_buckets {
   int count, list[RPI_LOOKUPS];
-  real *rows[RPI_LOOKUPS], *folded[RPI_LOOKUPS];
+  real *rows[RPI_LOOKUPS], *folded[RPI_LOOKUPS]; /* NULL: there are none */
   const int32_t *relation[RPI_LOOKUPS];
   int64_t stride[RPI_LOOKUPS];
 } pair_buckets;
@@ -462,31 +428,105 @@ static pair_buckets pair_buckets_at(const pair_terms *p, const pair_scratch *w, 
                                     bool values) {
   pair_buckets b;
   b.count = 0;
-  for (int x = 0; x < p->count; x++) {
-    if ((p->list[x].kind == PAIR_VALUE) != values || p->list[x].kind == PAIR_QUERY) continue;
-    b.stride[b.count] = lookup_stride(&p->list[x]);
-    b.rows[b.count] = w->list[x].buckets + (w->base + i) * b.stride[b.count];
-    b.folded[b.count] =
-        w->list[x].folded ? w->list[x].folded + (w->base + i) * b.stride[b.count] : NULL;
-    b.relation[b.count] = w->list[p->list[x].map].relation + i * RPI_TILE;
-    b.list[b.count++] = x;
+  for (int n = 0; n < p->count; n++) {
+    const lookup *const x = &p->list[n];
+    if ((x->kind == PAIR_VALUE) != values || x->kind == PAIR_QUERY) continue;
+    const lookup_scratch *const at = &w->list[n];
+    const bool each = pair_by_pair(x, w);
+    const int64_t stride = lookup_stride(lookup_rows(x, w));
+    const int64_t from = (lookup_base(x, w) + i) * stride;
+    b.stride[b.count] = stride;
+    b.rows[b.count] = each ? NULL : at->buckets + from;
+    b.folded[b.count] = at->folded ? at->folded + from : NULL;
+    b.relation[b.count] =
+        x->relation->map == RP_MAP_EDGES ? NULL : w->list[x->map].relation + i * RPI_TILE;
+    b.list[b.count++] = n;
   }
   return b;
 }
 
+/* Where a strip's pairs go that are taken one by one. */
+typedef struct pair_ends {
+  const real *x; /* the strip's rows of q (dz for values), for the table's gradient */
+  int64_t x_stride;
+  real *rows; /* its rows of dq, or forward of the output; NULL: nothing to be added there */
+  int64_t rows_stride;
+  const table_sums *sums; /* of the looked-up terms; NULL: forward */
+} pair_ends;
+
+/* to += factor * from. */
+RPI_INLINE void add_scaled(int64_t width, real factor, const real *restrict from,
+                           real *restrict to) {
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    rpi_store(to + c, rpi_load(to + c) + factor * rpi_load(from + c));
+  }
+  for (; c < width; c++) to[c] += factor * from[c];
+}
+
+/* to += the rows of a table that a list names, times its weights. */
+static void add_rows_of(const lookup *x, const pair_list *l, real *restrict to) {
+  const int64_t stride = x->relation->row_stride;
+  int n = 0;
+  for (; n + RPI_PAIRS <= l->count; n += RPI_PAIRS) {
+    const real w0 = l->weight[n], *const a = x->table + l->row[n] * stride;
+    const real w1 = l->weight[n + 1], *const b = x->table + l->row[n + 1] * stride;
+    const real w2 = l->weight[n + 2], *const c = x->table + l->row[n + 2] * stride;
+    const real w3 = l->weight[n + 3], *const d = x->table + l->row[n + 3] * stride;
+    int64_t i = 0;
+    for (; i + RPI_LANES <= x->width; i += RPI_LANES) {
+      rpi_store(to + i, rpi_load(to + i) + (w0 * rpi_load(a + i) + w1 * rpi_load(b + i)) +
+                            (w2 * rpi_load(c + i) + w3 * rpi_load(d + i)));
+    }
+    for (; i < x->width; i++) to[i] += (w0 * a[i] + w1 * b[i]) + (w2 * c[i] + w3 * d[i]);
+  }
+  for (; n < l->count; n++) {
+    add_scaled(x->width, l->weight[n], x->table + l->row[n] * stride, to);
+  }
+}
+
+/* Takes the weights of a strip pair by pair: to rows, and to the sums of a table's gradient. */
+static void collect_each(const pair_terms *p, int which, const pair_scratch *w,
+                         const rpi_sequence *seq, int64_t row0, int64_t i, int64_t count,
+                         int64_t key, int64_t tile_keys, const real *weights,
+                         const pair_ends *ends) {
+  const lookup *const x = &p->list[which];
+  const int64_t padded = lookup_padded(x);
+  const table_sums none = {.first = 0}, *const sums = ends->sums ? &ends->sums[which] : &none;
+  for (int64_t r = 0; r < count; r++) {
+    real *const to = ends->rows && x->kind != PAIR_BIAS ? ends->rows + r * ends->rows_stride : NULL;
+    pair_walk left = walk_pairs(p, x, w, seq, row0, i + r, key, tile_keys);
+    for (pair_list l; list_pairs(&left, weights + r * RPI_TILE, &l);) {
+      if (to) add_rows_of(x, &l, to);
+      for (int n = 0; sums->lines && n < l.count; n++) {
+        add_scaled(x->width, l.weight[n], ends->x + r * ends->x_stride,
+                   sums->lines + (l.row[n] - sums->first) * padded);
+      }
+      for (int n = 0; sums->numbers && n < l.count; n++) {
+        sums->numbers[l.row[n] - sums->first] += l.weight[n];
+      }
+    }
+  }
+}
+
 /* Adds a strip of weights to its buckets. Rows side by side: additions to one bucket wait for
- * each other. */
-static void collect_pairs(const pair_terms *p, const pair_buckets *b, const rpi_sequence *seq,
-                          int64_t i, int64_t count, int64_t key, int64_t tile_keys,
-                          const real *weights) {
+ * each other. row0: of the block; i: the strip's first row in it. */
+static void collect_pairs(const pair_terms *p, const pair_buckets *b, const pair_scratch *w,
+                          const rpi_sequence *seq, int64_t row0, int64_t i, int64_t count,
+                          int64_t key, int64_t tile_keys, const real *weights,
+                          const pair_ends *ends) {
   for (int n = 0; n < b->count; n++) {
+    if (!b->rows[n]) {
+      collect_each(p, b->list[n], w, seq, row0, i, count, key, tile_keys, weights, ends);
+      continue;
+    }
     const lookup *const x = &p->list[b->list[n]];
     real *const buckets = b->rows[n] + RPI_LANES;
     const int32_t *const relation = b->relation[n];
     const int64_t stride = b->stride[n];
     if (x->relation->map == RP_MAP_EDGES) {
       for (int64_t r = 0; r < count; r++) {
-        const stretch edges = edges_of(x->relation, p, seq, i + r, key, tile_keys);
+        const stretch edges = edges_of(x->relation, p, seq, row0 + i + r, key, tile_keys);
         for (int64_t at = edges.begin; at < edges.end; at++) {
           buckets[r * stride + x->relation->edge_labels[at]] +=
               weights[r * RPI_TILE + x->relation->edge_keys[at] - key];
@@ -512,28 +552,32 @@ static void collect_pairs(const pair_terms *p, const pair_buckets *b, const rpi_
  * are added to one by one; over all keys of a long sequence it would lose a digit. */
 static void fold_pair_buckets(const pair_terms *p, const pair_scratch *w, int64_t rows) {
   for (int i = 0; i < p->count; i++) {
-    if (p->list[i].kind != PAIR_VALUE) continue;
+    const lookup *const x = &p->list[i];
+    if (x->kind != PAIR_VALUE || x->way != LOOKUP_WHOLE) continue;
     real *const from = w->list[i].buckets, *const to = w->list[i].folded;
-    const int64_t numbers = rows * lookup_stride(&p->list[i]);
+    const int64_t numbers = rows * lookup_stride(x->rows);
     for (int64_t c = 0; c < numbers; c++) to[c] += from[c];
     memset(from, 0, (size_t)numbers * sizeof(real));
   }
 }
 
-/* out += buckets . table for all rows kept. */
-static void add_pair_values(const pair_terms *p, const pair_scratch *w, int64_t rows, int64_t width,
-                            real *out) {
+/* out += buckets . table, where the whole table is there (for all rows kept) or is not (for those
+ * of a block that walked a chunk). */
+static void add_pair_values(const pair_terms *p, const pair_scratch *w, int way, int64_t rows,
+                            int64_t width, real *out) {
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
-    if (x->kind != PAIR_VALUE) continue;
-    const rpi_product product = {.a = w->list[i].folded + RPI_LANES,
-                                 .a_row = lookup_stride(x),
+    if (x->kind != PAIR_VALUE || x->way != way || pair_by_pair(x, w)) continue;
+    const real *const buckets = way == LOOKUP_WHOLE ? w->list[i].folded : w->list[i].buckets;
+    const int64_t table = lookup_rows(x, w);
+    const rpi_product product = {.a = buckets + RPI_LANES,
+                                 .a_row = lookup_stride(table),
                                  .a_inner = 1,
                                  .b = w->list[i].down,
                                  .b_stride = width,
                                  .c = out,
                                  .c_stride = width,
-                                 .inner = x->rows};
+                                 .inner = table};
     rpi_block_product(RPI_START_LOAD, rows, width / RPI_LANES, product, NULL);
   }
 }

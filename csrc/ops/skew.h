@@ -19,13 +19,6 @@
 
 #include "ops/band.h"
 
-#if RPI_REAL_BYTES == 8
-typedef int64_t rpi_lane;
-#else
-typedef int32_t rpi_lane;
-#endif
-typedef rpi_lane rpi_lanes __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES)));
-
 static const rpi_lane lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /* All ones in the lanes whose number has this bit. */
@@ -34,15 +27,12 @@ RPI_INLINE rpi_lanes lanes_with(rpi_lane bit) {
   memcpy(&lanes, lane_numbers, sizeof lanes);
   return (lanes & bit) != 0;
 }
-RPI_INLINE rpi_register blend(rpi_lanes mask, rpi_register with, rpi_register without) {
-  return (rpi_register)(((rpi_lanes)with & mask) | ((rpi_lanes)without & ~mask));
-}
 
 /* Lane l of four rows, `step` rows apart: from row (l / unit) % 4. */
 RPI_INLINE rpi_register blend4(const real *row, int64_t step, rpi_lanes low, rpi_lanes high) {
-  const rpi_register first = blend(low, rpi_load(row + step), rpi_load(row));
-  const rpi_register second = blend(low, rpi_load(row + 3 * step), rpi_load(row + 2 * step));
-  return blend(high, second, first);
+  const rpi_register first = rpi_blend(low, rpi_load(row + step), rpi_load(row));
+  const rpi_register second = rpi_blend(low, rpi_load(row + 3 * step), rpi_load(row + 2 * step));
+  return rpi_blend(high, second, first);
 }
 
 #define RPI_SKEW_PAD 16 /* rows that either direction may read beyond what is there */

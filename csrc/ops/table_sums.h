@@ -3,15 +3,16 @@
  * table_sums.h: the gradients of relation tables, summed in a fixed order.
  *
  * Every item of a phase adds to the same few table rows. A slot is a run of items of
- * one head whose borders depend on shapes alone; one task does a slot, into memory of
- * its own, and after each phase the slots are added up in order:
+ * one head whose borders depend on shapes and positions alone; one task does a slot, into
+ * memory of its own, and after each phase the slots are added up in order:
  *
  *   slot   item item item | item item item | item item ...      tasks, any order
  *             sums 0           sums 1          sums 2           [columns + 1][width]
  *   table gradient += sums 0, then sums 1, then sums 2          tasks own table rows
  *
  * The lines of a band's sums are its distances, after a line 0 for all before the first: the
- * reduction finds each distance's row. Those of a looked-up term are table rows.
+ * reduction finds each distance's row. Those of a looked-up term are table rows: all, or between
+ * explicit positions those that the slot's items can meet.
  */
 #ifndef RPI_TABLE_SUMS_H
 #define RPI_TABLE_SUMS_H
@@ -21,16 +22,9 @@
 
 #define RPI_SLOTS 64               /* slots aimed at in a phase: enough for as many threads */
 #define RPI_SLOT_NUMBERS (1 << 22) /* ... or would hold more than this together */
+#define RPI_SLOT_MOST (1 << 23)    /* ... where they are very long: fewer than four for no more */
 #define RPI_SLOT_PAIRS (1 << 14)   /* ... unless they had fewer (query, key) pairs than this */
 #define RPI_REDUCE 16              /* table rows that one task of the reduction owns */
-
-/* Sums of one function of d, for the distances first to last; none where first > last. Of
- * a term that is looked up: of its rows. numbers: of ds alone, for bias terms and position_bias. */
-typedef struct table_sums {
-  int64_t first, last;
-  real *lines;   /* [1 + columns][width, padded]; NULL: not wanted */
-  real *numbers; /* [1 + columns]; NULL: not wanted */
-} table_sums;
 
 static int64_t columns_of(const table_sums *t) { return rpi_max(t->last - t->first + 1, 0); }
 
@@ -68,6 +62,42 @@ static table_sums widened(table_sums sums, const term *t, const reach *r) {
   return sums;
 }
 
+/* Rows of a looked-up table that an item can meet, as first and last of its sums. */
+static table_sums met_by(const rp_attention *s, const lookup *x, const rpi_sequence *seq, int64_t b,
+                         const rectangle *r) {
+  if (x->way != LOOKUP_MET || x->relation->map != RP_MAP_BAND || x->relation->buckets) {
+    return (table_sums){.first = 0, .last = x->rows - 1};
+  }
+  const places at = places_of(x->relation, s, seq, b, r->query, r->key);
+  const spread d = spread_of(x->relation, &at, r->rows, r->keys);
+  if (d.first > d.last) return (table_sums){.first = 1};
+  return (table_sums){.first = d.first + x->relation->left, .last = d.last + x->relation->left};
+}
+
+/* Both together. */
+static table_sums joined(table_sums a, table_sums b) {
+  if (a.first > a.last) return b;
+  if (b.first > b.last) return a;
+  return (table_sums){.first = rpi_min(a.first, b.first), .last = rpi_max(a.last, b.last)};
+}
+
+/* The most rows of a looked-up table that any item meets. */
+static int64_t most_met(const rp_attention *s, const lookup *x) {
+  int64_t most = 0;
+  for (int64_t b = 0; b < s->B; b++) {
+    const rpi_sequence seq = sequence_of(s, b);
+    const int64_t queries = query_chunks(s, &seq).count, keys = key_chunks(s, &seq).count;
+    for (int64_t i = 0; i < queries * keys; i++) {
+      const pair p = {b, i / keys, i % keys};
+      const rectangle r = rectangle_of(s, &seq, &p);
+      const table_sums sums = met_by(s, x, &seq, b, &r);
+      most = rpi_max(most, columns_of(&sums));
+      if (most == x->rows) return most;
+    }
+  }
+  return most;
+}
+
 static int64_t pair_cost(const rectangle *r) {
   return rpi_max(r->rows, 0) * rpi_max(r->keys, 0) + 1;
 }
@@ -88,18 +118,26 @@ static int64_t slot_share(const rp_attention *s, int64_t phase, int64_t slots) {
   return rpi_max((total + per_head - 1) / per_head, RPI_SLOT_PAIRS);
 }
 
+/* Widens the sums of a slot to what one item more can meet. */
+static void widen_all(const slot_list *list, slot *wider, const rpi_sequence *seq, const pair *p,
+                      const rectangle *r, const reach *reached) {
+  for (int i = 0; i < BAND_SUMS; i++) {
+    wider->sums[i] = widened(wider->sums[i], &list->band[i], reached);
+  }
+  for (int i = 0; i < list->pairs.count; i++) {
+    table_sums *const sums = &wider->sums[BAND_SUMS + i];
+    *sums = joined(*sums, met_by(list->shape, &list->pairs.list[i], seq, p->b, r));
+  }
+}
+
 /* Lists the slots of a phase for one head (slots == NULL: counts them). A slot ends
- * where it has its share, or where its sums would span more columns than one item can
- * reach: the memory of a slot is bounded by the chunks, not by the table. */
+ * where it has its share, or where its sums would span more columns than there is memory for. */
 static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
   const rp_attention *const s = list->shape;
   const sight sees = sight_of(s);
-  const int64_t share = slot_share(s, phase, list->few), most = list->n->queries + list->n->keys;
+  const int64_t share = slot_share(s, phase, list->few);
   slot empty = {.head = 0};
   for (int i = 0; i < RPI_SUMMED; i++) empty.sums[i].first = 1;
-  for (int i = 0; i < list->pairs.count; i++) {
-    empty.sums[BAND_SUMS + i] = (table_sums){.first = 0, .last = list->pairs.list[i].rows - 1};
-  }
   int64_t count = 0, cost = 0;
   slot current = empty;
   for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_after(s, phase, &p)) {
@@ -108,18 +146,16 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
     const reach reached = reach_of(&seq, &sees, r.query, r.rows, r.key, r.keys);
     slot wider = current;
     bool too_wide = false;
-    for (int i = 0; i < BAND_SUMS; i++) {
-      wider.sums[i] = widened(wider.sums[i], &list->band[i], &reached);
-      too_wide |= columns_of(&wider.sums[i]) > most;
+    widen_all(list, &wider, &seq, &p, &r, &reached);
+    for (int i = 0; i < BAND_SUMS + list->pairs.count; i++) {
+      too_wide |= columns_of(&wider.sums[i]) >= list->most[i] && list->most[i] > 0;
     }
     if (count == 0 || cost + pair_cost(&r) > share || too_wide) {
       count++;
       cost = 0;
       wider = empty;
       wider.begin = p;
-      for (int i = 0; i < BAND_SUMS; i++) {
-        wider.sums[i] = widened(wider.sums[i], &list->band[i], &reached);
-      }
+      widen_all(list, &wider, &seq, &p, &r, &reached);
     }
     wider.items++;
     cost += pair_cost(&r);
@@ -127,6 +163,12 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
     if (slots) slots[count - 1] = current;
   }
   return count;
+}
+
+/* Lines that a slot keeps of a looked-up table: what any item meets, and of many items as many
+ * as of a band. */
+static int64_t most_kept(const rp_attention *s, const lookup *x, const bounds *n) {
+  return rpi_min(x->rows, rpi_max(most_met(s, x), n->queries + n->keys));
 }
 
 static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const bounds *n) {
@@ -140,13 +182,15 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
     if (x && i - BAND_SUMS >= list.pairs.count) break;
     const term *const t = x ? NULL : &list.band[i];
     if (t && !t->present) continue;
-    list.most[i] = 1 + (x ? x->rows : widest_window(t, n->queries, n->keys));
+    list.most[i] = 1 + (x ? most_kept(s, x, n) : widest_window(t, n->queries, n->keys));
     const bool vectors = x ? x->kind != PAIR_BIAS : t->vector_count > 0;
     list.width[i] = !vectors ? 0 : rpi_round_up(x ? x->width : t->width, RPI_LANES);
     numbers += list.most[i] * (list.width[i] + 1);
   }
   /* few slots where one takes much memory: their number is a matter of shapes too */
-  list.few = rpi_max(rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1)), 4);
+  const int64_t aimed = rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
+  const int64_t least = rpi_min(4, RPI_SLOT_MOST / rpi_max(numbers, 1));
+  list.few = rpi_max(rpi_max(aimed, least), 1);
   const int64_t phases = phase_count(s);
   int64_t most = 0;
   for (int64_t phase = 0; phase < phases; phase++) {
@@ -263,8 +307,9 @@ static void reduce_task(void *context, int64_t task, int worker) {
   for (int64_t i = 0; i < slots; i++) {
     const table_sums *const t = &from[i].sums[r->sums];
     if (r->looked_up) {
-      for (int64_t row = begin; row < end; row++) {
-        reduce_line(r, from + i, row, gradient + row * stride);
+      const int64_t last = rpi_min(end - 1, t->last);
+      for (int64_t row = rpi_max(begin, t->first); row <= last; row++) {
+        reduce_line(r, from + i, row - t->first, gradient + row * stride);
       }
       continue;
     }
@@ -330,9 +375,10 @@ static void reduce_position_bias(void *context, int64_t head, int worker) {
     }
     for (int x = 0; x < pairs.count; x++) {
       if (pairs.list[x].kind != PAIR_KEY) continue;
-      for (int64_t row = 0; row < pairs.list[x].rows; row++) {
+      const table_sums *const met = &sums[BAND_SUMS + x];
+      for (int64_t row = met->first; row <= met->last; row++) {
         add_line(to, pairs.list[x].table + row * pairs.list[x].relation->row_stride, s->D,
-                 scale * sums[BAND_SUMS + x].numbers[row]);
+                 scale * met->numbers[row - met->first]);
       }
     }
   }

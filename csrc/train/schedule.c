@@ -20,6 +20,7 @@
 /* 0 at the end of the warm-up, 1 from the last step on. */
 static double progress(const rp_config *config, double t) {
   const double w = (double)config->warmup, S = (double)config->steps;
+  if (t <= w) return 0;
   return t < S ? (t - w) / (S - w) : 1;
 }
 

@@ -63,14 +63,20 @@ rp_status rpi_step_accumulate(rpi_run *run, rpi_sums *own) {
 
 /* ---- the update ------------------------------------------------------------ */
 
-/* The parameter, in the order of backward, whose gradient is the first that is not finite. */
-static void find_bad_gradient(const rp_model *m, char *name, size_t size) {
+/* A mean gradient of this size, squared, is what the second moment can hold; beyond, it would be
+ * infinite for ever. */
+#define LARGEST 1e18
+
+static bool is_sound(double squares) { return squares <= LARGEST * LARGEST; } /* NaN: false */
+
+/* The parameter, in the order of backward, whose gradient is the first that is not sound. */
+static void find_bad_gradient(const rp_model *m, double tokens, char *name, size_t size) {
   for (int64_t p = m->layout.count - 1; p >= 0; p--) {
     const rpi_parameter *const parameter = &m->layout.parameters[p];
     double sum = 0;
     const rp_status status = m->ops->square_sum(m->gradients + parameter->at, parameter->count,
                                                 m->scratch.squares, &sum);
-    if (status == RP_OK && isfinite(sum)) continue;
+    if (status == RP_OK && is_sound(sum / (tokens * tokens))) continue;
     snprintf(name, size, "gradient of %.50s", parameter->name);
     return;
   }
@@ -123,8 +129,8 @@ rp_status rpi_step_update(rp_model *m, rp_result *result) {
     squares /= tokens * tokens;
   }
   const double norm = sqrt(squares), clip = m->config.clip_norm;
-  if (m->sums.first_bad[0] == '\0' && !isfinite(norm)) {
-    find_bad_gradient(m, m->sums.first_bad, sizeof m->sums.first_bad);
+  if (m->sums.first_bad[0] == '\0' && !is_sound(squares)) {
+    find_bad_gradient(m, tokens, m->sums.first_bad, sizeof m->sums.first_bad);
   }
   m->attempt++;
   rpi_step_report(m, &m->sums, result);

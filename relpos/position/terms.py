@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,10 @@ class Shape:
     def B(self) -> int:
         return len(self.start)
 
+    def same_as(self, other: Shape) -> bool:
+        """Whether every scheme makes the same terms for both."""
+        return bool(_plain(self) == _plain(other))
+
     @property
     def default_scale(self) -> float:
         return 1.0 / float(np.sqrt(max(self.D, 1)))
@@ -85,6 +89,13 @@ class Shape:
     def positions(self) -> tuple[Integers, Integers]:
         """Where queries and keys stand: int32 (N,) or (B, N) and (M,), packed (tokens,)."""
         return _places(self.queries, self.start), _places(self.keys, np.zeros_like(self.start))
+
+
+def _plain(x: Any) -> Any:
+    """A shape, or a part of it, as tuples and numbers."""
+    if dataclasses.is_dataclass(x):
+        return tuple(_plain(getattr(x, field.name)) for field in dataclasses.fields(x))
+    return tuple(x.tolist()) if isinstance(x, np.ndarray) else x
 
 
 def _places(side: Side, start: Counts) -> Integers:

@@ -67,6 +67,7 @@ typedef struct term {
   int map;      /* RP_MAP_... */
   int64_t rows; /* of tables with labels, edges or buckets */
   bool buckets, positions;
+  bool far;  /* positions far apart, in no order */
   int bytes; /* of a label */
   bool by_sequence, by_head;
 } term;
@@ -356,8 +357,9 @@ static void make_edges(attention_case *c, const term *t, map_data *m) {
   m->edge_starts[row] = e;
 }
 
-/* In use within 40 of 0, with jumps; elsewhere out of any range. */
-static int32_t *make_positions(const attention_case *c, bool keys) {
+/* In use within 40 of half their number, with jumps, or anywhere in the band and beyond it;
+ * elsewhere out of any range. */
+static int32_t *make_positions(const attention_case *c, const term *t, bool keys) {
   const shape *const s = &c->s;
   const bool packed = s->layout == PACKED;
   const int64_t rows = keys ? s->M : s->N;
@@ -368,7 +370,8 @@ static int32_t *make_positions(const attention_case *c, bool keys) {
   for (int64_t i = 0; i < count; i++) positions[i] = INT32_MAX;
   for (int64_t b = 0; b < s->B; b++) {
     for (int64_t i = 0; i < lengths[b]; i++) {
-      positions[(packed ? offsets[b] : b * rows) + i] = (int32_t)(i / 2 - draw() % 40);
+      const int64_t near = i / 2 - draw() % 40, far = draw() % (uint32_t)(t->left + t->right + 9);
+      positions[(packed ? offsets[b] : b * rows) + i] = (int32_t)(t->far ? far : near);
     }
   }
   return positions;
@@ -388,8 +391,8 @@ static void make_map(attention_case *c, int t) {
     }
   }
   if (own->map == RP_MAP_BAND && own->positions) {
-    m->query_positions = make_positions(c, false);
-    m->key_positions = make_positions(c, true);
+    m->query_positions = make_positions(c, own, false);
+    m->key_positions = make_positions(c, own, true);
   }
 }
 

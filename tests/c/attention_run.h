@@ -185,7 +185,8 @@ static bool workspace_free(workspace *w) {
 static bool run(const rp_ops *ops, attention_case *c, bool with_tables) {
   const rp_attention a = describe(c);
   int64_t forward = -1, backward = -1;
-  if (!CHECK_INT(ops->attention_workspace(&a, &forward, &backward), RP_OK)) return false;
+  if (!CHECK_INT(ops->attention_workspace(&a, rp_get_threads(), &forward, &backward), RP_OK))
+    return false;
   workspace w = workspace_create(forward);
   const rpi_attention_args args = {.shape = &a,
                                    .q = rows_of(&c->q),
@@ -193,6 +194,7 @@ static bool run(const rp_ops *ops, attention_case *c, bool with_tables) {
                                    .v = rows_of(&c->v),
                                    .out = rows_out(&c->out),
                                    .lse = c->lse.data,
+                                   .workers = rp_get_threads(),
                                    .workspace = w.memory,
                                    .workspace_bytes = w.bytes};
   bool fine = CHECK_INT(ops->attention_forward(&args), RP_OK);
@@ -213,6 +215,7 @@ static bool run(const rp_ops *ops, attention_case *c, bool with_tables) {
                                             .out = rows_of(&c->out),
                                             .dout = rows_of(&c->dout),
                                             .lse = c->lse.data,
+                                            .workers = rp_get_threads(),
                                             .workspace = w.memory,
                                             .workspace_bytes = w.bytes,
                                             .gradients = &gradients};
@@ -233,11 +236,11 @@ static void say(const rp_ops *ops, const attention_case *c, const char *what, in
     const term *const own = term_of(s, t);
     if (own->table == ABSENT) continue;
     printf(
-        "\n    %s table=%d map=%d left=%d right=%d beyond=%d rows=%d buckets=%d positions=%d "
+        "\n    %s table=%d map=%d left=%d right=%d beyond=%d rows=%d buckets=%d positions=%d far=%d "
         "bytes=%d by_sequence=%d by_head=%d",
         output_names[ACTIVATIONS + t], own->table, own->map, (int)own->left, (int)own->right,
-        own->beyond, (int)own->rows, own->buckets, own->positions, own->bytes, own->by_sequence,
-        own->by_head);
+        own->beyond, (int)own->rows, own->buckets, own->positions, own->far, own->bytes,
+        own->by_sequence, own->by_head);
   }
 }
 

@@ -123,10 +123,10 @@ static void test_workspace(const rp_ops *ops) {
   for (int threads = 1; threads <= 8; threads += 7) {
     CHECK_INT(rp_set_threads(threads), RP_OK);
     int64_t forward = -1, backward = -1, alone = -1;
-    CHECK_INT(ops->attention_workspace(&a, &forward, &backward), RP_OK);
-    CHECK_INT(ops->attention_workspace(&a, &alone, NULL), RP_OK);
+    CHECK_INT(ops->attention_workspace(&a, rp_get_threads(), &forward, &backward), RP_OK);
+    CHECK_INT(ops->attention_workspace(&a, rp_get_threads(), &alone, NULL), RP_OK);
     CHECK_INT(alone, forward);
-    CHECK_INT(ops->attention_workspace(&a, NULL, &alone), RP_OK);
+    CHECK_INT(ops->attention_workspace(&a, rp_get_threads(), NULL, &alone), RP_OK);
     CHECK_INT(alone, backward);
     const int64_t most = forward > backward ? forward : backward;
     workspace w = workspace_create(most);
@@ -135,6 +135,7 @@ static void test_workspace(const rp_ops *ops) {
                                .k = rows_of(&c.k),
                                .v = rows_of(&c.v),
                                .out = rows_out(&c.out),
+                               .workers = rp_get_threads(),
                                .workspace = w.memory,
                                .workspace_bytes = forward - 1};
     CHECK_INT(ops->attention_forward(&args), RP_ERROR_MEMORY);
@@ -151,6 +152,7 @@ static void test_workspace(const rp_ops *ops) {
                                               .out = rows_of(&c.out),
                                               .dout = rows_of(&c.dout),
                                               .lse = c.lse.data,
+                                              .workers = rp_get_threads(),
                                               .workspace = w.memory,
                                               .workspace_bytes = backward - 1,
                                               .gradients = &gradients};
@@ -173,7 +175,7 @@ static void test_memory_is_bounded(const rp_ops *ops) {
     a.key[0].table = a.value[0].table = table;
     a.key[0].row_stride = a.value[0].row_stride = 64;
     int64_t bytes[2] = {-1, -1};
-    CHECK_INT(ops->attention_workspace(&a, &bytes[0], &bytes[1]), RP_OK);
+    CHECK_INT(ops->attention_workspace(&a, rp_get_threads(), &bytes[0], &bytes[1]), RP_OK);
     for (int pass = 0; pass < 2; pass++) {
       CHECK(bytes[pass] > 0 && bytes[pass] < 32 << 20);
       if (before[pass] > 0) CHECK(bytes[pass] < before[pass] + before[pass] / 4);

@@ -22,12 +22,29 @@ static const term label_2 = {.table = PER_HEAD,
                              .by_head = true};
 static const term label_4 = {
     .table = SHARED, .map = RP_MAP_LABEL, .rows = 70, .bytes = 4, .by_sequence = true};
+/* Long tables: few rows met by a block, or too many; see ops/lookups.h. */
+static const term long_place = {.table = SHARED, .left = 300, .right = 200, .positions = true};
+static const term long_bucket = {.table = SHARED,
+                                 .left = 300,
+                                 .right = 200,
+                                 .positions = true,
+                                 .buckets = true,
+                                 .rows = 270,
+                                 .beyond = NONE};
+static const term far_place = {
+    .table = PER_HEAD, .left = 900, .right = 3000, .positions = true, .far = true};
+static const term long_label = {
+    .table = SHARED, .map = RP_MAP_LABEL, .rows = 300, .bytes = 2, .by_sequence = true};
+static const term many_label = {.table = PER_HEAD, .map = RP_MAP_LABEL, .rows = 9000, .bytes = 4};
+static const term few_edges = {.table = SHARED, .map = RP_MAP_EDGES, .rows = 2};
 static const term edges = {.table = SHARED, .map = RP_MAP_EDGES, .rows = 7};
 static const term edges_of_heads = {.table = PER_HEAD, .map = RP_MAP_EDGES, .rows = 300};
 
 /* Every map, for a walk over all of them. */
-static const term *const maps[] = {&band,    &high,    &sharp,   &bucket, &place,
-                                   &label_1, &label_2, &label_4, &edges,  &edges_of_heads};
+static const term *const maps[] = {&band,        &high,           &sharp,      &bucket,
+                                   &place,       &label_1,        &label_2,    &label_4,
+                                   &edges,       &edges_of_heads, &few_edges,  &long_place,
+                                   &long_bucket, &far_place,      &long_label, &many_label};
 enum { MAPS = sizeof maps / sizeof maps[0] };
 
 static term *place_of(shape *s, int t) {
@@ -85,17 +102,20 @@ static const shape alone[] = {
 
 static term random_term(int64_t rows) {
   static const int bytes[] = {1, 2, 4};
-  return (term){.table = (int)PICK(ABSENT, SHARED, PER_HEAD),
-                .left = PICK(0, 1, 2, 3, 7, 16, 31, 64, rows),
-                .right = PICK(0, 1, 2, 5, 16, 33, rows),
-                .beyond = (int)PICK(CLIP, CLIP, NONE),
-                .map = (int)PICK(RP_MAP_BAND, RP_MAP_BAND, RP_MAP_LABEL, RP_MAP_EDGES),
-                .rows = PICK(1, 2, 5, 16, 51, 64),
-                .buckets = draw() % 3 == 0,
-                .positions = draw() % 4 == 0,
-                .bytes = bytes[draw() % 3],
-                .by_sequence = draw() % 2,
-                .by_head = draw() % 2};
+  term t = {.table = (int)PICK(ABSENT, SHARED, PER_HEAD),
+            .left = PICK(0, 1, 2, 3, 7, 16, 31, 64, rows, 500),
+            .right = PICK(0, 1, 2, 5, 16, 33, rows),
+            .beyond = (int)PICK(CLIP, CLIP, NONE),
+            .map = (int)PICK(RP_MAP_BAND, RP_MAP_BAND, RP_MAP_LABEL, RP_MAP_EDGES),
+            .rows = PICK(1, 2, 5, 16, 51, 64, 300, 4000),
+            .buckets = draw() % 3 == 0,
+            .positions = draw() % 3 == 0,
+            .far = draw() % 3 == 0,
+            .bytes = bytes[draw() % 3],
+            .by_sequence = draw() % 2,
+            .by_head = draw() % 2};
+  if (t.bytes == 1 && t.rows > 127) t.bytes = 2;
+  return t;
 }
 
 static shape random_shape(void) {

@@ -232,6 +232,29 @@ static void test_files_without_memory(void) {
   rp_model_free(model);
 }
 
+/* Sizes near the limits are told at once, or refused with a sentence. */
+static void test_huge(void) {
+  rp_config config = config_of("transformer-xl");
+  rp_limits limits = limits_of(0);
+  rp_memory told = {.struct_size = sizeof told};
+  limits.tokens = limits.sentences = INT32_MAX;
+  CHECK_INT(rp_model_memory(&config, &limits, &told), RP_OK);
+  CHECK(told.total > (int64_t)1 << 36);
+  config.encoder.absolute = config.decoder.absolute = RP_ABSOLUTE_SINUSOIDAL;
+  config.max_length = 1 << 17;
+  config.width = 1 << 16;
+  CHECK_INT(rp_model_memory(&config, &limits, &told), RP_OK);
+  CHECK(told.constants > (int64_t)1 << 33);
+  config = config_of("shaw");
+  config.width = 65536;
+  config.head_width = 4096;
+  config.feed_forward = 1 << 19;
+  config.activation = RP_SWIGLU;
+  config.encoder.layers = 1024;
+  CHECK_INT(rp_model_memory(&config, &limits, &told), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "its memory overflows; limits.tokens=2147483647");
+}
+
 /* ---- arguments that no other test can give ------------------------------------ */
 
 static void test_null(void) {
@@ -345,6 +368,7 @@ int main(void) {
     test_memory_is_what_was_told(positions[p], 0, 0);
   }
   test_steps_allocate_nothing();
+  test_huge();
   test_create_without_memory();
   test_step_without_memory();
   test_files_without_memory();

@@ -209,6 +209,33 @@ static void test_values(const rp_ops *ops) {
   CHECK(isnan(y[2][0]) && isnan(y[2][2]));
 }
 
+/* A workspace planned for the most rows serves fewer, which may make more blocks. */
+static void test_planned_workspace(const rp_ops *ops) {
+  const int64_t most = 2054, rows = 2047;
+  int64_t planned = 0, before = 0;
+  rpi_norm_backward_args a = {.columns = 1};
+  for (a.rows = 1; a.rows <= most; a.rows++) {
+    CHECK_INT(ops->norm_backward(&a, &planned), RP_OK);
+    CHECK(planned >= before);
+    before = planned;
+  }
+  array x = array_of("x", rows, 1), stats = array_of("stats", 2 * rows, 1);
+  array dx = array_of("dx", rows, 0), dgain = array_of("dgain", 1, 0),
+        gain = array_of("gain", 1, 1);
+  array workspace = array_of("workspace", planned / (int64_t)sizeof(real), (real)NAN);
+  a.rows = rows;
+  a.x = a.dy = x.data;
+  a.gain = gain.data;
+  a.stats = stats.data;
+  a.dx = dx.data;
+  a.dgain = dgain.data;
+  a.workspace = workspace.data;
+  a.workspace_bytes = planned;
+  CHECK_INT(ops->norm_backward(&a, NULL), RP_OK);
+  array *const all[] = {&x, &stats, &dx, &dgain, &gain, &workspace};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+}
+
 int main(void) {
   for (int t = 0; table_at(t) != NULL; t++) {
     const rp_ops *const ops = table_at(t);
@@ -221,6 +248,7 @@ int main(void) {
     test_derivatives(ops, 0);
     test_derivatives(ops, WITH_SHIFT | WITH_STREAM);
     test_values(ops);
+    test_planned_workspace(ops);
   }
   return check_report();
 }

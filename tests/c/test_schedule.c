@@ -81,9 +81,10 @@ static void test_linear(void) {
   EXACTLY(c, INT64_MAX, 0.125);
   c.final_rate = 0;
   EXACTLY(c, 20, 0.0);
-  c.warmup = 20; /* nothing is left of the fall but its end */
+  c.warmup = 20; /* nothing is left of the fall but what comes after it */
   EXACTLY(c, 19, 0.5 * (19.0 / 20));
-  EXACTLY(c, 20, 0.0);
+  EXACTLY(c, 20, 0.5);
+  EXACTLY(c, 21, 0.0);
 }
 
 static void test_cosine(void) {

@@ -88,7 +88,7 @@ typedef struct rp_stack {
   int64_t k;       /* shaw: clip distance */
   int64_t k_right; /* shaw: to the right; -1: as k */
   int beyond;      /* shaw: RP_BEYOND_CLIP: clip; RP_BEYOND_NONE: none */
-  int key, value;  /* shaw: keys, values have relations; music: values; deberta: c2p, p2c */
+  int key, value;  /* shaw, music: keys, values have relations; deberta: c2p, p2c */
   int tied;        /* shaw, and relations below: one table for keys and values */
   int per_layer;   /* every layer has tables of its own; 0: one set for all layers of the stack */
   int per_head;    /* every head has a table of its own; 0: shared. t5, alibi: without effect */
@@ -142,7 +142,7 @@ typedef struct rp_config {
   int64_t steps;        /* of the whole training: cosine, linear */
   double final_rate;    /* cosine, linear: the share of the rate left at the end */
   double beta1, beta2, adam_epsilon;
-  double weight_decay; /* decoupled, of matrices and tables; not of norms and biases */
+  double weight_decay; /* decoupled, of matrices and tables of vectors; not of norms and biases */
   double clip_norm;    /* of the whole gradient; 0: none */
   double ema;          /* decay of an average of the weights; 0: none is kept */
   uint64_t seed;       /* of the initial weights and of dropout */
@@ -265,11 +265,11 @@ typedef struct rp_result {
   double loss;           /* mean over them, as trained */
   double nll;            /* mean of -log p(label), without smoothing */
   double accuracy;       /* share whose label had the highest score */
-  double gradient_norm;  /* of the mean loss, before clipping; 0 for forward alone */
+  double gradient_norm;  /* of the mean loss, before clipping; updates alone */
   double learning_rate;  /* of this update */
   int64_t step, attempt; /* after the call: updates made, updates tried */
-  int finite;            /* 0: loss or gradient was not; nothing has been updated */
-  char first_bad[64];    /* then: where the first number that is not finite arose */
+  int finite;         /* 0: loss or gradient was not; nothing has been updated. 1 without labels */
+  char first_bad[64]; /* then: where the first number that is not finite arose */
 } rp_result;
 
 /* One update from `count` batches: forward and backward of each, then clip and Adam. The loss is
@@ -288,7 +288,8 @@ RP_API rp_status rp_model_forward(rp_model *model, const rp_batch *batch, int dr
                                   rp_result *result);
 
 /* Forward with dropout and backward: adds to the gradients. The first after an update (or after
- * rp_model_zero_gradients) begins a new accumulation. result: of this batch alone. */
+ * rp_model_zero_gradients) begins a new accumulation. result: of this batch alone. A batch that is
+ * refused leaves the accumulation as it is; a failure later than that drops it. */
 RP_API rp_status rp_model_backward(rp_model *model, const rp_batch *batch, rp_result *result);
 
 /* Clips, updates and zeroes the gradients of all that was accumulated. Fails with RP_ERROR_ORDER
@@ -336,7 +337,8 @@ enum {
 RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
 
 /* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as
- * it was. A tensor that is missing, unknown or of another shape is named. */
+ * it was. A tensor that is missing, unknown or of another shape is named. Weights become the
+ * average as well, so that the optimizer state, which has its own, comes after them. */
 RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
 
 /* The configuration that a file of weights carries. */

@@ -138,7 +138,7 @@ enum {
  * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation
  * (the pair itself stays visible). The matrix of sequence b and head h has one row
  * per query in use and lies at labels + (b * label_batch_stride + h *
- * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it. Labels
+ * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it. Maps
  * are checked, and then read again: they must not change during a call.
  *
  * RP_MAP_EDGES: the edges of query i (counted over the rows of the padded array, b * N + i,
@@ -258,8 +258,8 @@ static inline rp_attention rp_attention_default(void) {
   return a;
 }
 
-/* Bytes of workspace that forward and backward need for this call with the
- * current number of threads. Either result may be NULL. */
+/* Bytes of workspace that forward and backward need for this call, its positions and edge_starts
+ * included, with the current number of threads. Either result may be NULL. */
 RP_API rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_bytes,
                                         int64_t *backward_bytes);
 
