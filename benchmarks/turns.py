@@ -53,10 +53,14 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a side does for a case: one call, and a remark for the reader (which variant it is)."""
+    """What a side does for a case: one call, and a remark for the reader (which variant it is).
+
+    first: whether a turn begins with a call that is not timed. Calls of seconds need none.
+    """
 
     call: Callable[[], Any]
     note: str = ""
+    first: bool = True
 
 
 # ------------------------------------------------------------------------------------ worker's side
@@ -86,7 +90,7 @@ def _answer(job: Job, request: Json) -> Json:
         return {"result": job.call()}
     if request["do"] == "settle":
         return {"seconds": _settle(job.call), "note": job.note}
-    return {"seconds": burst(job.call, request["count"])}
+    return {"seconds": burst(job.call, request["count"], job.first)}
 
 
 def _settle(call: Callable[[], Any]) -> float:

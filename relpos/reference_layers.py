@@ -38,7 +38,7 @@ def packed_keep(
 
     Row offsets[b] + i is row i of the sentence with ordinal ordinals[b], and column / 16 its block.
     """
-    factors = [np.empty((0, columns))]
+    factors: list[Array] = [np.empty((0, columns))]
     for b, ordinal in enumerate(ordinals):
         sentence = dropout._replace(first=int(ordinal))
         factors.append(dropout_factors(sentence, 0, 0, offsets[b + 1] - offsets[b], columns))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch", reason="the peers of the benchmarks are wri
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from peers import torch_attention as peers  # noqa: E402
 from peers import torch_schemes as scheme_peers  # noqa: E402
+from peers import torch_stacks, torch_step, torch_training  # noqa: E402
 
 torch.set_num_threads(1)  # threads of one tiny call only wait for each other
 
@@ -238,3 +240,165 @@ def test_scheme_peer_and_relpos_are_given_the_same(scheme: str) -> None:
     name = next(iter(scheme_peers.PEERS[scheme]))
     theirs = bench_schemes.build_torch(case, name).call()
     assert_near("out", torch.from_numpy(ours), theirs.double(), 1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# The peers of bench_step.py
+# --------------------------------------------------------------------------------------------------
+
+STEP = torch_training.Shape(
+    width=24, heads=3, feed_forward=20, vocabulary=17, encoder_layers=2, decoder_layers=2, k=3,
+    dropout=0.0, clip_norm=0.0,
+)  # fmt: skip
+STEP_SHAPES = {
+    "norm before": STEP,
+    "norm after, no biases": replace(STEP, pre_norm=False, bias=False),
+    "tables of all heads": replace(STEP, per_head=False),
+}
+
+
+def step_batch(seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, STEP.vocabulary, (4, n), generator=generator) for n in (9, 7, 7)]
+    return torch_training.Batch(*ids)
+
+
+def settings_of(shape: Any, relative: bool) -> Any:
+    """The same model as fields of relpos."""
+    import relpos
+
+    same = {
+        "width": shape.width, "heads": shape.heads, "feed_forward": shape.feed_forward,
+        "source_vocabulary": shape.vocabulary, "target_vocabulary": shape.vocabulary,
+        "norm": "pre" if shape.pre_norm else "post", "norm_epsilon": shape.norm_epsilon,
+        "bias": shape.bias, "label_smoothing": shape.smoothing, "max_length": 16,
+    }  # fmt: skip
+    for stack in ("encoder", "decoder"):
+        same |= {
+            f"{stack}.layers": shape.layers(stack),
+            f"{stack}.position": "shaw" if relative else "none",
+            f"{stack}.absolute": "none" if relative else "sinusoidal",
+            f"{stack}.sinusoid_interleaved": True,
+            f"{stack}.k": shape.k,
+            f"{stack}.per_head": shape.per_head,
+        }
+    return dict(relpos.Config.preset("tiny").replace(same).pairs()).__getitem__
+
+
+def names_of_relpos(parameters: Any) -> dict[str, Any]:
+    """Arrays of a peer under relpos's names: cross-attention's three projections are two there."""
+    named = {}
+    for name, x in parameters.items():
+        if ".cross.qkv." in name:
+            width = len(x) // 3
+            named[name.replace("qkv", "q")], named[name.replace("qkv", "kv")] = x[:width], x[width:]
+        else:
+            named[name] = x
+    return named
+
+
+def check_step_peer(name: str, shape: Any) -> None:
+    from model_torch import Pair, TorchModel, gradients
+
+    batch = step_batch()
+    step = torch_step.PEERS[name](shape, batch)
+    for parameter in step.parameters.values():  # away from ones and zeros
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    loss = float(step.gradients())
+    pairs = [
+        Pair(*(x[i].tolist() for x in (batch.source, batch.target, batch.labels))) for i in range(4)
+    ]
+    settings = settings_of(shape, any("table" in name for name in step.parameters))
+    weights = {n: p.detach().numpy() for n, p in names_of_relpos(step.parameters).items()}
+    exact, count, expected = gradients(TorchModel(settings), weights, pairs, torch.float64)
+    assert count == batch.labels.numel()
+    assert abs(loss - exact / count) < 1e-5 * loss
+    got = names_of_relpos({n: p.grad for n, p in step.parameters.items()})
+    assert set(got) == set(expected)
+    size = max(float(g.abs().max()) for g in expected.values()) / count
+    for parameter, gradient in expected.items():
+        error = float((got[parameter].double() - gradient / count).abs().max())
+        assert error < 1e-5 * size, f"{parameter}: {error:.1e}, the largest gradient is {size:.1e}"
+
+
+def step_peers(compiled: bool) -> list[str]:
+    return [n for n in torch_step.PEERS if "OpenNMT" not in n and ("compiled" in n) == compiled]
+
+
+@pytest.mark.parametrize("shape", STEP_SHAPES.values(), ids=STEP_SHAPES)
+@pytest.mark.parametrize("name", step_peers(compiled=False))
+def test_step_peer_against_float64(name: str, shape: Any) -> None:
+    check_step_peer(name, shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", step_peers(compiled=True))
+def test_compiled_step_peer_against_float64(name: str) -> None:
+    check_step_peer(name, STEP)
+
+
+@pytest.mark.parametrize("rate", [26 / 256, 0.5])
+def test_the_peers_dropout(rate: float) -> None:
+    """Drops as many as it should, and makes up for them."""
+    x = torch.ones(400_000)
+    kept = torch_stacks.drop(x, rate)
+    share = float((kept == 0).float().mean())
+    assert abs(share - rate) < 5 * math.sqrt(rate * (1 - rate) / len(x))
+    assert kept.unique().tolist() == pytest.approx([0.0, 1 / (1 - rate)])
+
+
+def test_the_peers_attention_with_dropout_and_relations() -> None:
+    """Its own backward beside autograd over the compiler's formula, with the same mask."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 9, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    tables = [torch.randn(3, 7, 8, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    dout = torch.randn_like(q)
+    torch_stacks.register_bytes()
+    results = []
+    for attend in (torch_stacks.attend_eagerly, torch_stacks.attend):
+        torch.manual_seed(1)
+        out = attend(q, k, v, True, 0.25, *tables)
+        results.append([out, *torch.autograd.grad(out, (q, k, v, *tables), dout)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.view_as(theirs), theirs)
+
+
+def test_a_step_learns() -> None:
+    """Loss falls over updates, with clipping and dropout."""
+    shape = replace(STEP, dropout=0.1, clip_norm=1.0, learning_rate=1e-2)
+    for name in ("eager", "nn.Transformer as written"):
+        step = torch_step.PEERS[name](shape, step_batch())
+        losses = [step.step() for _ in range(30)]
+        assert losses[-1] < losses[0] - 0.5, name
+
+
+@pytest.mark.parametrize("model", ["base", "small"])
+def test_step_peers_and_relpos_are_given_the_same(model: str) -> None:
+    """Parameters of the same names and shapes: what bench_step.py times is one model."""
+    import bench_step
+    import relpos
+
+    case = {"model": model, "tokens": 64, "length": 32}
+    config = bench_step.config_of(case).replace({"encoder.layers": 1, "decoder.layers": 1})
+    ours = relpos.Transformer(config, tokens=1, sentences=1, training=False).parameters
+    theirs = torch_stacks.initial(bench_step.shape_of(config))
+    assert {n: tuple(p.shape) for n, p in theirs.items()} == {n: p.shape for n, p in ours.items()}
+    (lengths,) = bench_step.lengths_of(case)
+    batch = bench_step.batch_of(config, lengths, padded=False)
+    assert (len(batch.source), len(batch.target), batch.sentences) == (64, 64, 2)
+
+
+@pytest.mark.parametrize("order", ["random", "sorted"])
+def test_padded_batches_train_the_same_tokens(order: str) -> None:
+    """What padding adds is not counted."""
+    import bench_step
+    import relpos
+
+    config = relpos.Config.preset("tiny")
+    (lengths,) = bench_step.real_lengths(order, 1)
+    packed, padded = (bench_step.batch_of(config, lengths, padded=p) for p in (False, True))
+    assert len(packed.target) == sum(m + 1 for _, m in lengths) <= bench_step.TOKENS
+    assert len(padded.target) == len(lengths) * (max(m for _, m in lengths) + 1)
+    assert len(padded.source) == len(lengths) * max(n for n, _ in lengths)
+    assert (padded.labels >= 0).sum() == (packed.labels >= 0).sum() == len(packed.target)
+    assert padded.labels[padded.labels >= 0].tolist() == packed.labels.tolist()

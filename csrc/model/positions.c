@@ -152,24 +152,27 @@ static void fill_rope(const rpi_positions *p, const rp_stack *stack) {
   }
 }
 
-/* to[r] = sines and cosines of (first + step * r) * frequencies, some frequencies at a time. */
+/* to[r] = sines and cosines of (first + step * r) * frequencies, some frequencies at a time. Of an
+ * odd width the last column is one more sine where they are interleaved, else zero. */
 static void fill_sinusoids(int64_t width, double steps, int64_t rows, int64_t first, int64_t step,
                            bool interleaved, real *to) {
   double some[64];
-  const int64_t half = width / 2;
-  for (int64_t begin = 0; begin < half; begin += 64) {
-    const int64_t count = half - begin < 64 ? half - begin : 64;
+  const int64_t half = width / 2, sines = interleaved ? (width + 1) / 2 : half;
+  for (int64_t begin = 0; begin < sines; begin += 64) {
+    const int64_t count = sines - begin < 64 ? sines - begin : 64;
     for (int64_t c = 0; c < count; c++) some[c] = frequency(begin + c, 10000, steps);
     for (int64_t r = 0; r < rows; r++) {
       for (int64_t c = 0; c < count; c++) {
         const double angle = (double)(first + step * r) * some[c];
         const int64_t at = begin + c;
         to[r * width + (interleaved ? 2 * at : at)] = (real)sin(angle);
-        to[r * width + (interleaved ? 2 * at + 1 : half + at)] = (real)cos(angle);
+        if (at < half) to[r * width + (interleaved ? 2 * at + 1 : half + at)] = (real)cos(angle);
       }
     }
   }
-  for (int64_t r = 0; width % 2 != 0 && r < rows; r++) to[(r + 1) * width - 1] = 0;
+  for (int64_t r = 0; !interleaved && width % 2 != 0 && r < rows; r++) {
+    to[(r + 1) * width - 1] = 0;
+  }
 }
 
 void rpi_positions_fill(const rpi_positions *p) {
@@ -189,7 +192,8 @@ void rpi_positions_fill(const rpi_positions *p) {
   if (p->frequencies) fill_rope(p, stack);
   if (p->waves) fill_sinusoids(C, (double)(C / 2), span, left, -1, false, p->waves);
   if (p->absolute) {
-    const double steps = (double)(C / 2 - (stack->sinusoid_rule == RP_FREQUENCIES_CLOSED ? 1 : 0));
+    const bool closed = stack->sinusoid_rule == RP_FREQUENCIES_CLOSED;
+    const double steps = closed ? (double)(C / 2 - 1) : (double)C / 2;
     fill_sinusoids(C, steps, config->max_length, stack->sinusoid_first, 1,
                    stack->sinusoid_interleaved != 0, p->absolute);
   }
