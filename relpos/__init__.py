@@ -10,10 +10,16 @@ around it, on the CPU.
     model = relpos.Transformer(relpos.Config.preset("tiny"))
     result = model.step(relpos.Batch.from_pairs(sources, targets, bos=1, eos=2))
 
+    trainer = relpos.Trainer(config, relpos.data.read_pairs(source, target), folder="run")
+    outcome = trainer.train()
+
 Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
 one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
 `relpos.reference` is the same in a few lines of float64 NumPy.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from relpos._core import VERSION as __version__
 from relpos._core import DeviceError
@@ -64,6 +70,11 @@ from relpos.position import (
 )
 from relpos.position.rope import rotate
 
+if TYPE_CHECKING:
+    from relpos import data as data
+    from relpos import train as train
+    from relpos.train.trainer import Trainer
+
 __all__ = [
     "ALiBi",
     "AttentionContext",
@@ -90,6 +101,7 @@ __all__ = [
     "Stack",
     "StepResult",
     "T5Bias",
+    "Trainer",
     "Transformer",
     "TransformerXL",
     "__version__",
@@ -108,3 +120,12 @@ __all__ = [
     "rotate",
     "set_threads",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What only training needs is imported when it is asked for."""
+    if name in ("data", "train"):
+        return importlib.import_module(f"relpos.{name}")
+    if name == "Trainer":
+        return importlib.import_module("relpos.train.trainer").Trainer
+    raise AttributeError(f"module 'relpos' has no attribute {name!r}")

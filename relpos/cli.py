@@ -1,42 +1,530 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `cc program.c $(python -m relpos --cflags --libs)`."""
+"""The command line: `relpos train`, `relpos demo` and the rest.
+
+    cc program.c $(python -m relpos --cflags --libs)
+
+A sub-command imports what it needs when it runs, so that flags are printed at once.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from relpos import _core, library
 
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+_DESCRIPTION = """\
+Transformers with relative positions: trains them, and says how to link with libcore.
+
+  relpos demo                                     see it work, in about a minute
+  relpos train --source train.en --target train.de --output run
+  relpos average run                              the mean of its last checkpoints
+  relpos plot run                                 its curves
+"""
+
+_TRAIN_NEXT = """\
+relpos train: what to train on? For a translation model, for example
+
+  relpos train --source train.en --target train.de \\
+      --validation-source valid.en --validation-target valid.de --output run
+
+and for a language model, a decoder alone,
+
+  relpos train --text train.txt --set encoder.layers=0 --output run
+
+`relpos train --help` lists the rest."""
+
+Run = Callable[[argparse.Namespace], int]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was asked for: compiler and linker flags on one line, then the rest."""
+    """Runs one command; what goes wrong is a sentence on standard error and a status of 1."""
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+    run: Run = options.run
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return run(options)
+        except KeyboardInterrupt:
+            print("relpos: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read the output has gone; nothing more is to be written, at exit neither.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
+            print(f"relpos: {_sentence(error)}", file=sys.stderr)
+            return FAILED
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"relpos: warning: {message}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m relpos", description="How to link with libcore, and what it is."
+        prog="relpos",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(run=lambda options: _about(options, parser))
     parser.add_argument("--cflags", action="store_true", help="flags for the C compiler")
     parser.add_argument("--libs", action="store_true", help="flags for the linker")
     parser.add_argument("--version", action="store_true", help="the version")
     parser.add_argument("--build-info", action="store_true", help="the build, as JSON")
-    options = parser.parse_args(arguments)
-    if not any(vars(options).values()):
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    _add_demo(commands)
+    _add_train(commands)
+    _add_average(commands)
+    _add_plot(commands)
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, what: str, more: str, run: Run, usage: str | None = None
+) -> Any:
+    command = commands.add_parser(
+        name,
+        usage=usage,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.\n\n{more}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
+    return value
+
+
+def _add_progress(command: Any) -> None:
+    command.add_argument(
+        "--progress",
+        choices=("auto", "bar", "lines", "none"),
+        default="auto",
+        help="a bar on a terminal and lines elsewhere (auto), or what you say",
+    )
+
+
+def _add_threads(command: Any) -> None:
+    command.add_argument(
+        "--threads", type=_count, metavar="N", help="threads to compute with (all cores)"
+    )
+
+
+def _use_threads(options: argparse.Namespace) -> None:
+    if options.threads is not None:
+        library.set_threads(options.threads)
+
+
+# --------------------------------------------------------------------------------------------------
+# About the build
+# --------------------------------------------------------------------------------------------------
+
+
+def _about(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Compiler and linker flags on one line, then the rest."""
+    if not (options.cflags or options.libs or options.version or options.build_info):
         parser.print_help()
-        return 2
+        return USAGE
     flags = []
-    try:
-        if options.cflags:
-            flags.append(library.cflags())
-        if options.libs:
-            flags.append(library.libs())
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 1
+    if options.cflags:
+        flags.append(library.cflags())
+    if options.libs:
+        flags.append(library.libs())
     if flags:
         print(*flags)
     if options.version:
         print(_core.VERSION)
     if options.build_info:
         print(json.dumps(library.build_info(), indent=2))
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# demo
+# --------------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "demo",
+        "learn to translate the names of numbers, in about a minute",
+        "From English to German, up to 10^36. Nothing is downloaded: the sentences are made by\n"
+        "rule, so that each translation is exactly right or wrong. Numbers of the test were never\n"
+        "trained on; half of them are twice as long as any that was.",
+        _demo,
+    )
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="then train the same model with sinusoidal positions instead of relative ones",
+    )
+    command.add_argument("--seed", type=int, default=1, metavar="N", help="of everything (1)")
+    command.add_argument(
+        "--steps", type=_count, default=1600, metavar="N", help="updates of training (1600)"
+    )
+    command.add_argument(
+        "--output",
+        type=Path,
+        default=Path("relpos-demo"),
+        metavar="DIR",
+        help="where weights and a picture of attention go (relpos-demo)",
+    )
+    _add_threads(command)
+    _add_progress(command)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from relpos import demo
+
+    _use_threads(options)
+    demo.run(
+        steps=options.steps,
+        seed=options.seed,
+        compare=options.compare,
+        output=options.output,
+        progress=options.progress,
+    )
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------
+# train
+# --------------------------------------------------------------------------------------------------
+
+# Options of the loop: those of `Trainer`, which also may stand in the [train] table of a TOML file.
+_LOOP: dict[str, tuple[type, str, str]] = {
+    "steps": (int, "N", "updates after which to end; the schedule's length too"),
+    "epochs": (int, "N", "end after so many passes over the data"),
+    "minutes": (float, "M", "end after so many minutes"),
+    "patience": (int, "N", "end after so many validations in a row without a better one"),
+    "tokens": (int, "N", "the most tokens of a batch, on each side (4096)"),
+    "sentences": (int, "N", "the most sentences of a batch (512)"),
+    "accumulate_tokens": (int, "N", "the most tokens of an update, in several batches"),
+    "validate_every": (int, "N", "updates between validations (500)"),
+    "save_every": (int, "N", "updates between checkpoints (1000)"),
+    "save_minutes": (float, "M", "minutes between checkpoints, if that is earlier (10)"),
+    "keep": (int, "N", "checkpoints that stay, beside the best one (20)"),
+    "log_every": (int, "N", "updates to a line of the log (10)"),
+}
+
+
+def _add_train(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "train",
+        "train a model on text files",
+        "Text is UTF-8 with a sentence a line, plain or gzip. It gets a vocabulary of subwords and\n"
+        "is tokenised once; both are kept in the run's folder, with checkpoints and the log. Ctrl-C\n"
+        "finishes the step, saves and leaves; a second one leaves at once. --resume goes on bit\n"
+        "for bit.",
+        _train,
+        usage="relpos train --source FILE --target FILE [--output DIR] [options]",
+    )
+    data = command.add_argument_group("data")
+    for name, what in (
+        ("source", "sentences for the encoder"),
+        ("target", "their translations, line by line"),
+        ("text", "sentences for a decoder alone, instead of the two"),
+        ("validation-source", "the same for validation"),
+        ("validation-target", "the same for validation"),
+        ("validation-text", "the same for validation"),
+    ):
+        data.add_argument(f"--{name}", nargs="+", default=[], metavar="FILE", help=what)
+    data.add_argument(
+        "--subwords",
+        default="bpe",
+        metavar="KIND",
+        help="bpe or unigram of sentencepiece, words, or the folder of a saved vocabulary (bpe)",
+    )
+    data.add_argument(
+        "--vocabulary", type=_count, metavar="N", help="tokens of a new one (the preset's)"
+    )
+    model = command.add_argument_group("model")
+    model.add_argument(
+        "--preset", metavar="NAME", help="what to start from (small); see --list-presets"
+    )
+    model.add_argument("--list-presets", action="store_true", help="their names, and no training")
+    model.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML: preset, fields of the configuration, and a table [train] with the options below",
+    )
+    model.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of the configuration, as --set encoder.k=8; may be repeated",
+    )
+    model.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and order (1)")
+    loop = command.add_argument_group("training")
+    for name, (kind, letter, what) in _LOOP.items():
+        check = _count if kind is int else _minutes
+        loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
+    run = command.add_argument_group("run")
+    run.add_argument(
+        "--output", type=Path, default=Path("run"), metavar="DIR", help="the run's folder (run)"
+    )
+    run.add_argument(
+        "--resume", action="store_true", help="go on from its newest checkpoint, if there is one"
+    )
+    run.add_argument("--recompute", action="store_true", help="less memory, more time")
+    run.add_argument(
+        "--tensorboard", action="store_true", help="event files for TensorBoard, in DIR/events"
+    )
+    _add_threads(run)
+    _add_progress(run)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from relpos.config import Config
+
+    if options.list_presets:
+        print(*Config.presets(), sep="\n")
+        return 0
+    pairs = bool(options.source or options.target)
+    if bool(options.source) != bool(options.target):
+        missing = "--target" if options.source else "--source"
+        print(f"relpos train: {missing} is missing: a file of translations", file=sys.stderr)
+        return USAGE
+    if pairs and options.text:
+        print("relpos train: give --source and --target, or --text", file=sys.stderr)
+        return USAGE
+    if not pairs and not options.text:
+        print(_TRAIN_NEXT, file=sys.stderr)
+        return USAGE
+    return _train_on(options, pairs)
+
+
+def _train_on(options: argparse.Namespace, pairs: bool) -> int:
+    _use_threads(options)
+    config, loop = configured(options)
+
+    from relpos import data
+    from relpos.train.trainer import Trainer
+
+    side = "" if pairs else "text"
+    if bool(options.validation_source) != bool(options.validation_target):
+        raise ValueError("--validation-source and --validation-target belong together")
+    if options.validation_text if pairs else options.validation_source:
+        wrong = "--validation-text" if pairs else "--validation-source"
+        raise ValueError(f"{wrong}: the training data is {'pairs' if pairs else 'single lines'}")
+    text: Any
+    validation: Any = None
+    if side:
+        text = data.read_lines(options.text)
+        if options.validation_text:
+            validation = data.read_lines(options.validation_text)
+    else:
+        text = data.read_pairs(options.source, options.target)
+        if options.validation_source:
+            validation = data.read_pairs(options.validation_source, options.validation_target)
+    trainer = Trainer(
+        config, text,
+        folder=options.output, validation=validation, resume=options.resume,
+        subwords=_subwords(options, config, text),
+        seed=config.seed, progress=options.progress, recompute=options.recompute,
+        tensorboard=options.tensorboard, **loop,
+    )  # fmt: skip
+    say = print if options.progress != "none" else lambda *_: None
+    say(f"{trainer.cache.report}, {trainer.subwords.size:,} subwords")
+    numbers = sum(array.size for array in trainer.model.parameters.values())
+    say(f"{numbers:,} weights: {trainer.config!r}")
+    if trainer.resumed is not None:
+        say(f"going on from {trainer.resumed.folder}")
+    outcome = trainer.train()
+    best = ""
+    if outcome.best_step is not None:
+        best = f", best validation {outcome.best:.4f} at step {outcome.best_step:,}"
+    say(f"{_ENDED[outcome.reason]} at step {outcome.step:,}{best}: {outcome.checkpoint.folder}")
+    return INTERRUPTED if outcome.reason == "interrupted" else 0
+
+
+_ENDED = {
+    "steps": "all steps made,",
+    "epochs": "all epochs made,",
+    "time": "time is up",
+    "patience": "no better validation for long,",
+    "interrupted": "interrupted, and saved",
+}
+
+
+def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
+    """A saved vocabulary, or how a new one is made, where the run has none yet."""
+    from relpos import data
+    from relpos.train.trainer import texts_of
+
+    kind = options.subwords
+    size = options.vocabulary or config.target_vocabulary
+    if kind == "words":
+        return lambda: data.Words.train(texts_of(text), size)
+    if kind in ("bpe", "unigram"):
+        return lambda: data.SentencePiece.train(texts_of(text), size, kind)
+    return data.load_subwords(kind)
+
+
+def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Configuration and options of the loop: the preset, the TOML file, then the command line."""
+    from relpos.config import Config
+
+    told = _read_toml(options.config) if options.config is not None else {}
+    preset = options.preset or told.pop("preset", "small")
+    told.pop("preset", None)
+    if not isinstance(preset, str):
+        raise ValueError(f"{options.config}: preset: expected a name, got {preset!r}")
+    config = Config.preset(preset)
+    loop = _loop_of(told.pop("train", {}), options.config)
+    if told:
+        try:
+            config = config.replace(_flat(told))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{options.config}: {error}") from None
+    for given in options.set:
+        name, equals, value = given.partition("=")
+        if not equals:
+            raise ValueError(f"--set: expected NAME=VALUE, as encoder.k=8, got {given!r}")
+        config = config.replace({name.strip(): value.strip()})
+    loop |= {name: value for name in _LOOP if (value := getattr(options, name)) is not None}
+    if "steps" in loop:
+        config = config.replace({"steps": loop["steps"]})
+    if options.seed is not None:
+        config = config.replace({"seed": options.seed})
+    return config, loop
+
+
+def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: train: expected a table, [train], got {table!r}")
+    for name, value in table.items():
+        if name not in _LOOP:
+            known = ", ".join(_LOOP)
+            raise ValueError(f"{path}: train.{name}: no such option; there are {known}")
+        kind = int | float if _LOOP[name][0] is float else int
+        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+            raise ValueError(f"{path}: train.{name}: expected a number above 0, got {value!r}")
+    return dict(table)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        tomllib = importlib.import_module("tomllib")
+    except ImportError:  # Python 3.10
+        raise ImportError("--config takes Python 3.11 or later; --set does the same") from None
+    with path.open("rb") as file:
+        try:
+            table: dict[str, Any] = tomllib.load(file)
+            return table
+        except ValueError as error:
+            raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+# --------------------------------------------------------------------------------------------------
+# average, plot
+# --------------------------------------------------------------------------------------------------
+
+
+def _add_average(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "average",
+        "the mean of a run's last checkpoints",
+        "It often translates better than the last one. Checkpoints of different configurations are\n"
+        "refused.",
+        _average,
+    )
+    command.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder")
+    command.add_argument("--last", type=_count, default=20, metavar="N", help="how many (20)")
+    command.add_argument(
+        "--output", type=Path, metavar="DIR", help="a new folder (RUN/average-STEP)"
+    )
+
+
+def _average(options: argparse.Namespace) -> int:
+    from relpos.train import average, checkpoint
+
+    found: list[checkpoint.Checkpoint] = []
+    for each in reversed(checkpoint.checkpoints(options.run_folder)):
+        if (why := checkpoint.flaw(each.folder, thorough=False)) is not None:
+            print(f"relpos: warning: {each.folder}: passed over: {why}", file=sys.stderr)
+        elif len(found) < options.last:
+            found.append(each)
+    if not found:
+        raise ValueError(f"{options.run_folder}: no checkpoint here")
+    output = options.output or options.run_folder / f"average-{found[0].step:09}"
+    path = average.average(found[::-1], output)
+    print(
+        f"mean of {len(found)} checkpoints, steps {found[-1].step:,} to {found[0].step:,}: {path}"
+    )
+    return 0
+
+
+def _add_plot(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "plot",
+        "draw the curves of runs",
+        "Loss in training and validation, and the learning rate, from the logs. Takes matplotlib.",
+        _plot,
+    )
+    command.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or log files")
+    command.add_argument(
+        "--output",
+        type=Path,
+        default=Path("curves.png"),
+        metavar="FILE",
+        help="the picture; .png, .svg or .pdf (curves.png)",
+    )
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from relpos.plot import plot
+
+    print(plot(options.runs, options.output))
     return 0

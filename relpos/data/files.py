@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files, written whole or not at all, and a folder for one writer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Under another name first; a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            sync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise named(error, path) from error
+    sync_folder(path.parent)
+
+
+def sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """So that names survive a crash of the machine as well."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The same error with its file: writing to a full disk tells none."""
+    if error.filename is not None or error.errno is None:
+        return error
+    return OSError(error.errno, os.strerror(error.errno), os.fspath(path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_file(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def sha256_of(path: str) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone in the folder: another process, or thread, waits."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mean of the weights of several checkpoints, which translates better than the last of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relpos.config import Config
+from relpos.model import Transformer
+from relpos.train.checkpoint import CONFIG, MODEL, TOKENIZER, Checkpoint, write_json
+
+LAST = 20
+
+# How a run was trained may change on the way, what it trains may not.
+_SCHEDULE = frozenset(("schedule", "learning_rate", "warmup", "steps", "final_rate", "clip_norm"))
+
+
+def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -> Path:
+    """Writes the mean of checkpoints, summed in float64, as weights with their vocabulary.
+
+    checkpoints: Checkpoint each, of one configuration: another one is refused by the name of the
+        field that differs.
+    folder: str or PathLike. Made, and there only when it is whole.
+
+    Returns the path of the weights.
+    """
+    if not checkpoints:
+        raise ValueError("checkpoints: expected one or more, got none")
+    checked = [Checkpoint.at(each.folder) for each in checkpoints]
+    config = checked[-1].config
+    for each in checked:
+        check_same(config, each.config, checked[-1].folder, each.folder)
+    path = Path(folder)
+    if path.exists():
+        raise FileExistsError(f"{path}: is there already")
+    model = Transformer(config, tokens=config.max_length, sentences=1, training=False)
+    sums = {name: np.zeros(x.shape, np.float64) for name, x in model.parameters.items()}
+    for each in checked:
+        model.restore(each.folder / MODEL)
+        for name, weights in model.parameters.items():
+            sums[name] += weights
+    for name, weights in model.parameters.items():
+        weights[...] = sums[name] / len(checked)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    try:
+        partial.mkdir()
+        model.save(partial / MODEL)
+        write_json(partial / CONFIG, dataclasses.asdict(config))
+        steps = [each.step for each in checked]
+        write_json(partial / "average.json", {"steps": steps})
+        if (tokenizer := checked[-1].tokenizer) is not None:
+            shutil.copytree(tokenizer, partial / TOKENIZER)
+        os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return path / MODEL
+
+
+def check_same(one: Config, other: Config, here: Path, there: Path) -> None:
+    """Refuses configurations that differ in more than the schedule."""
+    others = dict(other.pairs())
+    for name, value in one.pairs():
+        if name not in _SCHEDULE and others[name] != value:
+            raise ValueError(f"{name}: {value} in {here}, {others[name]} in {there}")

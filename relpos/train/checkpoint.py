@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: all of a training run between two steps, in a folder that is whole or not there.
+
+    run/
+      step-000001000/           one checkpoint
+        model.safetensors       the weights, with the configuration
+        optimizer.safetensors   moments, averages and counters
+        config.json             the configuration once more, to be read by people
+        state.json              step, attempt, epoch, place in the data, seeds, what the build was
+        tokenizer/              the subwords, as they save themselves
+        manifest.json           size and SHA-256 of every other file, written last
+      .partial-4711-0/          one that is being written, or that was cut off
+
+Every file and folder is synced before the folder gets its name, and the run's folder after it: what
+has the name of a checkpoint has all of it, also after a loss of power. Nothing older is touched
+before that. What is found is checked against its manifest, and passed over if it differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from relpos.config import Config
+from relpos.data.files import named, sha256_of, sync_folder
+from relpos.library import build_info
+from relpos.model import Transformer
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+CONFIG = "config.json"
+STATE = "state.json"
+TOKENIZER = "tokenizer"
+MANIFEST = "manifest.json"
+
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
+_PARTIAL = ".partial-"
+_BUILD = ("version", "isa", "blas")  # what the bits of a run depend on
+
+
+class Saves(Protocol):
+    """What writes itself into a folder: subwords do."""
+
+    def save(self, folder: Path, /) -> object: ...
+
+
+class CheckpointWarning(UserWarning):
+    """Something is amiss with a checkpoint, and work goes on without it."""
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be read; the sentence says which and why."""
+
+
+# --------------------------------------------------------------------------------------------------
+# One checkpoint
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Checkpoint:
+    """A folder with the name of a checkpoint; those of a run sort from old to new.
+
+    step: int. Updates made. ordinal: int. Counts the checkpoints of one step, from 0.
+    folder: Path.
+    """
+
+    step: int
+    ordinal: int
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+        """The checkpoint in a folder, whatever its name, after a check of every byte."""
+        path = Path(folder)
+        if why := flaw(path):
+            raise CheckpointError(f"{path}: {why}")
+        step = read_json(path / STATE).get("step")
+        if not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"{path / STATE}: expected step, a whole number, got {step!r}")
+        named = _NAME.fullmatch(path.name)
+        return cls(step, int((named and named[2]) or 0), path)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `save` was given, and step, attempt and build."""
+        return read_json(self.folder / STATE)
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the weights carry."""
+        return Config.load(self.folder / MODEL)
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder with the subwords, if they have been saved."""
+        folder = self.folder / TOKENIZER
+        return folder if folder.is_dir() else None
+
+    def restore(self, model: Transformer) -> dict[str, Any]:
+        """Puts weights, moments, averages and counters into a model; returns the state.
+
+        Warns where the build differs in what decides rounding: the run goes on, not to the bit.
+        """
+        state = self.state
+        model.restore(self.folder / MODEL)
+        model.restore(self.folder / OPTIMIZER, "optimizer")
+        then, now = state.get("build"), _build()
+        if isinstance(then, dict) and then != now:
+            changed = ", ".join(
+                f"{name} {then.get(name)} then and {now[name]} now"
+                for name in _BUILD
+                if then.get(name) != now[name]
+            )
+            message = f"{self.folder}: saved by another build ({changed}): equal up to rounding"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+        return state
+
+
+def checkpoints(run: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The checkpoints of a run by their names, from old to new, unchecked."""
+    folder, found = Path(run), []
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    for name in names:
+        if (parts := _NAME.fullmatch(name)) and (folder / name).is_dir():
+            found.append(Checkpoint(int(parts[1]), int(parts[2] or 0), folder / name))
+    return sorted(found)
+
+
+def newest(run: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest checkpoint of a run that is whole; a warning tells of each that is not."""
+    for checkpoint in reversed(checkpoints(run)):
+        why = flaw(checkpoint.folder)
+        if why is None:
+            return checkpoint
+        message = f"{checkpoint.folder}: passed over: {why}"
+        warnings.warn(message, CheckpointWarning, stacklevel=2)
+    return None
+
+
+def flaw(folder: Path, *, thorough: bool = True) -> str | None:
+    """Why a folder is no whole checkpoint; None if it is. thorough: also by SHA-256."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if not (folder / MANIFEST).is_file():
+        return f"no checkpoint: {MANIFEST}, which is written last, is not there"
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except CheckpointError:
+        return f"{MANIFEST} is no JSON object"
+    files = manifest.get("files")
+    if manifest.get("format") != _FORMAT or not isinstance(files, dict):
+        return f"{MANIFEST} is not of relpos, or of a later version"
+    for name in (MODEL, OPTIMIZER, CONFIG, STATE):
+        if name not in files:
+            return f"{MANIFEST} does not list {name}"
+    for name, entry in files.items():
+        if why := _file_flaw(folder, name, entry, thorough):
+            return why
+    return None
+
+
+def _file_flaw(folder: Path, name: str, entry: Any, thorough: bool) -> str | None:
+    parts = name.split("/")
+    if not isinstance(entry, dict) or any(part in ("", ".", "..") for part in parts):
+        return f"{MANIFEST} is damaged at {name!r}"
+    path = folder.joinpath(*parts)
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != entry.get("bytes"):
+            return f"{name} has {size} bytes instead of {entry.get('bytes')}"
+        if thorough and sha256_of(str(path)) != entry.get("sha256"):
+            return f"{name} has another content than when it was written"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Saving
+# --------------------------------------------------------------------------------------------------
+
+_ordinals = itertools.count()
+
+
+def save(
+    run: str | os.PathLike[str],
+    model: Transformer,
+    state: Mapping[str, Any] | None = None,
+    *,
+    tokenizer: Saves | None = None,
+    keep: int | None = None,
+    spare: frozenset[int] = frozenset(),
+) -> Checkpoint:
+    """Writes a checkpoint of a model between two steps, whole or not at all.
+
+    run: str or PathLike. The run's folder; it is made where there is none.
+    model: Transformer, which trains.
+    state: what else a resumed run needs, as JSON can say it; step, attempt and build are added.
+    tokenizer: an object with save(folder).
+    keep: int. Whole checkpoints of this run up to this one that stay; None: all.
+    spare: steps whose checkpoints stay beside those.
+
+    A failure leaves the checkpoints of the run as they were. Removing old ones comes last, and a
+    failure there is a warning.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep: expected 1 or more, got {keep}")
+    folder = Path(run)
+    step, attempt = model.counters
+    whole = {**(state or {}), "step": step, "attempt": attempt, "build": _build()}
+    try:
+        saved = _save(folder, model, whole, tokenizer)
+    except OSError as error:
+        if (told := named(error, folder)) is not error:
+            raise told from error
+        raise
+    if keep is not None:
+        _remove_old(saved, keep, spare)
+    return saved
+
+
+def _save(
+    folder: Path, model: Transformer, state: dict[str, Any], tokenizer: Saves | None
+) -> Checkpoint:
+    _make_folder(folder)
+    _remove_partial(folder)
+    partial = folder / f"{_PARTIAL}{os.getpid()}-{next(_ordinals)}"
+    try:
+        os.mkdir(partial)
+        _write(partial, model, state, tokenizer)
+        step = state["step"]
+        ordinals = [each.ordinal for each in checkpoints(folder) if each.step == step]
+        ordinal = max(ordinals) + 1 if ordinals else 0
+        name = f"step-{step:09}" + (f".{ordinal}" if ordinal else "")
+        os.rename(partial, folder / name)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync_folder(folder)
+    return Checkpoint(step, ordinal, folder / name)
+
+
+def _write(
+    partial: Path, model: Transformer, state: dict[str, Any], tokenizer: Saves | None
+) -> None:
+    model.save(partial / MODEL)
+    model.save(partial / OPTIMIZER, "optimizer")
+    write_json(partial / CONFIG, dataclasses.asdict(model.config))
+    write_json(partial / STATE, state)
+    if tokenizer is not None:
+        os.mkdir(partial / TOKENIZER)
+        tokenizer.save(partial / TOKENIZER)
+    files = {}
+    for path in sorted(_files_of(partial)):
+        # The model's files are synced already, those of subwords may not be.
+        _sync_file(path)
+        name = path.relative_to(partial).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(str(path))}
+    write_json(partial / MANIFEST, {"format": _FORMAT, "files": files})
+    sync_folder(partial)
+
+
+def _files_of(partial: Path) -> Iterator[Path]:
+    """Every file in a folder and below it; the folders below it are synced."""
+
+    def stop(error: OSError) -> None:
+        raise error  # a folder that cannot be listed would be left out in silence
+
+    for folder, _, names in os.walk(partial, onerror=stop):
+        for name in names:
+            yield Path(folder) / name
+        if Path(folder) != partial:
+            sync_folder(Path(folder))
+
+
+def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
+    """Those from before `saved`; later ones, from before a return to an older one, stay."""
+    kept, run = 0, saved.folder.parent
+    try:
+        found = checkpoints(run)
+    except OSError as error:
+        _warn(f"{run}: no old checkpoint removed: {error.strerror}")
+        return
+    for checkpoint in reversed(found):
+        if checkpoint > saved or flaw(checkpoint.folder, thorough=False) is not None:
+            continue
+        replaced = checkpoint.step == saved.step and checkpoint != saved
+        if not replaced and (kept < keep or checkpoint.step in spare):
+            kept += 1
+            continue
+        # It loses its name first, so that nobody finds half of it.
+        going = run / f"{_PARTIAL}{os.getpid()}-{next(_ordinals)}"
+        try:
+            os.rename(checkpoint.folder, going)
+            shutil.rmtree(going)
+        except OSError as error:
+            _warn(f"{checkpoint.folder}: not removed: {error.strerror}")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+
+def _remove_partial(folder: Path) -> None:
+    """What runs that were cut off have left."""
+    for name in os.listdir(folder):
+        if name.startswith(_PARTIAL):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """With the folders above it, each of them synced into the one that holds it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        os.makedirs(path, exist_ok=True)
+        sync_folder(path.parent)
+
+
+def _build() -> dict[str, str]:
+    info = build_info()
+    return {"version": info["version"], "isa": info["isa"], "blas": info["blas"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A new file with a JSON object, synced."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    left = memoryview(text.encode())
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

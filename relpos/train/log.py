@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a run: a JSON object a line, appended to; read back without what was taken back.
+
+{"kind": "train", "step": 10, "loss": 5.91, ...}
+{"kind": "validation", "step": 500, "nll": 3.2, ...}
+{"kind": "resume", "step": 400}         steps after 400, above this line, were made again
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relpos.train.events import Events
+
+LOG = "log.jsonl"
+_DRAWN = frozenset(
+    ("loss", "nll", "perplexity", "accuracy", "learning_rate", "gradient_norm", "tokens_per_second")
+)
+
+
+class Log:
+    """Appends lines to a run's log; a line that a kill has cut in two stays alone.
+
+    run: str or PathLike, the run's folder. events: a folder for TensorBoard's files, or None.
+    """
+
+    def __init__(
+        self, run: str | os.PathLike[str], events: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._events = None if events is None else Events(events)
+        self._file = (Path(run) / LOG).open("a+b")
+        if self._file.tell() > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, kind: str, figures: Mapping[str, Any]) -> None:
+        """One line; numbers that are not finite are null."""
+        line = {"kind": kind} | {name: _finite(value) for name, value in figures.items()}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        if self._events is not None and kind in ("train", "validation"):
+            values = {
+                f"{kind}/{name}": float(value)
+                for name, value in line.items()
+                if name in _DRAWN and value is not None
+            }
+            self._events.write(line["step"], values)
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def read_log(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a run's log, or of a log file, that still stand; damaged lines are left out."""
+    path = Path(run)
+    path = path / LOG if path.is_dir() else path
+    lines: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                continue
+            if line.get("kind") == "resume":
+                lines = [each for each in lines if each["step"] <= line["step"]]
+            lines.append(line)
+    return lines
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

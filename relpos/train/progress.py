@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress that people can live with: a bar on a terminal and in notebooks, plain lines elsewhere.
+
+    step 400 of 1,600  loss 0.512  perplexity 1.67  41,200 tokens/s  rate 0.00171  left 0:42
+
+The bar is tqdm's, where it is installed. Lines come at most every few seconds, so that a log file
+stays readable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+SECONDS_BETWEEN_LINES = 10.0
+_SHARE = 0.1  # of a new loss in the one that is shown; the log has each step's own
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), and infinity where that is too large."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def clock_text(seconds: float) -> str:
+    """As 0:42, 12:05 or 3:07:09."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def check_kind(kind: str) -> str:
+    """The kind of progress, if there is such a kind."""
+    if kind not in ("auto", "bar", "lines", "none"):
+        raise ValueError(f"progress: expected 'auto', 'bar', 'lines' or 'none', got {kind!r}")
+    return kind
+
+
+class Progress:
+    """Shows a run that goes on; one object for one run.
+
+    total: int. Updates of the whole run; None: nobody knows.
+    start: int. Updates made already.
+    kind: "auto", a bar where there is a terminal or notebook and tqdm; "bar"; "lines"; or "none".
+    stream: where to; None: standard error.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        start: int = 0,
+        kind: str = "auto",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_kind(kind)
+        self._total, self._step, self._kind = total, start, kind
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._begun = self._shown = clock()
+        self._start = start
+        self._tokens = 0
+        self._loss: float | None = None
+        self._bar = _make_bar(total, start, kind, self._stream)
+
+    def step(self, step: int, loss: float, nll: float, tokens: int, rate: float) -> None:
+        """Tells of an update: its number, loss, nll, target tokens and learning rate."""
+        if not math.isfinite(loss):
+            return
+        self._loss = loss if self._loss is None else self._loss + _SHARE * (loss - self._loss)
+        self._tokens += tokens
+        before, self._step = self._step, step
+        now = self._clock()
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._figures(now, nll, rate), refresh=False)
+            self._bar.update(step - before)
+        elif self._kind != "none" and now - self._shown >= SECONDS_BETWEEN_LINES:
+            self._shown = now
+            of = "" if self._total is None else f" of {self._total:,}"
+            left = "" if self._total is None else f"  left {clock_text(self._left(now))}"
+            self._print(f"step {step:,}{of}  {self._figures(now, nll, rate)}{left}")
+
+    def say(self, line: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        elif self._kind != "none":
+            self._print(line)
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _figures(self, now: float, nll: float, rate: float) -> str:
+        per_second = self._tokens / max(now - self._begun, 1e-9)
+        return (
+            f"loss {self._loss:.3f}  perplexity {perplexity(nll):.2f}  "
+            f"{per_second:,.0f} tokens/s  rate {rate:.3g}"
+        )
+
+    def _left(self, now: float) -> float:
+        made = self._step - self._start
+        if self._total is None or made <= 0:
+            return math.inf
+        return (self._total - self._step) * (now - self._begun) / made
+
+    def _print(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def _make_bar(total: int | None, start: int, kind: str, stream: TextIO) -> Any:
+    """tqdm's bar, or None."""
+    if kind not in ("auto", "bar"):
+        return None
+    notebook = "ipykernel" in sys.modules
+    if kind == "auto" and not notebook and not stream.isatty():
+        return None
+    try:
+        module = importlib.import_module("tqdm.auto" if notebook else "tqdm")
+    except ImportError:
+        return None
+    return module.tqdm(
+        total=total, initial=start, file=None if notebook else stream, unit="step",
+        dynamic_ncols=True,
+    )  # fmt: skip

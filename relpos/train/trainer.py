@@ -1,0 +1,505 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: text in, checkpoints and a log out.
+
+trainer = relpos.Trainer(
+    relpos.Config.preset("small"),
+    relpos.data.read_pairs("train.en", "train.de"),
+    validation=relpos.data.read_pairs("valid.en", "valid.de"),
+    folder="run",
+)
+outcome = trainer.train()
+
+run/
+  tokenizer/, cache/        the vocabulary, and the text as tokens
+  log.jsonl                 what happened
+  step-000001000/, ...      checkpoints
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from relpos.config import Config
+from relpos.data import (
+    Batches,
+    InOrder,
+    SentencePiece,
+    Subwords,
+    TokenCache,
+    check_vocabulary,
+    load_subwords,
+)
+from relpos.model import StepResult, Transformer
+from relpos.position.arrays import check_count
+from relpos.train import checkpoint
+from relpos.train.checkpoint import TOKENIZER, Checkpoint
+from relpos.train.log import Log
+from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, perplexity
+
+Text = Iterable[Any]  # of str, or of (source, target)
+
+_NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What validation found.
+
+    nll: float. The mean of -log p(label), without smoothing. perplexity: float, its exponential.
+    accuracy: float. The share of labels that had the highest score. tokens: int. Labels.
+    """
+
+    nll: float
+    perplexity: float
+    accuracy: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    reason: "steps", "epochs", "time", "patience" or "interrupted".
+    step, epoch: int. Updates made, epochs finished.
+    nll: float. Of the last steps of training. validation, best: float or None. The nll of the last
+        and of the best validation. best_step: int or None.
+    checkpoint: Checkpoint. The last.
+    """
+
+    reason: str
+    step: int
+    epoch: int
+    nll: float
+    validation: float | None
+    best: float | None
+    best_step: int | None
+    checkpoint: Checkpoint
+
+
+class Trainer:
+    """Trains a Transformer on text, in a folder of its own.
+
+    config: Config. The vocabularies take the size of the subwords.
+    data: pairs of str for an encoder and a decoder, or str for a decoder alone: what
+        `relpos.data.read_pairs` and `read_lines` give, or any iterable that may be gone through
+        more than once; or a TokenCache.
+    folder: str or PathLike. Where all of the run lies.
+    validation: as data; None: there is none.
+    subwords: Subwords, or a function that makes them, which is called where the run has none yet.
+        None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
+        its size.
+    resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one. False: a
+        folder with checkpoints is refused.
+
+    tokens, sentences: int. The most of a batch, on each side.
+    accumulate_tokens: int. The most of an update on each side, in several batches; None: one batch.
+    seed: int. Of the order of the data; the configuration has that of weights and dropout.
+
+    steps: int. Training ends after so many updates; None: config.steps.
+    epochs, minutes, patience: end it earlier: passes over the data, minutes in all, validations
+        in a row without a better one. None: they don't.
+
+    validate_every, save_every: int. Updates. save_minutes: float, whatever comes first.
+    keep: int. Checkpoints that stay, the best validation's beside them.
+    log_every: int. Updates to a line of the log.
+    progress: "auto", a bar on terminals and in notebooks, else lines; "bar", "lines" or "none".
+    recompute: bool. Less memory, more time, as of `Transformer`.
+    tensorboard: bool. The log's figures go into event files in `folder`/events too.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Text | TokenCache,
+        *,
+        folder: str | os.PathLike[str],
+        validation: Text | TokenCache | None = None,
+        subwords: Subwords | Callable[[], Subwords] | None = None,
+        resume: bool = False,
+        tokens: int = 4096,
+        sentences: int = 512,
+        accumulate_tokens: int | None = None,
+        seed: int = 1,
+        steps: int | None = None,
+        epochs: int | None = None,
+        minutes: float | None = None,
+        patience: int | None = None,
+        validate_every: int = 500,
+        save_every: int = 1000,
+        save_minutes: float = 10.0,
+        keep: int = 20,
+        log_every: int = 10,
+        progress: str = "auto",
+        recompute: bool = False,
+        tensorboard: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self._steps = config.steps if steps is None else check_count("steps", steps, 1)
+        self._epochs = None if epochs is None else check_count("epochs", epochs, 1)
+        self._minutes = math.inf if minutes is None else _check_minutes("minutes", minutes)
+        self._patience = None if patience is None else check_count("patience", patience, 1)
+        if patience is not None and validation is None:
+            raise ValueError("patience: there is no validation to be patient with")
+        self._validate_every = check_count("validate_every", validate_every, 1)
+        self._save_every = check_count("save_every", save_every, 1)
+        self._save_minutes = _check_minutes("save_minutes", save_minutes)
+        self._keep = check_count("keep", keep, 1)
+        self._log_every = check_count("log_every", log_every, 1)
+        self._progress = check_kind(progress)
+        self._tensorboard = bool(tensorboard)
+
+        _check_again("data", data)
+        _check_again("validation", validation)
+
+        found = checkpoint.newest(self.folder) if resume else None
+        if not resume and checkpoint.checkpoints(self.folder):
+            raise ValueError(
+                f"folder: {self.folder} has checkpoints already: resume goes on from the newest; "
+                "a new run wants a folder of its own"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.subwords = self._find_subwords(found, subwords, data, config)
+        size = self.subwords.size
+        self.config = config.replace({"source_vocabulary": size, "target_vocabulary": size})
+        check_vocabulary(self.subwords, self.config)
+        self.cache = self._tokenised(data, "train")
+        self._batches = Batches(
+            self.cache,
+            tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
+            accumulate_tokens=accumulate_tokens, seed=seed, epochs=epochs,
+        )  # fmt: skip
+        self._validation: InOrder | None = None
+        if validation is not None:
+            self._validation = InOrder(
+                self._tokenised(validation, "validation"),
+                tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
+            )  # fmt: skip
+        self.model = Transformer(
+            self.config, tokens=tokens, sentences=sentences, recompute=recompute
+        )
+        self._best: float | None = None
+        self._best_step: int | None = None
+        self._validated: float | None = None
+        self._stale = 0
+        self._seconds = 0.0
+        self.resumed = found
+        if found is not None:
+            self._resume(found)
+
+    # ---- before ----------------------------------------------------------------------------------
+
+    def _find_subwords(
+        self,
+        found: Checkpoint | None,
+        given: Subwords | Callable[[], Subwords] | None,
+        data: Text | TokenCache,
+        config: Config,
+    ) -> Subwords:
+        """Those of the checkpoint, or given, or new ones; saved in the folder."""
+        own = given if isinstance(given, Subwords) else None
+        if found is not None and found.tokenizer is not None:
+            subwords = load_subwords(found.tokenizer, tokenizer=own)
+            if own is not None and own.fingerprint() != subwords.fingerprint():
+                raise ValueError(f"subwords: not those of this run, which are in {found.tokenizer}")
+            return subwords
+        if own is None:
+            if isinstance(data, TokenCache):
+                raise ValueError("subwords: expected those that the token cache was made with")
+            self._say("learning the subwords")
+            if given is None:
+                own = SentencePiece.train(texts_of(data), config.target_vocabulary)
+            else:
+                own = given()  # type: ignore[operator]
+        own.save(self.folder / TOKENIZER)
+        return own
+
+    def _say(self, line: str) -> None:
+        if self._progress != "none":
+            print(line, file=sys.stderr, flush=True)
+
+    def _teller(self, name: str) -> Callable[[int], None]:
+        """Tells how many lines have been tokenised, now and then."""
+        told = time.monotonic()
+
+        def tell(lines: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+                told = time.monotonic()
+                self._say(f"tokenising {name}: {lines:,} lines")
+
+        return tell
+
+    def _tokenised(self, data: Text | TokenCache, name: str) -> TokenCache:
+        if isinstance(data, TokenCache):
+            cache = data
+        else:
+            cache = TokenCache.build(
+                self.folder / "cache" / name, data, self.subwords, progress=self._teller(name)
+            )
+        if cache.size != self.subwords.size:
+            raise ValueError(
+                f"subwords: expected the {cache.size:,} tokens of {cache.folder}, "
+                f"got {self.subwords.size:,}"
+            )
+        sides = 1 if self.config.encoder.layers == 0 else 2
+        if cache.sides != sides:
+            what = ("lines", "a decoder alone"), ("pairs", "an encoder and a decoder")
+            raise ValueError(
+                f"{name}: expected {what[sides - 1][0]}, for {what[sides - 1][1]}, "
+                f"got {what[cache.sides - 1][0]}"
+            )
+        return cache
+
+    def _resume(self, found: Checkpoint) -> None:
+        state = found.restore(self.model)
+        try:
+            run = state["run"]
+            self._batches.resume(run["data"])
+            self._best, self._best_step = run["best"], run["best_step"]
+            self._validated, self._stale = run["validated"], run["stale"]
+            self._seconds = run["seconds"]
+        except (KeyError, TypeError) as error:
+            raise checkpoint.CheckpointError(
+                f"{found.folder / checkpoint.STATE}: not of a Trainer: {error}"
+            ) from None
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Trains until something ends it, and saves.
+
+        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves at once.
+        """
+        log = None
+        with _alone(self.folder), _interrupts() as interrupted:
+            try:
+                log = Log(self.folder, self.folder / "events" if self._tensorboard else None)
+                if self.resumed is not None:
+                    log.write("resume", {"step": self.model.counters[0]})
+                with Progress(self._steps, self.model.counters[0], self._progress) as progress:
+                    return self._train(log, progress, interrupted)
+            finally:
+                self._batches.close()
+                if log is not None:
+                    log.close()
+
+    def _train(self, log: Log, progress: Progress, interrupted: Callable[[], bool]) -> Outcome:
+        begun = saved = time.monotonic()
+        before, bad = self._seconds, 0
+        recent = _Sums()
+        last: Checkpoint | None = None
+        updates = iter(self._batches)
+        while (reason := self._reason(interrupted)) is None:
+            update = next(updates, None)
+            if update is None:
+                reason = "epochs"
+                break
+            result = self.model.step(update)
+            self._seconds = before + time.monotonic() - begun
+            if not result.finite:
+                bad += 1
+                figures = {"step": result.step, "attempt": result.attempt}
+                log.write("not finite", figures | {"first_bad": result.first_bad})
+                if bad == _NOT_FINITE:
+                    raise TrainingError(
+                        f"loss or gradient was not finite in {bad} steps in a row, first in "
+                        f"{result.first_bad}: a lower learning rate or a longer warm-up may help"
+                    )
+                continue
+            bad, last = 0, None
+            recent.add(result)
+            progress.step(result.step, result.loss, result.nll, result.tokens, result.learning_rate)
+            if result.step % self._log_every == 0:
+                log.write("train", recent.figures(result, self._batches.epoch, self._seconds))
+                recent.begin()
+            better = False
+            if self._validation is not None and result.step % self._validate_every == 0:
+                better = self._validate(result.step, log, progress)
+            now = time.monotonic()
+            due = result.step % self._save_every == 0 or now - saved >= 60 * self._save_minutes
+            if due or better:
+                last, saved = self._save(), time.monotonic()
+        step = self.model.counters[0]
+        if recent.tokens > 0 and step % self._log_every != 0:
+            log.write("end", {"step": step, "nll": recent.nll})
+        if last is None:
+            last = self._save()
+        return Outcome(
+            reason, step, self._batches.epoch, recent.nll, self._validated, self._best,
+            self._best_step, last,
+        )  # fmt: skip
+
+    def _reason(self, interrupted: Callable[[], bool]) -> str | None:
+        """Why training ends before the next step, if it does."""
+        if self.model.counters[0] >= self._steps:
+            return "steps"
+        if interrupted():
+            return "interrupted"
+        if self._seconds >= 60 * self._minutes:
+            return "time"
+        if self._patience is not None and self._stale >= self._patience:
+            return "patience"
+        return None
+
+    def validate(self) -> Validation:
+        """The model as it is, on all of the validation data, without dropout."""
+        if self._validation is None:
+            raise ValueError("validation: there is none")
+        nll = hits = 0.0
+        tokens = 0
+        for batch in self._validation:
+            result = self.model.forward(batch)
+            tokens += result.tokens
+            nll += result.nll * result.tokens
+            hits += result.accuracy * result.tokens
+        return Validation(nll / tokens, perplexity(nll / tokens), hits / tokens, tokens)
+
+    def _validate(self, step: int, log: Log, progress: Progress) -> bool:
+        """Validates, tells, and says whether it was the best so far."""
+        found = self.validate()
+        log.write("validation", {"step": step} | asdict(found))
+        self._validated = found.nll
+        better = self._best is None or found.nll < self._best
+        if better:
+            self._best, self._best_step, self._stale = found.nll, step, 0
+        else:
+            self._stale += 1
+        progress.say(
+            f"step {step:,}  validation {found.nll:.4f}  perplexity {found.perplexity:.2f}  "
+            f"accuracy {found.accuracy:.1%}" + ("  the best so far" if better else "")
+        )
+        return better
+
+    def _save(self) -> Checkpoint:
+        run = {
+            "data": self._batches.state(),
+            "best": self._best,
+            "best_step": self._best_step,
+            "validated": self._validated,
+            "stale": self._stale,
+            "seconds": self._seconds,
+        }
+        spare = frozenset(() if self._best_step is None else (self._best_step,))
+        return checkpoint.save(
+            self.folder, self.model, {"epoch": self._batches.epoch, "run": run},
+            tokenizer=self.subwords, keep=self._keep, spare=spare,
+        )  # fmt: skip
+
+
+class _Sums:
+    """Means over the labels of several steps."""
+
+    def __init__(self) -> None:
+        self.nll = math.nan
+        self.tokens = 0
+        self._seconds: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step is the first of a new line; nll stays until then."""
+        self._fresh = True
+
+    def add(self, result: StepResult) -> None:
+        if self._fresh:
+            self.tokens, self._loss, self._nll, self._hits, self._fresh = 0, 0.0, 0.0, 0.0, False
+        self.tokens += result.tokens
+        self._loss += result.loss * result.tokens
+        self._nll += result.nll * result.tokens
+        self._hits += result.accuracy * result.tokens
+        self.nll = self._nll / max(1, self.tokens)
+
+    def figures(self, result: StepResult, epoch: int, seconds: float) -> dict[str, Any]:
+        tokens = max(1, self.tokens)
+        passed = None if self._seconds is None else seconds - self._seconds
+        self._seconds = seconds
+        return {
+            "step": result.step,
+            "attempt": result.attempt,
+            "epoch": epoch,
+            "loss": self._loss / tokens,
+            "nll": self.nll,
+            "perplexity": perplexity(self.nll),
+            "accuracy": self._hits / tokens,
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / passed if passed else None,
+            "seconds": seconds,
+        }
+
+
+def texts_of(data: Iterable[Any]) -> Iterator[str]:
+    """Every sentence of pairs or of lines, for a vocabulary of both sides."""
+    for item in data:
+        if isinstance(item, str):
+            yield item
+        else:
+            yield from item
+
+
+def _check_again(name: str, data: Text | TokenCache | None) -> None:
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"{name}: expected what may be gone through more than once, as a list, "
+            f"got {type(data).__name__}"
+        )
+
+
+def _check_minutes(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name}: expected more than 0, got {value!r}")
+    return float(value)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One run to a folder: a second one is refused, not mixed in."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{folder}: another process trains here") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come; the second of them raises KeyboardInterrupt.
+
+    Signals reach the main thread alone; in others nothing is changed.
+    """
+    came = False
+    before: dict[signal.Signals, Any] = {}
+
+    def note(_: int, __: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

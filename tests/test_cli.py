@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it says, what it returns, and that errors are sentences."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import relpos
+import text_files
+from relpos import cli
+from relpos.train import checkpoint, newest
+from relpos.train.average import average
+from relpos.train.log import LOG, read_log
+
+SMALL = (
+    "--preset", "tiny", "--set", "width=32", "--set", "feed_forward=64", "--subwords", "words",
+    "--set", "encoder.layers=1", "--set", "decoder.layers=1", "--set", "max_length=16",
+    "--tokens", "256", "--sentences", "32", "--log-every", "5", "--progress", "none",
+)  # fmt: skip
+
+Capture = pytest.CaptureFixture[str]
+
+
+def relpos_says(capture: Capture, *arguments: Any, status: int = 0) -> str:
+    """Standard output, or standard error where a failure is expected."""
+    try:
+        found = cli.main([str(each) for each in arguments])
+    except SystemExit as exit_:  # argparse's way
+        found = int(exit_.code or 0)
+    out, error = capture.readouterr()
+    assert found == status, error
+    return out if status == 0 else error
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run of 30 steps, made once."""
+    folder = tmp_path_factory.mktemp("cli")
+    source, target = text_files.write_pairs(folder, "train", 200)
+    valid = text_files.write_pairs(folder, "valid", 20, seed=1)
+    files = ("--source", str(source), "--target", str(target))
+    more = ("--validation-source", str(valid[0]), "--validation-target", str(valid[1]))
+    made = folder / "run"
+    loop = ("--validate-every", "10", "--save-every", "10", "--output", str(made))
+    assert cli.main(["train", *files, *more, *SMALL, *loop, "--steps", "30"]) == 0
+    return SimpleNamespace(folder=folder, made=made, files=files, more=more, loop=loop)
+
+
+# ---- help ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("train",), ("average",), ("plot",)])
+def test_help_reads_well(capsys: Capture, command: tuple[str, ...]) -> None:
+    text = relpos_says(capsys, *command, "--help")
+    assert text.startswith("usage: relpos") and max(map(len, text.splitlines())) <= 100
+    for option in re.findall(r"^  (--[a-z-]+)(.*(?:\n {10,}.*)*)", text, re.MULTILINE):
+        assert re.search(r"[a-z]{3}", option[1]), f"{option[0]}: no help"
+    if not command:
+        assert all(each in text for each in ("demo", "train", "average", "plot", "--cflags"))
+
+
+def test_nothing_asked_is_help(capsys: Capture) -> None:
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: relpos")
+
+
+def test_about_the_build(capsys: Capture) -> None:
+    assert relpos_says(capsys, "--version").strip() == relpos.__version__
+    assert relpos.build_info()["isa"] in relpos_says(capsys, "--build-info")
+    if (Path(relpos.__file__).parent / "include").exists():
+        flags = relpos_says(capsys, "--cflags", "--libs")
+        assert flags.startswith("-I") and " -lcore " in flags and flags.count("\n") == 1
+
+
+def test_what_to_type_next(capsys: Capture) -> None:
+    said = relpos_says(capsys, "train", status=2)
+    assert "relpos train --source train.en --target train.de" in said
+    assert "--target is missing" in relpos_says(capsys, "train", "--source", "x", status=2)
+    both = ("train", "--source", "x", "--target", "y", "--text", "z")
+    assert "give --source and --target, or --text" in relpos_says(capsys, *both, status=2)
+
+
+def test_flags_import_nothing_of_training() -> None:
+    script = (
+        "import sys; from relpos import cli; cli.main(['--version']);"
+        "print([m for m in sys.modules if m.startswith(('relpos.train', 'relpos.data', 'tqdm',"
+        " 'relpos.demo', 'sentencepiece', 'matplotlib'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout.splitlines()[1:] == ["[]"], done.stderr
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+# ---- train ---------------------------------------------------------------------------------------
+
+
+def test_a_run(run: SimpleNamespace) -> None:
+    found = newest(run.made)
+    assert found is not None and found.step == 30
+    config = found.config
+    assert (config.width, config.encoder.layers, config.steps) == (32, 1, 30)
+    assert config.target_vocabulary == config.source_vocabulary == len(text_files.WORDS) + 3
+    assert [line["step"] for line in read_log(run.made) if line["kind"] == "validation"] == [
+        10, 20, 30,
+    ]  # fmt: skip
+
+
+def test_going_on(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    command = ("train", *run.files, *run.more, *SMALL, *run.loop)
+    said = relpos_says(capsys, *command, status=1)
+    assert said == (
+        f"relpos: folder: {run.made} has checkpoints already: resume goes on from the newest; "
+        "a new run wants a folder of its own\n"
+    )
+    # With lines, in a copy: what it says on the way.
+    shown = [each if each != "none" else "lines" for each in command]
+    shown[shown.index("--output") + 1] = str(tmp_path / "run")
+
+    shutil.copytree(run.made, tmp_path / "run")
+    assert cli.main([*shown, "--resume", "--steps", "40"]) == 0
+    out, error = capsys.readouterr()
+    assert f"going on from {tmp_path / 'run' / 'step-000000030'}" in out
+    assert "200 read, 200 kept, 28 subwords" in out
+    assert re.search(r"all steps made, at step 40, best validation \d\.\d{4} at step \d+: ", out)
+    assert "step 40  validation" in error
+
+
+def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
+    source, _ = text_files.write_pairs(tmp_path, "train", 100)
+    given = ("--text", source, "--validation-text", source, "--output", tmp_path / "run")
+    layers = ("--set", "encoder.layers=0", "--steps", "3", "--validate-every", "2")
+    relpos_says(capsys, "train", *given, *SMALL, *layers)
+    found = newest(tmp_path / "run")
+    assert found is not None and found.config.encoder.layers == 0
+
+
+def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("tomllib")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'preset = "tiny"\nwidth = 32\nfeed_forward = 64\ndropout = 0.2\nmax_length = 16\n'
+        "[encoder]\nk = 5\n[decoder]\nk = 6\n"
+        "[train]\nsteps = 4\ntokens = 256\nsave_minutes = 2\n"
+    )
+    output = tmp_path / "run"
+    given = ("--config", path, "--subwords", "words", "--progress", "none", "--output", output)
+    relpos_says(capsys, "train", *run.files, *given, "--set", "encoder.k=3", "--steps", "2")
+    found = newest(output)
+    assert found is not None and found.step == 2
+    config = found.config
+    assert (config.dropout, config.encoder.k, config.decoder.k, config.steps) == (0.2, 3, 6, 2)
+
+    for wrong, message in (
+        ("[encoder]\nkk = 5\n", r"encoder\.kk"),
+        ("width = [1]\n", "width: expected a number"),
+        ("[train]\nstep = 4\n", r"train\.step: no such option; there are steps, epochs"),
+        ("[train]\nsteps = 1.5\n", r"train\.steps: expected a number above 0, got 1\.5"),
+        ("[train]\nsteps = true\n", r"train\.steps: expected a number above 0, got True"),
+        ("train = 5\n", r"train: expected a table"),
+        ("preset = 5\n", "preset: expected a name, got 5"),
+        ("width = \n", "not TOML"),
+    ):
+        path.write_text(wrong)
+        output = tmp_path / "never"
+        said = relpos_says(
+            capsys, "train", *run.files, "--config", path, "--output", output, status=1
+        )
+        assert re.fullmatch(rf"relpos: {re.escape(str(path))}: .*{message}.*\n", said), said
+        assert not output.exists()
+
+
+def test_ctrl_c(run: SimpleNamespace, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    command = ("train", *run.files, *SMALL, "--output", str(output), "--steps", str(10**9))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "relpos", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    while not (output / LOG).exists() or not read_log(output):
+        assert child.poll() is None
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    _, error = child.communicate(timeout=60)
+    assert (child.returncode, error) == (130, "")
+    assert newest(output) is not None
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def no_file(folder: Path) -> tuple[tuple[Any, ...], str]:
+    return ("--source", folder / "none", "--target", folder / "b"), "none: No such file"
+
+
+def unequal(folder: Path) -> tuple[tuple[Any, ...], str]:
+    (folder / "a").write_text("one\ntwo\nthree\n")
+    (folder / "b").write_text("eins\n")
+    return ("--source", folder / "a", "--target", folder / "b"), "has 3 lines, .*b has 1"
+
+
+def not_utf8(folder: Path) -> tuple[tuple[Any, ...], str]:
+    (folder / "a").write_bytes(b"one\ntw\xffo\n")
+    (folder / "b").write_text("eins\nzwei\n")
+    return ("--source", folder / "a", "--target", folder / "b"), "a: line 2, byte 3"
+
+
+def nothing_in_it(folder: Path) -> tuple[tuple[Any, ...], str]:
+    (folder / "a").write_text("\n\n")
+    (folder / "b").write_text("\n\n")
+    return ("--source", folder / "a", "--target", folder / "b"), "expected at least one"
+
+
+def no_such_field(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_file(folder)[0]
+    return (*given, "--set", "encoder.kk=3"), r"encoder\.kk"
+
+
+def no_equals(folder: Path) -> tuple[tuple[Any, ...], str]:
+    return (*no_file(folder)[0], "--set", "k"), "--set: expected NAME=VALUE"
+
+
+def no_such_preset(folder: Path) -> tuple[tuple[Any, ...], str]:
+    return (*no_file(folder)[0], "--preset", "huge"), "preset.*huge"
+
+
+def no_such_subwords(folder: Path) -> tuple[tuple[Any, ...], str]:
+    unequal(folder)
+    (folder / "b").write_text("eins\nzwei\ndrei\n")
+    given = ("--source", folder / "a", "--target", folder / "b")
+    return (*given, "--subwords", folder / "nowhere"), "nowhere: no vocabulary here"
+
+
+def half_validation(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = ("--source", folder / "a", "--target", folder / "b", "--validation-source", "x")
+    return given, "--validation-source and --validation-target belong together"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        no_file, unequal, not_utf8, nothing_in_it, no_such_field, no_equals, no_such_preset,
+        no_such_subwords, half_validation,
+    ],
+)  # fmt: skip
+def test_bad_input_is_a_sentence(
+    capsys: Capture, tmp_path: Path, spoil: Callable[[Path], tuple[tuple[Any, ...], str]]
+) -> None:
+    given, message = spoil(tmp_path)
+    words = () if "--subwords" in given else ("--subwords", "words")
+    quiet = ("--output", tmp_path / "run", "--progress", "none")
+    said = relpos_says(capsys, "train", *given, *words, *quiet, status=1)
+    assert re.fullmatch(rf"relpos: .*{message}.*\n", said), said
+
+
+@pytest.mark.parametrize("wrong", [("--steps", "0"), ("--minutes", "-1"), ("--nothing",)])
+def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
+    said = relpos_says(capsys, "train", "--text", "x", *wrong, status=2)
+    assert said.splitlines()[-1].startswith("relpos") and "error" in said
+
+
+# ---- average -------------------------------------------------------------------------------------
+
+
+def test_average(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    output = tmp_path / "mean"
+    said = relpos_says(capsys, "average", run.made, "--last", 2, "--output", output)
+    assert said == f"mean of 2 checkpoints, steps 20 to 30: {output / 'model.safetensors'}\n"
+    models = [
+        relpos.Transformer.load(run.made / f"step-0000000{step}" / "model.safetensors")
+        for step in (20, 30)
+    ]
+    mean = relpos.Transformer.load(output / "model.safetensors", training=False)
+    for name, weights in mean.parameters.items():
+        one, other = (model.parameters[name].astype("f8") for model in models)
+        assert ((one + other) / 2).astype("f4").tobytes() == weights.tobytes(), name
+    assert relpos.data.load_subwords(output / "tokenizer").size == len(text_files.WORDS) + 3
+    said = relpos_says(capsys, "average", run.made, "--output", output, status=1)
+    assert said == f"relpos: {output}: is there already\n"
+    said = relpos_says(capsys, "average", tmp_path, status=1)
+    assert said == f"relpos: {tmp_path}: no checkpoint here\n"
+
+
+def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
+    for step, changes in ((1, {}), (2, {"learning_rate": 0.5}), (3, {"encoder.k": 2})):
+        model = relpos.Transformer(text_files.config().replace(changes), tokens=64)
+        model.counters = step, step
+        checkpoint.save(tmp_path, model)
+    said = relpos_says(capsys, "average", tmp_path, status=1)
+    assert re.fullmatch(r"relpos: encoder\.k: 2 in .*step-000000003, 3 in .*\n", said)
+    found = checkpoint.checkpoints(tmp_path)
+    average(found[:2], tmp_path / "mean")  # another rate makes no other model
+    (found[0].folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(OSError, match="step-000000001: model.safetensors has 0 bytes"):
+        average(found[:2], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    cli.main(["average", str(tmp_path), "--last", "1", "--output", str(tmp_path / "last")])
+    assert (tmp_path / "last" / "model.safetensors").read_bytes() == (
+        found[2].folder / "model.safetensors"
+    ).read_bytes()
+
+
+# ---- plot ----------------------------------------------------------------------------------------
+
+
+def test_plot(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        said = relpos_says(capsys, "plot", run.made, status=1)
+        assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
+        return
+    picture = tmp_path / "curves.png"
+    relpos_says(capsys, "plot", run.made, run.made / LOG, "--output", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_plot(capsys: Capture, tmp_path: Path) -> None:
+    said = relpos_says(capsys, "plot", tmp_path, status=1)
+    assert said == f"relpos: {tmp_path / LOG}: No such file or directory\n"
+    (tmp_path / LOG).write_text("\n")
+    said = relpos_says(capsys, "plot", tmp_path, status=1)
+    assert said == f"relpos: {tmp_path}: no training step in this log\n"

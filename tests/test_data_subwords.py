@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""relpos.data.subwords: text to tokens and back, saving, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import relpos
+from relpos.data import SentencePiece, Subwords, Words, Wrapped, check_vocabulary, load_subwords
+from small_data import Numbers
+
+# Ours: enough different words for a vocabulary of some hundreds.
+ONES = "one two three four five six seven eight nine".split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+EINER = "ein zwei drei vier fünf sechs sieben acht neun".split()
+ZEHNER = "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+SIZE = 320  # of which 256 are bytes
+LINES = [
+    (f"The {ten}-{one} dogs run.", f"Die {einer}und{zehner} Hunde laufen.")
+    for ten, zehner in zip(TENS, ZEHNER, strict=True)
+    for one, einer in zip(ONES, EINER, strict=True)
+]
+
+
+def trained(**changes: Any) -> SentencePiece:
+    pytest.importorskip("sentencepiece")
+    return SentencePiece.train(LINES, **({"size": SIZE} | changes))
+
+
+class Letters:
+    """An object of a user's own, of lower-case letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+
+def letters(**changes: int) -> Wrapped:
+    return Wrapped(Letters(), **({"size": 28, "bos": 26, "eos": 27} | changes))
+
+
+# ---- there and back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_there_and_back(kind: Any) -> None:
+    subwords = trained(kind=kind)
+    assert isinstance(subwords, Subwords)
+    assert (subwords.size, subwords.unknown, subwords.bos, subwords.eos) == (SIZE, 0, 1, 2)
+    texts = [text for pair in LINES for text in pair]
+    encoded = subwords.encode_many(texts)
+    assert encoded == [subwords.encode(text) for text in texts]
+    assert [subwords.decode(tokens) for tokens in encoded] == texts
+    assert not {0, 1, 2} & {token for tokens in encoded for token in tokens}
+    tokens = encoded[0]
+    assert subwords.decode([1, *tokens, 2]) == texts[0]
+    assert "".join(map(subwords.piece, tokens)).replace("▁", " ").strip() == texts[0]
+
+
+def test_bytes_spell_what_has_no_token() -> None:
+    text = "<s> 色は匂へど \U0001f600"
+    assert trained().decode(trained().encode(text)) == text
+    without = trained(byte_fallback=False, size=120)
+    assert without.unknown in without.encode(text)
+    assert without.bos not in without.encode("<s>") and trained().bos not in trained().encode("<s>")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_training_is_the_same_every_time(kind: Any) -> None:
+    one, other = trained(kind=kind), trained(kind=kind)
+    assert one.fingerprint() == other.fingerprint()
+    assert one.fingerprint() != trained(kind=kind, size=SIZE - 1).fingerprint()
+
+
+def test_a_sample_depends_on_the_seed_alone() -> None:
+    one, again, other = (trained(size=300, sentences=40, seed=seed) for seed in (1, 1, 2))
+    assert one.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+def test_words() -> None:
+    words = Words.train(["b a b", " c\tb\x85a "])
+    assert isinstance(words, Subwords)
+    assert words.size == 6 and words.encode("a b c <s> d") == [4, 3, 5, 0, 0]
+    assert words.encode_many(["a", ""]) == [[4], []]
+    assert words.decode([1, 4, 3, 0, 2]) == "a b <unk>"
+    assert Words.train([("b a", "b c"), ("b", "c")], size=5).encode("a b c") == [0, 3, 4]
+
+
+def test_an_object_of_ones_own() -> None:
+    subwords = letters()
+    assert isinstance(subwords, Subwords)
+    assert subwords.encode("abz") == [0, 1, 25] and subwords.unknown == -1
+    assert subwords.decode([26, 0, 1, 25, 27]) == "abz"
+    assert subwords.fingerprint() != letters(size=29).fingerprint()
+
+    class Encoding:
+        ids = [3, 4]
+
+    class Fast(Letters):
+        def encode(self, text: str) -> Any:
+            return Encoding()
+
+    assert Wrapped(Fast(), size=28, bos=26, eos=27).encode("?") == [3, 4]
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [trained, lambda: Words.train(LINES)], ids=["pieces", "words"])
+def test_it_travels_in_a_folder(tmp_path: Path, make: Any) -> None:
+    subwords = make()
+    subwords.save(tmp_path / "model" / "tokenizer")
+    subwords.save(tmp_path / "model" / "tokenizer")  # over itself
+    again = load_subwords(tmp_path / "model" / "tokenizer")
+    assert type(again) is type(subwords) and again.fingerprint() == subwords.fingerprint()
+    text = LINES[7][1]
+    assert again.encode(text) == subwords.encode(text)
+    assert type(subwords).load(tmp_path / "model" / "tokenizer").size == subwords.size
+    assert len(list((tmp_path / "model" / "tokenizer").iterdir())) == 2
+
+
+def test_a_wrapped_object_is_wanted_again(tmp_path: Path) -> None:
+    letters().save(tmp_path)
+    again = load_subwords(tmp_path, tokenizer=Letters())
+    assert again.encode("abc") == [0, 1, 2] and (again.bos, again.eos) == (26, 27)
+    assert load_subwords(tmp_path, tokenizer=letters()).size == 28
+    with pytest.raises(ValueError, match="an object of your own, which is not in the folder"):
+        load_subwords(tmp_path)
+
+    class Other(Letters):
+        def encode(self, text: str) -> list[int]:
+            return [5]
+
+    with pytest.raises(ValueError, match="fingerprint: expected"):
+        load_subwords(tmp_path, tokenizer=Other())
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def test_broken_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no vocabulary here, subwords.json is missing"):
+        load_subwords(tmp_path)
+    words = Words.train(LINES)
+    path = tmp_path / "subwords.json"
+    for content, sentence in (
+        (b"{", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[]", "expected a JSON object, got list"),
+        (b"{}", "kind: expected sentencepiece, words, wrapped, got None"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=sentence):
+            load_subwords(tmp_path)
+    words.save(tmp_path)
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"size": 7}))
+    with pytest.raises(ValueError, match=f"size: expected 7, got {words.size}"):
+        load_subwords(tmp_path)
+    words.save(tmp_path)
+    (tmp_path / "words.txt").write_text("a\nb\na\n")
+    with pytest.raises(ValueError, match="words.txt: words: expected different ones, got 'a'"):
+        load_subwords(tmp_path)
+    (tmp_path / "words.txt").write_text("a\nb c\n")
+    with pytest.raises(ValueError, match="words.txt: words: expected words without white space"):
+        load_subwords(tmp_path)
+    (tmp_path / "words.txt").write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match="words.txt: .*decode"):
+        load_subwords(tmp_path)
+    (tmp_path / "words.txt").unlink()
+    with pytest.raises(FileNotFoundError, match="words.txt"):
+        load_subwords(tmp_path)
+
+
+def test_broken_sentencepiece_models(tmp_path: Path) -> None:
+    trained().save(tmp_path)
+    path = tmp_path / "sentencepiece.model"
+    whole = path.read_bytes()
+    for content in (b"", b"no model", whole[: len(whole) // 2], whole[:-40]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"sentencepiece.model: model: |expected"):
+            load_subwords(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"size": 50_000}, r"size: 50,000 tokens are more than these lines give, at most \d"),
+        ({"size": 50_000, "kind": "unigram"}, "size: 50,000 tokens are more than these lines give"),
+        ({"size": 100}, "size: 100 tokens are too few, single characters and bytes alone need"),
+        ({"size": 3}, "size: expected 4 or more, got 3"),
+        ({"kind": "word"}, "kind: expected 'bpe' or 'unigram', got 'word'"),
+        ({"character_coverage": 0}, "character_coverage: expected above 0 and up to 1, got 0"),
+        ({"sentences": 0}, "sentences: expected 1 or more, got 0"),
+    ],
+)
+def test_training_that_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        trained(**changes)
+
+
+@pytest.mark.parametrize("train", [SentencePiece.train, Words.train])
+def test_lines_that_are_refused(train: Any) -> None:
+    pytest.importorskip("sentencepiece")
+    for lines, kind, sentence in (
+        ([], ValueError, "lines: expected at least one that is not empty, got none"),
+        (["", " \n"], ValueError, "lines: expected at least one that is not empty, got none"),
+        ("a line", TypeError, "lines: expected several str, or pairs of str, got one str"),
+        (["a", 3], TypeError, "lines: expected str, or pairs of str, item 1 is 3"),
+        (["a", ("b", None)], TypeError, "lines: expected str, or pairs of str, item 1 is"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            train(lines)
+
+
+def test_wrapping_that_is_refused() -> None:
+    with pytest.raises(TypeError, match="an object with encode and decode, object has no encode"):
+        Wrapped(object(), size=9, bos=1, eos=2)
+    with pytest.raises(ValueError, match="eos: expected a token below size=9, got 9"):
+        Wrapped(Letters(), size=9, bos=1, eos=9)
+    with pytest.raises(ValueError, match="tokens: expected 0 to 27, the vocabulary's, got -32"):
+        letters().encode("A")
+
+
+@pytest.mark.parametrize("subwords", [Words.train(LINES), letters()], ids=["words", "wrapped"])
+def test_tokens_beyond_the_vocabulary_cannot_be_said(subwords: Any) -> None:
+    with pytest.raises(ValueError, match=f"expected 0 to {subwords.size - 1}, .* got 1000"):
+        subwords.decode([3, 1000])
+
+
+def test_tokens_beyond_the_pieces_cannot_be_said() -> None:
+    with pytest.raises(ValueError, match="expected 0 to 319, the vocabulary's, got -1"):
+        trained().decode([3, -1])
+    with pytest.raises(ValueError, match="expected 0 to 319, the vocabulary's, got 320"):
+        trained().piece(SIZE)
+
+
+def test_a_vocabulary_that_does_not_fit_the_model() -> None:
+    config = relpos.Config().replace({"source_vocabulary": 1000, "target_vocabulary": 1000})
+    check_vocabulary(Numbers(1000), config)
+    with pytest.raises(ValueError, match="has 999 tokens, the model's source_vocabulary is 1,000"):
+        check_vocabulary(Numbers(999), config)
+    language = config.replace({"encoder.layers": 0, "source_vocabulary": 1000})
+    with pytest.raises(ValueError, match="has 999 tokens, the model's target_vocabulary is 1,000"):
+        check_vocabulary(Numbers(999), language)
+
+
+# ---- what importing costs ------------------------------------------------------------------------
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """The bare package needs NumPy alone; without sentencepiece the sentence says what to do."""
+    program = """
+import sys
+import relpos, relpos.data
+print([x for x in ("sentencepiece", "tqdm", "sacrebleu", "matplotlib") if x in sys.modules])
+sys.modules["sentencepiece"] = None
+try:
+    relpos.data.SentencePiece.train(["a b"])
+except ImportError as error:
+    print(error)
+"""
+    package = str(Path(relpos.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=package, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "[]",
+        "sentencepiece is not installed: pip install 'relpos[train]', or use relpos.data.Words",
+    ]

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: it learns, ends when it should, goes on bit for bit, and leaves when asked."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+import text_files
+from relpos.data import TokenCache
+from relpos.train import checkpoint, newest
+from relpos.train.events import Events, crc32c
+from relpos.train.log import LOG, Log, read_log
+from relpos.train.progress import Progress, clock_text, perplexity
+from relpos.train.trainer import Outcome, Trainer, TrainingError
+from small_model import assert_same_bits
+
+TEXT = text_files.pairs(300)
+VALID = text_files.pairs(40, seed=1)
+
+
+def make(folder: Path, **given: Any) -> Trainer:
+    config = given.pop("config", None) or text_files.config()
+    settings = {
+        "validation": VALID, "subwords": text_files.vocabulary(), "tokens": 256, "sentences": 32,
+        "validate_every": 20, "save_every": 25, "log_every": 5, "progress": "none",
+    } | given  # fmt: skip
+    data = settings.pop("data", TEXT)
+    return Trainer(config, data, folder=folder, **settings)
+
+
+def state_of(model: relpos.Transformer) -> dict[str, Any]:
+    kinds = ("parameters", "first_moments", "second_moments", "averages")
+    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [each.step for each in checkpoint.checkpoints(folder)]
+
+
+def kinds_in(folder: Path, kind: str) -> list[int]:
+    return [line["step"] for line in read_log(folder) if line["kind"] == kind]
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def test_a_run(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", config=text_files.config(steps=60))
+    before = trainer.validate()
+    outcome = trainer.train()
+    assert (outcome.reason, outcome.step) == ("steps", 60)
+    assert outcome.validation is not None and outcome.validation < before.nll - 0.3
+    assert outcome.best == outcome.validation and outcome.best_step == 60
+    assert trainer.validate().nll == outcome.validation
+    assert outcome.nll < before.nll
+    assert outcome.checkpoint == newest(tmp_path / "run")
+    assert steps_in(tmp_path / "run") == [20, 25, 40, 50, 60]  # best ones, and every 25
+    folder = outcome.checkpoint.folder
+    assert relpos.data.load_subwords(folder / "tokenizer").size == trainer.subwords.size
+    assert outcome.checkpoint.config == trainer.config
+    assert trainer.config.source_vocabulary == trainer.subwords.size == 28
+
+    log = read_log(tmp_path / "run")
+    trained = [line for line in log if line["kind"] == "train"]
+    assert [line["step"] for line in trained] == list(range(5, 61, 5))
+    assert kinds_in(tmp_path / "run", "validation") == [20, 40, 60]
+    for line in trained:
+        assert np.isclose(line["perplexity"], np.exp(line["nll"])) and line["tokens"] > 5 * 100
+        assert line["learning_rate"] == pytest.approx(0.003) and line["gradient_norm"] > 0
+        assert 0 <= line["accuracy"] <= 1 and line["epoch"] in range(10)
+    assert trained[-1]["tokens_per_second"] > 0
+
+
+def test_what_the_log_says_is_what_was_trained(tmp_path: Path) -> None:
+    """Means over the labels of five steps, against the steps done by hand."""
+    make(tmp_path, config=text_files.config(steps=10), validation=None).train()
+    twin = make(tmp_path / "twin", validation=None)
+    results = [twin.model.step(update) for update, _ in zip(twin._batches, range(10), strict=False)]
+    for line, part in zip(read_log(tmp_path), (results[:5], results[5:]), strict=True):
+        tokens = sum(each.tokens for each in part)
+        assert line["tokens"] == tokens and line["step"] == part[-1].step
+        for name in ("loss", "nll", "accuracy"):
+            mean = sum(getattr(each, name) * each.tokens for each in part) / tokens
+            assert line[name] == pytest.approx(mean, rel=1e-12)
+
+
+def test_the_door() -> None:
+    assert relpos.Trainer is Trainer and "Trainer" in relpos.__all__
+    with pytest.raises(AttributeError, match="module 'relpos' has no attribute 'trainer'"):
+        relpos.trainer  # noqa: B018
+
+
+def test_a_decoder_alone(tmp_path: Path) -> None:
+    config = text_files.config(encoder__layers=0, steps=30)
+    lines = [source for source, _ in TEXT]
+    trainer = make(tmp_path, config=config, data=lines, validation=lines[:20])
+    before = trainer.validate()
+    assert trainer.train().validation is not None and trainer.validate().nll < before.nll
+    with pytest.raises(ValueError, match="train: expected lines, for a decoder alone, got pairs"):
+        make(tmp_path / "other", config=config)
+    with pytest.raises(ValueError, match="train: expected pairs, for an encoder and a decoder"):
+        make(tmp_path / "third", data=lines)
+
+
+def test_a_cache_of_ones_own(tmp_path: Path) -> None:
+    cache = TokenCache.build(tmp_path / "cache", TEXT, text_files.vocabulary())
+    trainer = make(tmp_path / "run", data=cache, config=text_files.config(steps=3))
+    assert trainer.train().step == 3 and trainer.cache is cache
+    with pytest.raises(ValueError, match="subwords: expected those that the token cache"):
+        make(tmp_path / "other", data=cache, subwords=None)
+    with pytest.raises(ValueError, match="subwords: expected the 28 tokens of"):
+        make(tmp_path / "third", data=cache, subwords=relpos.data.Words(["a"]))
+
+
+def test_subwords_are_made_where_there_are_none(tmp_path: Path, capsys: Any) -> None:
+    made = []
+
+    def make_them() -> Any:
+        made.append(1)
+        return text_files.vocabulary()
+
+    config = text_files.config(steps=2)
+    make(tmp_path, config=config, subwords=make_them, progress="lines").train()
+    assert "learning the subwords\n" in capsys.readouterr().err
+    make(tmp_path, config=config, subwords=make_them, resume=True, steps=3).train()
+    assert len(made) == 1
+    with pytest.raises(ValueError, match="has checkpoints already"):
+        make(tmp_path, subwords=make_them)
+    assert len(made) == 1
+
+
+def test_subwords_by_default(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    sizes = {"source_vocabulary": 300, "target_vocabulary": 300}
+    config = text_files.config(**sizes, max_length=64, steps=2)
+    trainer = make(tmp_path, config=config, subwords=None, tokens=1024)
+    assert isinstance(trainer.subwords, relpos.data.SentencePiece)
+    assert trainer.subwords.size == trainer.config.source_vocabulary == 300
+    trainer.train()
+    again = make(tmp_path, config=config, subwords=None, tokens=1024, resume=True)
+    assert again.subwords.fingerprint() == trainer.subwords.fingerprint()
+
+
+# ---- its end -------------------------------------------------------------------------------------
+
+
+def test_epochs_end_it(tmp_path: Path) -> None:
+    outcome = make(tmp_path, epochs=2, steps=10_000).train()
+    assert (outcome.reason, outcome.epoch) == ("epochs", 2)
+    again = make(tmp_path, epochs=2, steps=10_000, resume=True).train()
+    assert (again.reason, again.step) == ("epochs", outcome.step)
+    further = make(tmp_path, epochs=3, steps=10_000, resume=True).train()
+    assert further.epoch == 3 and further.step == pytest.approx(1.5 * outcome.step, abs=2)
+
+
+def test_time_ends_it(tmp_path: Path) -> None:
+    outcome = make(tmp_path, minutes=0.5 / 60, steps=10**6, validation=None).train()
+    assert outcome.reason == "time" and outcome.step > 0
+    again = make(tmp_path, minutes=0.5 / 60, steps=10**6, validation=None, resume=True).train()
+    assert (again.reason, again.step) == ("time", outcome.step)
+
+
+def test_patience_ends_it_and_the_best_one_stays(tmp_path: Path) -> None:
+    """With a learning rate that ruins the model after a good beginning."""
+    config = text_files.config(learning_rate=0.004, steps=10_000)
+    trainer = make(tmp_path, config=config, validate_every=5, patience=3, keep=1, save_every=7)
+    found = iter([3.0, 2.0, 2.5, 2.0, 2.1, 1.0])
+    validation = trainer.validate()
+    trainer.validate = lambda: type(validation)(next(found), 1.0, 0.0, 1)  # type: ignore[method-assign]
+    outcome = trainer.train()
+    assert (outcome.reason, outcome.step) == ("patience", 25)
+    assert (outcome.best, outcome.best_step, outcome.validation) == (2.0, 10, 2.1)
+    assert steps_in(tmp_path) == [10, 25]
+
+
+def test_minutes_save_too(tmp_path: Path) -> None:
+    config = text_files.config(steps=4)
+    make(tmp_path, config=config, validation=None, save_every=1000, save_minutes=1e-9).train()
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+# ---- going on ------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import test_trainer as here
+trainer = here.make(Path(sys.argv[1]))
+step = trainer.model.step
+def step_or_die(update):
+    if trainer.model.counters[0] == 37:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(update)
+class Model:
+    def __getattr__(self, name):
+        return step_or_die if name == "step" else getattr(model, name)
+model, trainer.model = trainer.model, Model()
+from relpos.train import checkpoint
+checkpoint_save = checkpoint.save
+checkpoint.save = lambda folder, _, *a, **k: checkpoint_save(folder, model, *a, **k)
+trainer.train()
+"""
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+def test_kill_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Data, dropout, validation and what the log says are those of a run that was never broken."""
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert steps_in(tmp_path / "killed") == [20, 25]
+    with (tmp_path / "killed" / LOG).open("a") as log:
+        log.write('{"kind": "train", "step": 3')  # cut in the middle of a line
+
+    resumed = make(tmp_path / "killed", resume=True, subwords=None)
+    assert resumed.resumed is not None and resumed.model.counters == (25, 25)
+    outcome = resumed.train()
+    unbroken = make(tmp_path / "unbroken")
+    expected = unbroken.train()
+    assert_same_bits(state_of(resumed.model), state_of(unbroken.model))
+    assert resumed.model.counters == unbroken.model.counters == (60, 60)
+    assert figures(outcome) == figures(expected)
+    logs = [
+        [
+            {name: line.get(name) for name in ("kind", "step", "nll", "accuracy", "epoch")}
+            for line in read_log(tmp_path / run)
+            if line["kind"] != "resume" and line["step"] > 25
+        ]
+        for run in ("killed", "unbroken")
+    ]
+    assert logs[0] == logs[1] and len(logs[0]) == 9
+
+
+def figures(outcome: Outcome) -> tuple[Any, ...]:
+    shown = (outcome.reason, outcome.step, outcome.epoch, outcome.validation)
+    return (*shown, outcome.best, outcome.best_step)
+
+
+def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
+    make(tmp_path, config=text_files.config(steps=2)).train()
+    with pytest.raises(ValueError, match="has checkpoints already: resume goes on"):
+        make(tmp_path)
+    with pytest.raises(ValueError, match="subwords: not those of this run"):
+        make(tmp_path, resume=True, subwords=relpos.data.Words(["a", "b"]))
+    with pytest.raises(ValueError, match="state: seed: it was 1, is 5 now"):
+        make(tmp_path, resume=True, seed=5)
+    assert make(tmp_path / "new", resume=True).resumed is None
+
+
+def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "one", config=text_files.config(steps=1))
+    checkpoint.save(tmp_path / "other", trainer.model, tokenizer=trainer.subwords)
+    with pytest.raises(OSError, match=r"state\.json: not of a Trainer: 'run'"):
+        make(tmp_path / "other", resume=True)
+
+
+def test_two_in_one_folder(tmp_path: Path) -> None:
+    one, other = make(tmp_path), make(tmp_path)
+    came: list[str] = []
+
+    def second() -> None:
+        try:
+            other.train()
+        except TrainingError as error:
+            came.append(str(error))
+
+    thread = threading.Thread(target=second)
+    step, model = one.model.step, one.model
+
+    class Model:
+        def __getattr__(self, name: str) -> Any:
+            if name == "step" and not came:
+                thread.start()
+                thread.join()
+            return step if name == "step" else getattr(model, name)
+
+    one.model = Model()  # type: ignore[assignment]
+    one._save = lambda: checkpoint.save(one.folder, model)  # type: ignore[method-assign]
+    one.train()
+    assert came == [f"{tmp_path}: another process trains here"]
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    trainer = make(tmp_path, validation=None)
+    next(iter(trainer.model.parameters.values()))[:] = np.nan
+    with pytest.raises(TrainingError, match="not finite in 100 steps in a row, first in "):
+        trainer.train()
+    lines = (tmp_path / LOG).read_text().splitlines()
+    assert len(lines) == 100 and all('"not finite"' in line for line in lines)
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps: expected 1 or more"),
+        ({"minutes": 0}, "minutes: expected more than 0, got 0"),
+        ({"patience": 2, "validation": None}, "patience: there is no validation"),
+        ({"keep": 0}, "keep: expected 1 or more"),
+        ({"data": [("a", "b"), ("c",)]}, "expected .* of str"),
+        ({"data": []}, "at least one"),
+        ({"data": iter(TEXT)}, "data: expected what may be gone through more than once"),
+        ({"validation": (pair for pair in TEXT)}, "validation: expected .* got generator"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(tmp_path, **given)
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+LONG = """
+import sys, time
+from pathlib import Path
+import test_trainer as here
+trainer = here.make(Path(sys.argv[1]), steps=10**9, validation=None, save_every=10**9)
+step = trainer.model.step
+if sys.argv[2:] == ["slow"]:
+    from relpos.train import checkpoint
+    def save(*_, **__):
+        print("saving", flush=True)
+        time.sleep(60)
+    checkpoint.save = save
+print("ready", flush=True)
+print(trainer.train().reason, flush=True)
+"""
+
+
+def started(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LONG, *map(str, arguments)]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert run.stdout is not None and run.stdout.readline() == "ready\n"
+    while not (Path(arguments[0]) / LOG).exists() or not read_log(arguments[0]):
+        time.sleep(0.01)
+        assert run.poll() is None
+    return run
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_once_saves_and_leaves(tmp_path: Path, which: signal.Signals) -> None:
+    run = started(tmp_path)
+    run.send_signal(which)
+    out, error = run.communicate(timeout=60)
+    assert (run.returncode, out) == (0, "interrupted\n"), error
+    saved = newest(tmp_path)
+    assert saved is not None and saved.step > 0
+    more = make(tmp_path, steps=saved.step + 1, resume=True, validation=None)
+    assert more.train().step == saved.step + 1
+
+
+def test_twice_leaves_at_once(tmp_path: Path) -> None:
+    run = started(tmp_path, "slow")
+    run.send_signal(signal.SIGINT)
+    assert run.stdout is not None and run.stdout.readline() == "saving\n"
+    run.send_signal(signal.SIGINT)
+    _, error = run.communicate(timeout=30)
+    assert run.returncode != 0 and "KeyboardInterrupt" in error
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_come_now_and_then() -> None:
+    now, stream = [100.0], io.StringIO()
+    progress = Progress(200, 50, "lines", stream, clock=lambda: now[0])
+    for step in range(51, 76):
+        now[0] += 1.0
+        progress.step(step, 1.0, math.log(2.0), 500, 0.002)
+    progress.step(76, math.nan, math.nan, 500, 0.002)
+    progress.say("a line of its own")
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 60 of 200  loss 1.000  perplexity 2.00  500 tokens/s  rate 0.002  left 2:20",
+        "step 70 of 200  loss 1.000  perplexity 2.00  500 tokens/s  rate 0.002  left 2:10",
+        "a line of its own",
+    ]
+    quiet = io.StringIO()
+    Progress(10, 0, "none", quiet).say("nothing")
+    assert quiet.getvalue() == ""
+    with pytest.raises(ValueError, match="progress: expected 'auto', 'bar', 'lines' or 'none'"):
+        Progress(10, 0, "bars")
+
+
+def test_a_bar_on_a_terminal() -> None:
+    pytest.importorskip("tqdm")
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        with Progress(20, 10, "auto", stream) as progress:
+            for step in range(11, 21):
+                progress.step(step, 2.0, 1.0, 100, 0.5)
+            progress.say("found something")
+    assert "20/20" in terminal.getvalue() and "perplexity 2.72" in terminal.getvalue()
+    assert "found something" in terminal.getvalue()
+    assert file.getvalue() == "found something\n"
+
+
+def test_numbers_for_people() -> None:
+    assert [clock_text(x) for x in (0, 61.4, 3599.6, 11229, math.inf)] == [
+        "0:00", "1:01", "1:00:00", "3:07:09", "?",
+    ]  # fmt: skip
+    assert perplexity(0.0) == 1.0 and perplexity(1e6) == math.inf
+
+
+# ---- TensorBoard ---------------------------------------------------------------------------------
+
+
+def test_events_are_what_the_format_says(tmp_path: Path) -> None:
+    """Records, checks and protocol buffers, read back without TensorBoard."""
+    assert crc32c(b"123456789") == 0xE3069283 and crc32c(bytes(32)) == 0x8A9136AA
+    events = Events(tmp_path / "events")
+    events.write(300, {"train/loss": 1.5, "bad": float("nan"), "none": None})
+    events.close()
+    [path] = (tmp_path / "events").iterdir()
+    assert ".tfevents." in path.name
+    content, records = path.read_bytes(), []
+    while content:
+        [length] = struct.unpack("<Q", content[:8])
+        record, content = content[12 : 12 + length], content[16 + length :]
+        records.append(record)
+    assert records[0][9:] == b"\x1a\x0dbrain.Event:2"
+    value = b"\x0a\x0atrain/loss\x15" + struct.pack("<f", 1.5)
+    summary = b"\x0a" + bytes([len(value)]) + value
+    assert records[1][9:] == b"\x10\xac\x02\x2a" + bytes([len(summary)]) + summary
+
+
+def test_tensorboard_reads_a_run(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    make(tmp_path, config=text_files.config(steps=20), tensorboard=True).train()
+    read = accumulator.EventAccumulator(str(tmp_path / "events"))
+    read.Reload()
+    for kind, name in (("train", "loss"), ("train", "learning_rate"), ("validation", "nll")):
+        shown = [(each.step, each.value) for each in read.Scalars(f"{kind}/{name}")]
+        lines = [each for each in read_log(tmp_path) if each["kind"] == kind]
+        assert shown == [(each["step"], np.float32(each[name])) for each in lines] and shown
+
+
+# ---- the log -------------------------------------------------------------------------------------
+
+
+def test_a_log_is_read_without_what_was_taken_back(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    for step in (10, 20, 30):
+        log.write("train", {"step": step, "loss": float(step), "nll": float("nan")})
+    log.close()
+    with (tmp_path / LOG).open("ab") as file:
+        file.write(b'\xff\xfe\n[1]\n{"kind": "train"}\n{"kind": "train", "st')
+    log = Log(tmp_path)
+    log.write("resume", {"step": 20})
+    log.write("train", {"step": 30, "loss": 31.0})
+    log.close()
+    lines = read_log(tmp_path)
+    assert lines == read_log(tmp_path / LOG)
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("train", 10), ("train", 20), ("resume", 20), ("train", 30),
+    ]  # fmt: skip
+    assert lines[0]["nll"] is None and lines[-1]["loss"] == 31.0
+    for text in (tmp_path / LOG).read_text(errors="replace").splitlines()[:3]:
+        json.loads(text, parse_constant=lambda name: pytest.fail(name))
