@@ -26,7 +26,7 @@ from relpos.config import Config
 from relpos.model import Transformer
 from relpos.train.progress import Progress, clock_text
 
-TOKENS = 2048  # of a batch, on the target side
+TOKENS = 1536  # of a batch, on each side; none of them padding
 SENTENCES = 512
 SHORT, LONG = (1, 6), (7, 12)  # groups that are not 0
 TESTED = 2000  # numbers of each
@@ -194,7 +194,7 @@ def run(
     for number in SHOWN:
         said, right = translate(model, number), numbers.german_text(numbers.german(number))
         say(f"  {numbers.english_text(numbers.english(number))}")
-        say(f"    {said if len(said) <= 100 else said[:99] + '…'}")
+        say(f"    {said if len(said) <= 160 else said[:159] + '…'}")
         if said != right:
             say(f"    wrong, it is {right}")
     say("")

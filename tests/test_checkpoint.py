@@ -325,7 +325,11 @@ def test_an_old_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def run_script(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error::UserWarning", "-c", script, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    # not from here: in the repository Python would import the sources
+    package = Path(relpos.__file__).parent.parent
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=120, cwd=package
+    )
 
 
 KILLED_WHILE_SAVING = """

@@ -99,7 +99,11 @@ def test_flags_import_nothing_of_training() -> None:
         " 'relpos.demo', 'sentencepiece', 'matplotlib'))])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=Path(relpos.__file__).parent.parent,  # in the repository Python would find the sources
     )
     assert done.stdout.splitlines()[1:] == ["[]"], done.stderr
 
@@ -191,7 +195,7 @@ def test_ctrl_c(run: SimpleNamespace, tmp_path: Path) -> None:
     command = ("train", *run.files, *SMALL, "--output", str(output), "--steps", str(10**9))
     child = subprocess.Popen(
         [sys.executable, "-m", "relpos", *command],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path,
     )  # fmt: skip
     while not (output / LOG).exists() or not read_log(output):
         assert child.poll() is None

@@ -29,6 +29,9 @@ from relpos.train.progress import Progress, clock_text, perplexity
 from relpos.train.trainer import Outcome, Trainer, TrainingError
 from small_model import assert_same_bits
 
+# Where others start: in the repository Python would import the sources.
+PACKAGE = Path(relpos.__file__).parent.parent
+
 TEXT = text_files.pairs(300)
 VALID = text_files.pairs(40, seed=1)
 
@@ -224,7 +227,9 @@ def environment() -> dict[str, str]:
 def test_kill_and_resume_bit_for_bit(tmp_path: Path) -> None:
     """Data, dropout, validation and what the log says are those of a run that was never broken."""
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, cwd=PACKAGE
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert steps_in(tmp_path / "killed") == [20, 25]
     with (tmp_path / "killed" / LOG).open("a") as log:
@@ -351,7 +356,12 @@ print(trainer.train().reason, flush=True)
 def started(*arguments: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", LONG, *map(str, arguments)]
     run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=PACKAGE,
     )
     assert run.stdout is not None and run.stdout.readline() == "ready\n"
     while not (Path(arguments[0]) / LOG).exists() or not read_log(arguments[0]):
