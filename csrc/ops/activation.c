@@ -50,7 +50,7 @@ RPI_INLINE real logistic(real x) {
 }
 
 /* Written so that a NaN stays: the comparisons are false for it. */
-RPI_INLINE void relu_piece(const void *args, packed_piece at) {
+PACKED_FN void relu_piece(const void *args, packed_piece at) {
   const rpi_activation_args *const a = args;
   const real *const h = a->h + at.row * a->columns + at.column;
   real *const to = a->a + at.row * a->columns + at.column;
@@ -59,7 +59,7 @@ RPI_INLINE void relu_piece(const void *args, packed_piece at) {
   }
 }
 
-RPI_INLINE void gelu_piece(const void *args, packed_piece at) {
+PACKED_FN void gelu_piece(const void *args, packed_piece at) {
   const rpi_activation_args *const a = args;
   const real *const h = a->h + at.row * a->columns + at.column;
   real *const to = a->a + at.row * a->columns + at.column;
@@ -68,7 +68,7 @@ RPI_INLINE void gelu_piece(const void *args, packed_piece at) {
   }
 }
 
-RPI_INLINE void swiglu_piece(const void *args, packed_piece at) {
+PACKED_FN void swiglu_piece(const void *args, packed_piece at) {
   const rpi_activation_args *const a = args;
   const real *const x = a->h + 2 * at.row * a->columns + at.column, *const y = x + a->columns;
   real *const to = a->a + at.row * a->columns + at.column;
@@ -107,7 +107,7 @@ RPI_INLINE void relu_backward_rows(const packed_job *job, int64_t task) {
   }
 }
 
-RPI_INLINE void gelu_backward_piece(const void *args, packed_piece at) {
+PACKED_FN void gelu_backward_piece(const void *args, packed_piece at) {
   const rpi_activation_backward_args *const a = args;
   const int64_t start = at.row * a->columns + at.column;
   const real *const h = a->h + start, *const da = a->da + start;
@@ -119,7 +119,7 @@ RPI_INLINE void gelu_backward_piece(const void *args, packed_piece at) {
   }
 }
 
-RPI_INLINE void swiglu_backward_piece(const void *args, packed_piece at) {
+PACKED_FN void swiglu_backward_piece(const void *args, packed_piece at) {
   const rpi_activation_backward_args *const a = args;
   const int64_t start = 2 * at.row * a->columns + at.column;
   const real *const x = a->h + start, *const y = x + a->columns;

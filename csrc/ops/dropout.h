@@ -46,6 +46,13 @@ typedef struct packed_piece {
 
 typedef void (*packed_fn)(const void *args, packed_piece at);
 
+/* It goes through a pointer on its way to be inlined, which only an optimiser sees through. */
+#ifdef __OPTIMIZE__
+#define PACKED_FN RPI_INLINE
+#else
+#define PACKED_FN static
+#endif
+
 typedef struct packed_job {
   const void *args;
   const rpi_dropout *packing;

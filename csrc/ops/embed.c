@@ -8,7 +8,7 @@
  */
 #include "ops/dropout.h"
 
-RPI_INLINE void embed_piece(const void *args, packed_piece at) {
+PACKED_FN void embed_piece(const void *args, packed_piece at) {
   const rpi_embed_args *const e = args;
   const real scale = e->scale;
   const real *const from = e->table + e->ids[at.row] * e->columns + at.column;

@@ -6,7 +6,7 @@
 
 #include "ops/dropout.h"
 
-RPI_INLINE void residual_piece(const void *args, packed_piece at) {
+PACKED_FN void residual_piece(const void *args, packed_piece at) {
   const rpi_residual_args *const a = args;
   const int64_t start = at.row * a->columns + at.column;
   const real *const x = a->x + start, *const f = a->f + start;
@@ -27,7 +27,7 @@ static rp_status residual(const rpi_residual_args *args) {
   return RP_OK;
 }
 
-RPI_INLINE void residual_backward_piece(const void *args, packed_piece at) {
+PACKED_FN void residual_backward_piece(const void *args, packed_piece at) {
   const rpi_residual_backward_args *const a = args;
   const int64_t start = at.row * a->columns + at.column;
   const real *const dout = a->dout + start;
