@@ -54,16 +54,23 @@ static void adam_block(void *context, int64_t task, int worker) {
   else adam_numbers(job, first, end, false);
 }
 
+/* 1 / (1 - beta^step). Squared step by step: what the C library's pow gives is not the same
+ * everywhere. */
+static real adam_correction(double beta, int64_t step) {
+  double power = 1;
+  for (; step > 0; step /= 2, beta *= beta) power *= step % 2 != 0 ? beta : 1;
+  return (real)(1 / (1 - power));
+}
+
 static rp_status adam(const rpi_adam_args *args) {
-  const double t = (double)args->step;
   adam_job job = {.args = args,
                   .scale = (real)args->gradient_scale,
                   .beta1 = (real)args->beta1,
                   .rest1 = (real)(1 - args->beta1),
                   .beta2 = (real)args->beta2,
                   .rest2 = (real)(1 - args->beta2),
-                  .correction1 = (real)(1 / (1 - pow(args->beta1, t))),
-                  .correction2 = (real)(1 / (1 - pow(args->beta2, t))),
+                  .correction1 = adam_correction(args->beta1, args->step),
+                  .correction2 = adam_correction(args->beta2, args->step),
                   .rate = (real)args->rate,
                   .epsilon = (real)args->epsilon,
                   .decay = (real)args->decay,

@@ -111,5 +111,6 @@ int main(void) {
   }
   printf("new sentences: %.2f %% right\n", 100 * share);
   rp_model_free(model);
+  printf("%s\n", share == 1 ? "all as it should be" : "it has not learned");
   return share == 1 ? 0 : 1;
 }
