@@ -279,7 +279,7 @@ class _Writer:
         sides = self._texts(block)
         encoded = [self._subwords.encode_many(texts) for texts in sides]
         lengths = np.array([[len(tokens) for tokens in side] for side in encoded], np.int64)
-        kept = (lengths > 0).all(axis=0)
+        kept = np.asarray((lengths > 0).all(axis=0))
         if not kept.all():
             encoded = [
                 [tokens for tokens, keep in zip(side, kept, strict=True) if keep]
