@@ -304,7 +304,6 @@ rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
 /* A pass without gradients, which leaves accumulation as it is. */
 static rp_status pass(rp_model *m, const rp_batch *batch, bool labels, bool dropout, rpi_run *run,
                       rpi_sums *sums) {
-  *sums = (rpi_sums){0};
   RPI_TRY(check_batch(m, batch, labels, run));
   set_ordinals(batch, 0, run);
   rpi_step_key(m, run);

@@ -5,6 +5,7 @@
  */
 #include <math.h>
 
+#include "model/linear.h"
 #include "model/model.h"
 
 /* Bytes of so many numbers, for the profile. */
@@ -57,18 +58,19 @@ typedef struct linear {
   int64_t x_stride;
 } linear;
 
+static rpi_linear products_of(const rpi_run *run, const linear *l) {
+  return (rpi_linear){.rows = l->rows,
+                      .in = l->in,
+                      .out = l->out,
+                      .x = l->x,
+                      .x_stride = l->x_stride,
+                      .weight = weight(run->model, l->weight),
+                      .bias = weight(run->model, l->bias)};
+}
+
 static rp_status linear_forward(const rpi_run *run, const linear *l, real *y, int64_t y_stride) {
-  const rpi_gemm_args g = {.rows = l->rows,
-                           .columns = l->out,
-                           .inner = l->in,
-                           .a = l->x,
-                           .a_stride = l->x_stride,
-                           .b = weight(run->model, l->weight),
-                           .b_stride = l->in,
-                           .c = y,
-                           .c_stride = y_stride,
-                           .bias = weight(run->model, l->bias),
-                           .transpose_b = true};
+  const rpi_linear products = products_of(run, l);
+  const rpi_gemm_args g = rpi_linear_forward(&products, y, y_stride);
   return gemm(run, l->name, run->again, &g);
 }
 
@@ -76,17 +78,9 @@ static rp_status linear_forward(const rpi_run *run, const linear *l, real *y, in
 static rp_status linear_backward(const rpi_run *run, const linear *l, const real *dy,
                                  int64_t dy_stride, real *dx, bool add) {
   rp_model *const m = run->model;
-  const rpi_gemm_args to_weight = {.rows = l->out,
-                                   .columns = l->in,
-                                   .inner = l->rows,
-                                   .a = dy,
-                                   .a_stride = dy_stride,
-                                   .b = l->x,
-                                   .b_stride = l->x_stride,
-                                   .c = gradient(m, l->weight),
-                                   .c_stride = l->in,
-                                   .transpose_a = true,
-                                   .accumulate = true};
+  const rpi_linear products = products_of(run, l);
+  const rpi_gemm_args to_weight =
+      rpi_linear_to_weight(&products, dy, dy_stride, gradient(m, l->weight));
   RPI_TRY(gemm(run, l->name, true, &to_weight));
   if (l->bias != RPI_ABSENT) {
     const rpi_column_sums_args sums = {.rows = l->rows,
@@ -99,16 +93,7 @@ static rp_status linear_backward(const rpi_run *run, const linear *l, const real
     rpi_profile_add(&m->profile, run->stack, run->layer, "biases", true, began,
                     (double)(l->rows * l->out), bytes_of(l->rows * l->out));
   }
-  const rpi_gemm_args to_x = {.rows = l->rows,
-                              .columns = l->in,
-                              .inner = l->out,
-                              .a = dy,
-                              .a_stride = dy_stride,
-                              .b = weight(m, l->weight),
-                              .b_stride = l->in,
-                              .c = dx,
-                              .c_stride = l->in,
-                              .accumulate = add};
+  const rpi_gemm_args to_x = rpi_linear_to_input(&products, dy, dy_stride, dx, add);
   return gemm(run, l->name, true, &to_x);
 }
 

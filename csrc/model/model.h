@@ -158,7 +158,7 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
 
 /* ---- transformer.c --------------------------------------------------------- */
 
-/* Forward, loss where labels are given, and backward where it is wanted. Adds to *sums. */
+/* Forward, loss where labels are given, and backward where it is wanted. *sums: of this pass. */
 rp_status rpi_transformer(rpi_run *run, rpi_sums *sums);
 
 /* Forward up to one attention: its shape, queries and keys, which stay until the next pass. */

@@ -10,6 +10,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "model/linear.h"
+
 static bool is_causal(int stack) { return stack == RPI_DECODER; }
 
 /* The published slopes of ALiBi: 2^(-8 (t + 1) / h) for h a power of two; for other counts those
@@ -209,20 +211,17 @@ static real *place(const rpi_layer_place *in, int64_t at) {
 }
 
 /* made[rows][H D] = from[rows][C] . weightᵀ (+ bias) */
+static rpi_linear projection(const rpi_positions *p, const real *from, int64_t rows,
+                             const real *weight, const real *bias) {
+  const int64_t C = p->config->width, HD = p->config->heads * rpi_head_width(p->config);
+  return (rpi_linear){
+      .rows = rows, .in = C, .out = HD, .x = from, .x_stride = C, .weight = weight, .bias = bias};
+}
+
 static rp_status project(const rp_ops *ops, const rpi_positions *p, const real *from, int64_t rows,
                          const real *weight, const real *bias, real *made) {
-  const int64_t C = p->config->width, HD = p->config->heads * rpi_head_width(p->config);
-  const rpi_gemm_args g = {.rows = rows,
-                           .columns = HD,
-                           .inner = C,
-                           .a = from,
-                           .a_stride = C,
-                           .b = weight,
-                           .b_stride = C,
-                           .c = made,
-                           .c_stride = HD,
-                           .bias = bias,
-                           .transpose_b = true};
+  const rpi_linear l = projection(p, from, rows, weight, bias);
+  const rpi_gemm_args g = rpi_linear_forward(&l, made, l.out);
   return ops->gemm(&g);
 }
 
@@ -230,35 +229,16 @@ static rp_status project(const rp_ops *ops, const rpi_positions *p, const real *
 static rp_status project_back(const rp_ops *ops, const rpi_positions *p, const real *from,
                               int64_t rows, const real *weight, const real *dmade, real *dweight,
                               real *dbias, real *dfrom) {
-  const int64_t C = p->config->width, HD = p->config->heads * rpi_head_width(p->config);
-  const rpi_gemm_args to_weight = {.rows = HD,
-                                   .columns = C,
-                                   .inner = rows,
-                                   .a = dmade,
-                                   .a_stride = HD,
-                                   .b = from,
-                                   .b_stride = C,
-                                   .c = dweight,
-                                   .c_stride = C,
-                                   .transpose_a = true,
-                                   .accumulate = true};
+  const rpi_linear l = projection(p, from, rows, weight, NULL);
+  const rpi_gemm_args to_weight = rpi_linear_to_weight(&l, dmade, l.out, dweight);
   RPI_TRY(ops->gemm(&to_weight));
   if (dbias) {
     const rpi_column_sums_args sums = {
-        .rows = rows, .columns = HD, .x = dmade, .x_stride = HD, .sum = dbias};
+        .rows = rows, .columns = l.out, .x = dmade, .x_stride = l.out, .sum = dbias};
     RPI_TRY(ops->column_sums(&sums));
   }
   if (!dfrom) return RP_OK;
-  const rpi_gemm_args to_from = {.rows = rows,
-                                 .columns = C,
-                                 .inner = HD,
-                                 .a = dmade,
-                                 .a_stride = HD,
-                                 .b = weight,
-                                 .b_stride = C,
-                                 .c = dfrom,
-                                 .c_stride = C,
-                                 .accumulate = true};
+  const rpi_gemm_args to_from = rpi_linear_to_input(&l, dmade, l.out, dfrom, true);
   return ops->gemm(&to_from);
 }
 

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "model/linear.h"
 #include "model/model.h"
 
 #define HUNT_NAME (sizeof((rpi_sums *)0)->first_bad)
@@ -112,8 +113,7 @@ static rp_status stack_backward(rpi_run *run, int stack) {
   return embed_backward(run);
 }
 
-/* ---- output projection and loss ---------------------------------------------------------------
- */
+/* ---- output projection and loss -------------------------------------------- */
 
 /* logits = x . Eᵀ of one block of rows, or the products of its way back. */
 static rp_status output_gemm(rpi_run *run, bool backward, const rpi_gemm_args *g) {
@@ -127,46 +127,29 @@ static rp_status output_gemm(rpi_run *run, bool backward, const rpi_gemm_args *g
   return RP_OK;
 }
 
+static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
+  return (rpi_linear){.rows = rows,
+                      .in = m->config.width,
+                      .out = m->classes,
+                      .x = x,
+                      .x_stride = m->config.width,
+                      .weight = m->weights + m->layout.output};
+}
+
 static rp_status block_logits(rpi_run *run, const real *x, int64_t rows) {
-  const rp_model *const m = run->model;
-  const int64_t C = m->config.width;
-  const rpi_gemm_args g = {.rows = rows,
-                           .columns = m->classes,
-                           .inner = C,
-                           .a = x,
-                           .a_stride = C,
-                           .b = m->weights + m->layout.output,
-                           .b_stride = C,
-                           .c = m->scratch.logits,
-                           .c_stride = m->classes,
-                           .transpose_b = true};
+  const rpi_linear output = output_of(run->model, x, rows);
+  const rpi_gemm_args g = rpi_linear_forward(&output, run->model->scratch.logits, output.out);
   return output_gemm(run, false, &g);
 }
 
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
 static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
   const rp_model *const m = run->model;
-  const int64_t C = m->config.width;
-  const rpi_gemm_args to_x = {.rows = rows,
-                              .columns = C,
-                              .inner = m->classes,
-                              .a = m->scratch.logits,
-                              .a_stride = m->classes,
-                              .b = m->weights + m->layout.output,
-                              .b_stride = C,
-                              .c = dx,
-                              .c_stride = C};
-  const rpi_gemm_args to_weight = {.rows = m->classes,
-                                   .columns = C,
-                                   .inner = rows,
-                                   .a = m->scratch.logits,
-                                   .a_stride = m->classes,
-                                   .b = x,
-                                   .b_stride = C,
-                                   .c = m->gradients + m->layout.output,
-                                   .c_stride = C,
-                                   .transpose_a = true,
-                                   .accumulate = true};
+  const rpi_linear output = output_of(m, x, rows);
+  const real *const dlogits = m->scratch.logits;
+  const rpi_gemm_args to_x = rpi_linear_to_input(&output, dlogits, output.out, dx, false);
+  const rpi_gemm_args to_weight =
+      rpi_linear_to_weight(&output, dlogits, output.out, m->gradients + m->layout.output);
   RPI_TRY(output_gemm(run, true, &to_x));
   return output_gemm(run, true, &to_weight);
 }
@@ -244,22 +227,14 @@ rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
   rp_model *const m = run->model;
   const int last = rpi_last_stack(m);
   const bool encoder = m->stack[RPI_ENCODER].parts != 0;
+  *sums = (rpi_sums){.batches = 1, .sentences = run->sentences};
   RPI_TRY(rpi_model_reserve(run));
   if (encoder) RPI_TRY(stack_forward(run, RPI_ENCODER));
   if (last == RPI_DECODER) RPI_TRY(stack_forward(run, RPI_DECODER));
   if (!run->labels) return RP_OK;
   RPI_TRY(loss_of(run));
-  rpi_sums own = {.batches = 1, .sentences = run->sentences};
-  add_losses(run, &own);
-  if (!isfinite(own.loss) && sums->first_bad[0] == '\0') {
-    RPI_TRY(find_bad(run, sums->first_bad));
-  }
-  sums->batches += own.batches;
-  sums->sentences += own.sentences;
-  sums->tokens += own.tokens;
-  sums->hits += own.hits;
-  sums->loss += own.loss;
-  sums->nll += own.nll;
+  add_losses(run, sums);
+  if (!isfinite(sums->loss)) RPI_TRY(find_bad(run, sums->first_bad));
   if (!run->backward) return RP_OK;
   if (last == RPI_DECODER) {
     if (encoder) {

@@ -54,7 +54,6 @@ rp_status rpi_step_accumulate(rpi_run *run, rpi_sums *own) {
   rp_model *const m = run->model;
   rpi_step_key(m, run);
   run->dropout = run->backward = true;
-  *own = (rpi_sums){0};
   const rp_status status = rpi_transformer(run, own);
   if (status == RP_OK) add_sums(own, &m->sums);
   else (void)rpi_step_drop(m);
