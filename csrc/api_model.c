@@ -5,13 +5,13 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "api_attention.h"
+#include "api_model.h"
 #include "file/model_file.h"
 #include "train/step.h"
 
 /* ---- limits ---------------------------------------------------------------- */
 
-static rp_status check_limits(const rp_config *config, const rp_limits *limits) {
+static rp_status check_limits(const rp_limits *limits) {
   RPI_CHECK(limits, RP_ERROR_ARGUMENT, "model: limits is NULL");
   RPI_CHECK(limits->struct_size == sizeof *limits, RP_ERROR_ARGUMENT,
             "model: limits.struct_size=%zu, must be %zu: start from rp_limits_default()",
@@ -21,11 +21,12 @@ static rp_status check_limits(const rp_config *config, const rp_limits *limits) 
   RPI_CHECK(limits->sentences >= 1 && limits->sentences <= INT32_MAX, RP_ERROR_ARGUMENT,
             "model: limits.sentences=%lld, must be from 1 to %d", (wide)limits->sentences,
             INT32_MAX);
-  return rp_config_check(config);
+  return RP_OK;
 }
 
 rp_status rp_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory) {
-  RPI_TRY(check_limits(config, limits));
+  RPI_TRY(check_limits(limits));
+  RPI_TRY(rp_config_check(config));
   RPI_CHECK(memory, RP_ERROR_ARGUMENT, "model: memory is NULL");
   RPI_CHECK(memory->struct_size == sizeof *memory, RP_ERROR_ARGUMENT,
             "model: memory.struct_size=%zu, must be sizeof(rp_memory) = %zu", memory->struct_size,
@@ -39,8 +40,21 @@ rp_status rp_model_memory(const rp_config *config, const rp_limits *limits, rp_m
 rp_status rp_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {
   RPI_CHECK(model, RP_ERROR_ARGUMENT, "model: model is NULL");
   *model = NULL;
-  RPI_TRY(check_limits(config, limits));
+  RPI_TRY(check_limits(limits));
+  RPI_TRY(rp_config_check(config));
   return rpi_model_create(config, limits, model);
+}
+
+rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model) {
+  RPI_CHECK(model, RP_ERROR_ARGUMENT, "model: model is NULL");
+  *model = NULL;
+  RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
+  RPI_TRY(check_limits(limits));
+  RPI_CHECK(!limits->training, RP_ERROR_ARGUMENT,
+            "model: limits.training=%d, must be 0 for a model that is opened; rp_model_create and "
+            "rp_model_load make one that trains",
+            limits->training);
+  return rpi_model_open(path, limits, model);
 }
 
 void rp_model_free(rp_model *model) { rpi_model_free(model); }
@@ -50,8 +64,7 @@ const rp_limits *rp_model_limits(const rp_model *model) { return model ? &model-
 
 int64_t rp_model_parameter_count(const rp_model *model) { return model ? model->layout.count : 0; }
 
-rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
-  RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
+static rp_status parameter(const rp_model *m, int64_t index, rp_parameter *to) {
   RPI_CHECK(to && to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
             "model: parameter.struct_size must be sizeof(rp_parameter) = %zu", sizeof *to);
   RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
@@ -70,16 +83,21 @@ rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
   return RP_OK;
 }
 
+rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
+  RPI_TRY(rpi_model_enter(m)); /* rp_model_forward_average has the average as its weights */
+  return rpi_model_leave(m, parameter(m, index, to));
+}
+
 /* ---- one call at a time ---------------------------------------------------- */
 
-static rp_status enter(rp_model *m) {
+rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
   return RP_OK;
 }
 
-static rp_status leave(rp_model *m, rp_status status) {
+rp_status rpi_model_leave(rp_model *m, rp_status status) {
   atomic_flag_clear(&m->busy);
   return status;
 }
@@ -176,7 +194,8 @@ static rp_status check_side(const rp_model *m, int stack, const rp_batch *batch,
   return RP_OK;
 }
 
-static rp_status check_batch(rp_model *m, const rp_batch *batch, bool labels, rpi_run *run) {
+/* What does not depend on sides. */
+static rp_status check_head(rp_model *m, const rp_batch *batch, rpi_run *run) {
   RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
   RPI_CHECK(batch->struct_size == sizeof *batch, RP_ERROR_ARGUMENT,
             "batch: struct_size=%zu, must be %zu: start from rp_batch_default()",
@@ -185,6 +204,11 @@ static rp_status check_batch(rp_model *m, const rp_batch *batch, bool labels, rp
             "batch: sentences=%lld, must be from 0 to limits.sentences=%lld",
             (wide)batch->sentences, (wide)m->limits.sentences);
   *run = (rpi_run){.model = m, .sentences = batch->sentences};
+  return RP_OK;
+}
+
+rp_status rpi_check_batch(rp_model *m, const rp_batch *batch, bool labels, rpi_run *run) {
+  RPI_TRY(check_head(m, batch, run));
   for (int s = 0; s < RPI_STACKS; s++) RPI_TRY(check_side(m, s, batch, &run->side[s]));
   if (!labels) return RP_OK;
   const int64_t *const offsets = run->side[rpi_last_stack(m)].offsets;
@@ -194,8 +218,14 @@ static rp_status check_batch(rp_model *m, const rp_batch *batch, bool labels, rp
   return RP_OK;
 }
 
-/* The sentences' ordinals, counted from `first` where the batch says nothing. */
-static void set_ordinals(const rp_batch *batch, int64_t first, rpi_run *run) {
+rp_status rpi_check_beginnings(rp_model *m, const rp_batch *batch, rpi_run *run) {
+  RPI_TRY(check_head(m, batch, run));
+  RPI_TRY(check_side(m, RPI_ENCODER, batch, &run->side[RPI_ENCODER]));
+  if (!batch->target && !batch->target_offsets && !batch->target_graphs.labels) return RP_OK;
+  return check_side(m, RPI_DECODER, batch, &run->side[RPI_DECODER]);
+}
+
+void rpi_set_ordinals(const rp_batch *batch, int64_t first, rpi_run *run) {
   uint32_t *const own = run->model->scratch.ordinals;
   for (int64_t b = 0; b < batch->sentences; b++) {
     own[b] = batch->ordinals ? batch->ordinals[b] : (uint32_t)(first + b);
@@ -229,11 +259,11 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
             "rp_model_zero_gradients drops them",
             (wide)m->sums.batches);
   rpi_run run;
-  for (int64_t b = 0; b < count; b++) RPI_TRY(check_batch(m, &batches[b], true, &run));
+  for (int64_t b = 0; b < count; b++) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run));
   for (int64_t b = 0; b < count; b++) {
     rpi_sums own;
-    if (count > 1) RPI_TRY(check_batch(m, &batches[b], true, &run)); /* one run at a time */
-    set_ordinals(&batches[b], m->sums.sentences, &run);
+    if (count > 1) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run)); /* one run at a time */
+    rpi_set_ordinals(&batches[b], m->sums.sentences, &run);
     RPI_TRY(rpi_step_accumulate(&run, &own));
   }
   rp_result ignored = {.struct_size = sizeof ignored};
@@ -241,8 +271,8 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
 }
 
 rp_status rp_model_step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
-  RPI_TRY(enter(m));
-  return leave(m, step(m, batches, count, result));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, step(m, batches, count, result));
 }
 
 static rp_status backward(rp_model *m, const rp_batch *batch, rp_result *result) {
@@ -250,16 +280,16 @@ static rp_status backward(rp_model *m, const rp_batch *batch, rp_result *result)
   rpi_sums own;
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
-  RPI_TRY(check_batch(m, batch, true, &run));
-  set_ordinals(batch, m->sums.sentences, &run);
+  RPI_TRY(rpi_check_batch(m, batch, true, &run));
+  rpi_set_ordinals(batch, m->sums.sentences, &run);
   RPI_TRY(rpi_step_accumulate(&run, &own));
   if (result) rpi_step_report(m, &own, result);
   return RP_OK;
 }
 
 rp_status rp_model_backward(rp_model *m, const rp_batch *batch, rp_result *result) {
-  RPI_TRY(enter(m));
-  return leave(m, backward(m, batch, result));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, backward(m, batch, result));
 }
 
 static rp_status update(rp_model *m, rp_result *result) {
@@ -272,31 +302,31 @@ static rp_status update(rp_model *m, rp_result *result) {
 }
 
 rp_status rp_model_update(rp_model *m, rp_result *result) {
-  RPI_TRY(enter(m));
-  return leave(m, update(m, result));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, update(m, result));
 }
 
 rp_status rp_model_zero_gradients(rp_model *m) {
-  RPI_TRY(enter(m));
+  RPI_TRY(rpi_model_enter(m));
   const rp_status status = check_training(m);
-  return leave(m, status == RP_OK ? rpi_step_drop(m) : status);
+  return rpi_model_leave(m, status == RP_OK ? rpi_step_drop(m) : status);
 }
 
 rp_status rp_model_counters(rp_model *m, int64_t *steps, int64_t *attempts) {
-  RPI_TRY(enter(m));
+  RPI_TRY(rpi_model_enter(m));
   if (steps) *steps = m->step;
   if (attempts) *attempts = m->attempt;
-  return leave(m, RP_OK);
+  return rpi_model_leave(m, RP_OK);
 }
 
 rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
   RPI_CHECK(steps >= 0 && attempts >= steps && attempts <= RPI_MOST_STEPS, RP_ERROR_ARGUMENT,
             "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (wide)steps,
             (wide)attempts);
-  RPI_TRY(enter(m));
+  RPI_TRY(rpi_model_enter(m));
   m->step = steps;
   m->attempt = attempts;
-  return leave(m, RP_OK);
+  return rpi_model_leave(m, RP_OK);
 }
 
 /* ---- forward alone ----------------------------------------------------- */
@@ -304,8 +334,8 @@ rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
 /* A pass without gradients, which leaves accumulation as it is. */
 static rp_status pass(rp_model *m, const rp_batch *batch, bool labels, bool dropout, rpi_run *run,
                       rpi_sums *sums) {
-  RPI_TRY(check_batch(m, batch, labels, run));
-  set_ordinals(batch, 0, run);
+  RPI_TRY(rpi_check_batch(m, batch, labels, run));
+  rpi_set_ordinals(batch, 0, run);
   rpi_step_key(m, run);
   run->dropout = dropout;
   return rpi_transformer(run, sums);
@@ -321,8 +351,23 @@ static rp_status forward(rp_model *m, const rp_batch *batch, int dropout, rp_res
 }
 
 rp_status rp_model_forward(rp_model *m, const rp_batch *batch, int dropout, rp_result *result) {
-  RPI_TRY(enter(m));
-  return leave(m, forward(m, batch, dropout, result));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, forward(m, batch, dropout, result));
+}
+
+static rp_status forward_average(rp_model *m, const rp_batch *batch, rp_result *result) {
+  RPI_CHECK(m->average, RP_ERROR_ORDER,
+            "model: it keeps no average; ema is 0, or it was made without training");
+  real *const weights = m->weights;
+  m->weights = m->average;
+  const rp_status status = forward(m, batch, 0, result);
+  m->weights = weights;
+  return status;
+}
+
+rp_status rp_model_forward_average(rp_model *m, const rp_batch *batch, rp_result *result) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, forward_average(m, batch, result));
 }
 
 static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
@@ -337,8 +382,8 @@ static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores, int8
 }
 
 rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
-  RPI_TRY(enter(m));
-  return leave(m, score(m, batch, scores, hits));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, score(m, batch, scores, hits));
 }
 
 static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
@@ -352,8 +397,8 @@ static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
 }
 
 rp_status rp_model_hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
-  RPI_TRY(enter(m));
-  return leave(m, hidden(m, batch, to));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, hidden(m, batch, to));
 }
 
 static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer, int64_t head,
@@ -374,11 +419,11 @@ static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer
   RPI_CHECK(layer >= 0 && layer < layers, RP_ERROR_ARGUMENT,
             "model: layer=%lld, must be from 0 to %lld", (wide)layer, (wide)layers - 1);
   rpi_run run;
-  RPI_TRY(check_batch(m, batch, false, &run));
+  RPI_TRY(rpi_check_batch(m, batch, false, &run));
   RPI_CHECK(sentence >= 0 && sentence < batch->sentences, RP_ERROR_ARGUMENT,
             "model: sentence=%lld, must be below the batch's %lld sentences and not negative",
             (wide)sentence, (wide)batch->sentences);
-  set_ordinals(batch, 0, &run);
+  rpi_set_ordinals(batch, 0, &run);
   rp_attention a;
   rp_rows q, k;
   RPI_TRY(rpi_transformer_heads(&run, stack, layer, part, &a, &q, &k));
@@ -391,22 +436,22 @@ static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer
 
 rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, int64_t layer,
                                  int64_t head, int64_t sentence, int show, rp_real *to) {
-  RPI_TRY(enter(m));
-  return leave(m, map(m, batch, kind, layer, head, sentence, show, to));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, map(m, batch, kind, layer, head, sentence, show, to));
 }
 
 /* ---- files ----------------------------------------------------------------- */
 
 rp_status rp_model_save(rp_model *m, const char *path, int what) {
   RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
-  RPI_TRY(enter(m));
-  return leave(m, rpi_model_save(m, path, what));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, rpi_model_save(m, path, what));
 }
 
 rp_status rp_model_load(rp_model *m, const char *path, int what) {
   RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
-  RPI_TRY(enter(m));
-  return leave(m, rpi_model_load(m, path, what));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, rpi_model_load(m, path, what));
 }
 
 /* ---- profile ----------------------------------------------------------- */
@@ -417,18 +462,18 @@ static int64_t most_lines(const rp_model *m) {
 }
 
 rp_status rp_model_profile(rp_model *m, int on) {
-  RPI_TRY(enter(m));
+  RPI_TRY(rpi_model_enter(m));
   rp_status status = RP_OK;
   if (on) status = rpi_profile_start(&m->profile, most_lines(m));
   else rpi_profile_stop(&m->profile);
-  return leave(m, status);
+  return rpi_model_leave(m, status);
 }
 
 rp_status rp_model_profile_count(rp_model *m, int64_t *count) {
   RPI_CHECK(count, RP_ERROR_ARGUMENT, "model: count is NULL");
-  RPI_TRY(enter(m));
+  RPI_TRY(rpi_model_enter(m));
   *count = m->profile.count;
-  return leave(m, RP_OK);
+  return rpi_model_leave(m, RP_OK);
 }
 
 static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line *line) {
@@ -448,6 +493,6 @@ static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line 
 }
 
 rp_status rp_model_profile_line(rp_model *m, int64_t index, rp_profile_line *line) {
-  RPI_TRY(enter(m));
-  return leave(m, profile_line(m, index, line));
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, profile_line(m, index, line));
 }

@@ -17,6 +17,7 @@ CORE_SOURCES = \
   base/threads.c \
   base/cpu.c \
   base/blas.c \
+  base/scratch.c \
   isa/portable.c \
   isa/avx2.c \
   isa/avx512.c \
@@ -37,14 +38,17 @@ CORE_SOURCES = \
   file/model_file.c \
   train/schedule.c \
   train/step.c \
+  decode/cache.c \
+  decode/search.c \
   api.c \
   api_attention.c \
   api_relation.c \
   api_rotate.c \
   api_config.c \
-  api_model.c
+  api_model.c \
+  api_decode.c
 
-CORE_PUBLIC_HEADERS = include/relpos/relpos.h include/relpos/model.h
+CORE_PUBLIC_HEADERS = include/relpos/relpos.h include/relpos/model.h include/relpos/decode.h
 
 CORE_INCLUDES = . include
 

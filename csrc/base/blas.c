@@ -10,7 +10,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,6 +37,7 @@
 /* Written by find() under pthread_once, only read after it. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static rpi_blas_gemm_fn gemm;
+static bool insisted;
 static char description[128] = "builtin";
 
 #ifndef RPI_BLAS_BUILTIN
@@ -118,6 +118,11 @@ static void describe(void *library) {
 static void find(void) {
   const char *const wish = getenv("RELPOS_BLAS");
   if (wish != NULL && strcmp(wish, "builtin") == 0) return;
+#ifdef LOOK_BESIDE_US
+  insisted = wish != NULL && strcmp(wish, "openblas") == 0;
+#else
+  insisted = true;
+#endif
   void *const library = open_pinned();
   if (library == NULL) {
     snprintf(description, sizeof description, "builtin (%s not found)", RPI_BLAS_LIBRARY);
@@ -142,6 +147,11 @@ static void find(void) {}
 rpi_blas_gemm_fn rpi_blas_gemm(void) {
   pthread_once(&once, find);
   return gemm;
+}
+
+bool rpi_blas_insisted(void) {
+  pthread_once(&once, find);
+  return insisted;
 }
 
 const char *rpi_blas_description(void) {

@@ -9,8 +9,9 @@
  *   RPI_BLAS_LIBRARY         (make BLAS=...) that file, symbols after RPI_BLAS_PREFIX
  *   RPI_BLAS_BUILTIN         (make BLAS=builtin) never
  *
- * Nothing found is no error: ops/gemm.c has its own product. RELPOS_BLAS=builtin
- * in the environment chooses that one at run time.
+ * Nothing found is no error: ops/gemm.c has its own product, and says where it
+ * prefers that one. RELPOS_BLAS in the environment overrides it at run time: builtin
+ * forgoes the library, openblas takes it for every product but those of few rows.
  *
  * The library is told to use one thread: our tasks call it from several threads
  * at once. The wheel's copy is private to us, NumPy's is another file; a library
@@ -24,6 +25,7 @@
 #ifndef RPI_BLAS_H
 #define RPI_BLAS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "relpos/relpos.h"
@@ -43,7 +45,12 @@ typedef void (*rpi_blas_gemm_fn)(int order, int transpose_a, int transpose_b, in
 /* NULL: there is none. Thread-safe; the same answer for the life of the process. */
 rpi_blas_gemm_fn rpi_blas_gemm(void);
 
-/* "OpenBLAS 0.3.34 SkylakeX", "builtin", "builtin (libscipy_openblas.so not found)". */
+/* Whether the library is to be used even where our own product is faster: RELPOS_BLAS=openblas,
+ * or a library named at make time. */
+bool rpi_blas_insisted(void);
+
+/* What was found, used or not: "OpenBLAS 0.3.34 SkylakeX", "builtin", "builtin
+ * (libscipy_openblas.so not found)". */
 const char *rpi_blas_description(void);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * file.c: reading files, whole or in parts, and replacing a file so that a crash at any moment
- * leaves either the old content or the new.
+ * file.c: reading files, whole or in parts, mapping them, and replacing a file so that a crash at
+ * any moment leaves either the old content or the new.
  *
  *   open temporary (must not exist) - write - sync - close - rename - sync folder
  *   `----------- a failure here removes the temporary -----------'
@@ -20,6 +20,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/memory.h"
@@ -67,8 +69,25 @@ static int system_remove(void *context, const char *path) {
   return unlink(path);
 }
 
+static void *system_map(void *context, int descriptor, int64_t *bytes) {
+  (void)context;
+  struct stat about;
+  if (fstat(descriptor, &about) != 0) return NULL;
+  void *const memory =
+      mmap(NULL, (size_t)about.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+  if (memory == MAP_FAILED) return NULL;
+  *bytes = about.st_size;
+  return memory;
+}
+
+static int system_unmap(void *context, void *memory, int64_t bytes) {
+  (void)context;
+  return munmap(memory, (size_t)bytes);
+}
+
 static const rpi_io system_io = {system_open,  system_read,   system_write,  system_sync,
-                                 system_close, system_rename, system_remove, NULL};
+                                 system_close, system_rename, system_remove, system_map,
+                                 system_unmap, NULL};
 static const rpi_io *io = &system_io;
 
 void rpi_set_io(const rpi_io *replacement) { io = replacement != NULL ? replacement : &system_io; }
@@ -220,6 +239,21 @@ rp_status rpi_file_expect_end(rpi_file *file) {
   RPI_CHECK(part == 0, RP_ERROR_FILE, "cannot read '%s': it goes on after the %lld bytes expected",
             file->path, (long long)file->position);
   return RP_OK;
+}
+
+/* ---- mapping --------------------------------------------------------------- */
+
+rp_status rpi_file_map(const rpi_file *file, rpi_mapping *mapping) {
+  int64_t bytes = 0;
+  void *const memory = io->map(io->context, file->descriptor, &bytes);
+  if (memory == NULL) return fail_file("map", file->path, errno);
+  *mapping = (rpi_mapping){.memory = memory, .bytes = bytes};
+  return RP_OK;
+}
+
+void rpi_file_unmap(rpi_mapping *mapping) {
+  if (mapping->memory != NULL) (void)io->unmap(io->context, mapping->memory, mapping->bytes);
+  *mapping = (rpi_mapping){.memory = NULL};
 }
 
 /* ---- writing --------------------------------------------------------------- */

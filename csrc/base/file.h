@@ -23,6 +23,10 @@ typedef struct rpi_io {
   int (*close)(void *context, int descriptor);
   int (*rename)(void *context, const char *from, const char *to);
   int (*remove)(void *context, const char *path);
+  /* All of a file, whose length goes to *bytes, as pages that may be written without the file
+   * seeing it; NULL: failed. */
+  void *(*map)(void *context, int descriptor, int64_t *bytes);
+  int (*unmap)(void *context, void *memory, int64_t bytes);
   void *context;
 } rpi_io;
 
@@ -52,6 +56,18 @@ rp_status rpi_file_take(rpi_file *file, void *buffer, int64_t bytes);
 
 /* RP_ERROR_FILE where there are bytes left. */
 rp_status rpi_file_expect_end(rpi_file *file);
+
+/* A whole file as pages of memory, read when they are first looked at. They may be written, which
+ * the file does not see, and outlive its being closed or replaced; but a file that another process
+ * writes into, or cuts short, changes or breaks them. */
+typedef struct rpi_mapping {
+  void *memory; /* NULL: none */
+  int64_t bytes;
+} rpi_mapping;
+
+/* Whatever has been taken from the file. */
+rp_status rpi_file_map(const rpi_file *file, rpi_mapping *mapping);
+void rpi_file_unmap(rpi_mapping *mapping); /* takes one that is none */
 
 /* Replaces the file at path by content, or leaves it as it was and removes the
  * temporary file. One exception: when nothing but the last step, syncing the

@@ -27,7 +27,8 @@ static void add_all(const rp_model *m, const char *prefix, real *numbers, listin
     to->tensors[to->count] = (rpi_tensor){.name = to->names[to->count],
                                           .dimensions = from->dimensions,
                                           .shape = {from->shape[0], from->shape[1], from->shape[2]},
-                                          .data = numbers + from->at};
+                                          .data = numbers ? numbers + from->at : NULL,
+                                          .place = from->at};
     to->count++;
   }
 }
@@ -129,5 +130,29 @@ rp_status rpi_model_load(rp_model *m, const char *path, int what) {
   RPI_TRY(list(m, what, &l));
   const rp_status status = load(m, path, what, &l);
   release(&l);
+  return status;
+}
+
+/* ---- a model from a file --------------------------------------------------- */
+
+/* Mapped, or else read into memory of their own. */
+static rp_status take_weights(rp_model *m, const char *path) {
+  listing l = {.count = 0};
+  RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
+  rp_status status = rpi_safetensors_map(path, l.tensors, l.count, &m->mapping, &m->weights);
+  release(&l);
+  if (status != RP_OK || m->weights) return status;
+  RPI_TRY(rpi_model_own_weights(m));
+  return rpi_model_load(m, path, RP_SAVE_WEIGHTS);
+}
+
+rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {
+  rp_config config;
+  rp_model *m = NULL;
+  RPI_TRY(rpi_config_load(path, &config));
+  RPI_TRY(rpi_model_create_bare(&config, limits, &m));
+  const rp_status status = take_weights(m, path);
+  if (status == RP_OK) *model = m;
+  else rpi_model_free(m);
   return status;
 }

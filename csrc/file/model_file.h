@@ -15,4 +15,7 @@
 rp_status rpi_model_save(const rp_model *m, const char *path, int what);
 rp_status rpi_model_load(rp_model *m, const char *path, int what);
 
+/* A model without training from a file of weights, which are mapped where they can be. */
+rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model);
+
 #endif

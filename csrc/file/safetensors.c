@@ -126,7 +126,7 @@ static void put_header(writer *w, const rpi_text_pair *metadata, int64_t pairs,
     between = ",";
   }
   put(w, "}");
-  put_bytes(w, "       ", -w->used & 7); /* the data begin at a multiple of 8 bytes */
+  while ((PREFIX + w->used) % RPI_ALIGN != 0) put(w, " ");
 }
 
 static rp_status check_texts(const char *path, const rpi_text_pair *metadata, int64_t pairs) {
@@ -433,20 +433,71 @@ static rp_status take_data(rpi_file *file, const wanted *w, int64_t bytes) {
   return status;
 }
 
-rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count) {
+/* Opens the file and finds the tensors, whose data come next. The spans and the file are the
+ * caller's to release and close; after a failure there is nothing to be. */
+static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count, rpi_file *file,
+                      wanted *w, int64_t *bytes) {
   assert(count >= 0 && count <= INT64_MAX / (int64_t)sizeof(span));
-  wanted w = {.tensors = tensors, .count = count, .next = 0};
-  w.spans = rpi_allocate((size_t)count * sizeof(span));
-  RPI_CHECK(w.spans != NULL, RP_ERROR_MEMORY, "no memory to read '%s'", path);
-  for (int64_t i = 0; i < count; i++) w.spans[i] = (span){.begin = 0, .end = -1, .tensor = i};
-  rpi_file file;
-  int64_t bytes = 0;
-  rp_status status = rpi_file_open(path, &file);
+  *w = (wanted){.tensors = tensors, .count = count, .next = 0};
+  w->spans = rpi_allocate((size_t)count * sizeof(span));
+  RPI_CHECK(w->spans != NULL, RP_ERROR_MEMORY, "no memory to read '%s'", path);
+  for (int64_t i = 0; i < count; i++) w->spans[i] = (span){.begin = 0, .end = -1, .tensor = i};
+  rp_status status = rpi_file_open(path, file);
   if (status == RP_OK) {
-    status = find_spans(&file, &w, &bytes);
-    if (status == RP_OK) status = take_data(&file, &w, bytes);
-    rpi_file_close(&file);
+    status = find_spans(file, w, bytes);
+    if (status != RP_OK) rpi_file_close(file);
   }
+  if (status != RP_OK) rpi_release(w->spans);
+  return status;
+}
+
+rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count) {
+  rpi_file file;
+  wanted w;
+  int64_t bytes = 0;
+  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  const rp_status status = take_data(&file, &w, bytes);
+  rpi_file_close(&file);
+  rpi_release(w.spans);
+  return status;
+}
+
+/* ---- mapping tensors ----------------------------------------------------- */
+
+static bool lie_as_wanted(const wanted *w) {
+  for (int64_t i = 0; i < w->count; i++) {
+    const span *const s = &w->spans[i];
+    if (s->begin != w->tensors[s->tensor].place * (int64_t)sizeof(rp_real)) return false;
+  }
+  return true;
+}
+
+/* Of a file whose tensors were found, from file->position on. */
+static rp_status map_data(const rpi_file *file, const wanted *w, int64_t bytes,
+                          rpi_mapping *mapping, rp_real **data) {
+  if (file->position % RPI_ALIGN != 0 || !lie_as_wanted(w)) return RP_OK;
+  if (rpi_file_map(file, mapping) != RP_OK) return RP_OK;
+  const int64_t expected = file->position + bytes;
+  if (mapping->bytes == expected) {
+    *data = (rp_real *)((char *)mapping->memory + file->position);
+    return RP_OK;
+  }
+  const int64_t there = mapping->bytes;
+  rpi_file_unmap(mapping);
+  return rpi_fail(RP_ERROR_FILE, "cannot read '%s': it has %lld bytes, where %lld were expected",
+                  file->path, (wide)there, (wide)expected);
+}
+
+rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,
+                              rpi_mapping *mapping, rp_real **data) {
+  rpi_file file;
+  wanted w;
+  int64_t bytes = 0;
+  *mapping = (rpi_mapping){.memory = NULL};
+  *data = NULL;
+  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  const rp_status status = map_data(&file, &w, bytes, mapping, data);
+  rpi_file_close(&file);
   rpi_release(w.spans);
   return status;
 }

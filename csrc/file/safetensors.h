@@ -4,7 +4,7 @@
  *
  *   8 bytes   length of the header, little-endian
  *   header    JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets"}}
- *   data      the arrays, end to end
+ *   data      the arrays, end to end; the writer has them begin at a multiple of RPI_ALIGN
  *
  * Arrays are F32 here, F64 in libcore_f64.
  */
@@ -12,6 +12,7 @@
 #define RPI_SAFETENSORS_H
 
 #include "base/error.h"
+#include "base/file.h"
 #include "relpos/relpos.h"
 
 #define RPI_NAME 96 /* bytes of a tensor's name, with its zero */
@@ -23,6 +24,7 @@ typedef struct rpi_tensor {
   int dimensions; /* 0 to 3 */
   int64_t shape[3];
   rp_real *data; /* read by the writer, written by the reader */
+  int64_t place; /* for mapping: the number it begins at, in memory that has all of them */
 } rpi_tensor;
 
 typedef struct rpi_text_pair {
@@ -38,6 +40,12 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
  * unknown, of another shape or type, or a header that is not one. Nothing is written to them on
  * failure: the data wait in memory of their own until all of them are there. */
 rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count);
+
+/* As rpi_safetensors_read, but without a copy: *data is then the place 0 of these tensors in the
+ * mapped file, and theirs is not looked at. NULL, with RP_OK and no mapping, where the file has
+ * them in other places, does not begin its data at a multiple of RPI_ALIGN, or cannot be mapped. */
+rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,
+                              rpi_mapping *mapping, rp_real **data);
 
 /* Calls each(context, key, value) for the metadata of a file whose whole header can be read; a
  * failure of it ends the calls. The texts live until it returns. */

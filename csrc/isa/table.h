@@ -20,12 +20,16 @@
 
 #include "ops/attention_phases.c"
 
+#include "ops/attend_rows.c"
 #include "ops/gemm.c"
 #include "ops/rotate.c"
 
 #include "ops/activation.c"
 #include "ops/adam.c"
 #include "ops/cross_entropy.c"
+
+#include "ops/choose.c"
+
 #include "ops/embed.c"
 #include "ops/norm.c"
 #include "ops/residual.c"
@@ -39,6 +43,9 @@ const rp_ops RPI_OPS = {
     .attention_backward = attention_backward,
     .attention_map = attention_map,
     .rotate = rotate,
+    .attend_rows = attend_rows,
+    .choose = choose,
+    .mix = mix,
     .embed = embed,
     .embed_backward = embed_backward,
     .residual = residual,

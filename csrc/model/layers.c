@@ -4,6 +4,7 @@
  * operations. u, n, f and the two orders of norms: model.h.
  */
 #include <math.h>
+#include <string.h>
 
 #include "model/linear.h"
 #include "model/model.h"
@@ -208,6 +209,16 @@ static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const 
 
 /* ---- attention ------------------------------------------------------------- */
 
+/* The line of what the scheme of a stack makes of its parameters, where it makes something. */
+static void profile_positions(const rpi_run *run, int64_t layer, const rp_attention *a, bool back,
+                              double began) {
+  rp_model *const m = run->model;
+  const rpi_positions_cost cost = rpi_positions_cost_of(&m->stack[run->stack].positions, a, back);
+  if (cost.operations == 0) return;
+  rpi_profile_add(&m->profile, run->stack, layer, "attention.positions", back || run->again, began,
+                  cost.operations, cost.bytes);
+}
+
 rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_attention *a) {
   rp_model *const m = run->model;
   const rp_config *const config = &m->config;
@@ -229,8 +240,11 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
       .at = layer_params(run, layer),
       .relative_embedding = m->layout.stack[run->stack].relative_embedding,
       .numbers = run->shape_only ? NULL : m->weights};
-  return rpi_positions_forward(m->ops, &m->stack[run->stack].positions, &weights,
-                               &run->side[run->stack].graphs, a);
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(rpi_positions_forward(m->ops, &m->stack[run->stack].positions, &weights,
+                                &run->side[run->stack].graphs, a));
+  if (!run->shape_only) profile_positions(run, layer, a, false, began);
+  return RP_OK;
 }
 
 /* Queries, keys and values of a sublayer, where they are stored. */
@@ -273,10 +287,10 @@ static double pairs_of(const rp_attention *a) {
 static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) {
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, HD = head_columns(m);
-  const double began = rpi_profile_now(&m->profile);
   if (rows == 0) return RP_OK;
   rp_attention a;
   RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
+  const double began = rpi_profile_now(&m->profile);
   const heads x = heads_of(run, stored, part);
   const rpi_attention_args args = {.shape = &a,
                                    .q = x.q,
@@ -293,15 +307,54 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
   return RP_OK;
 }
 
+/* The keys and values of a pass, kept for the steps to come. */
+static void keep_keys(const rpi_run *run, const rpi_stored *stored) {
+  const rpi_kept *const kept = run->kept;
+  const int64_t HD = head_columns(run->model), shift = run->layer * kept->shift;
+  for (int64_t r = 0; r < run->side[run->stack].rows; r++) {
+    memcpy(kept->to[r] + shift, stored->qkv + (3 * r + 1) * HD, (size_t)(2 * HD) * sizeof(real));
+  }
+}
+
+/* One query a row, with what was kept. */
+static rp_status attend_step(const rpi_run *run, const rpi_stored *stored, int part) {
+  rp_model *const m = run->model;
+  const rpi_kept *const kept = run->kept;
+  const int64_t HD = head_columns(m), layer = run->layer;
+  const bool self = part == RPI_SELF;
+  const bool last = layer == m->config.decoder.layers - 1;
+  rp_attention cross = rp_attention_default();
+  cross.H = m->config.heads;
+  cross.D = cross.Dv = rpi_head_width(&m->config);
+  const rpi_attend_rows_args args = {.shape = self ? &kept->shapes[layer] : &cross,
+                                     .rows = run->side[run->stack].rows,
+                                     .q = stored->qkv,
+                                     .q_stride = self ? 3 * HD : HD,
+                                     .keys = self ? kept->self : kept->cross,
+                                     .counts = self ? kept->self_counts : kept->cross_counts,
+                                     .shift = layer * (self ? kept->shift : kept->cross_shift),
+                                     .to_value = HD,
+                                     .out = stored->z,
+                                     .out_stride = HD,
+                                     .mean = !self && last ? kept->mean : NULL};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->attend_rows(&args));
+  double pairs = 0;
+  for (int64_t r = 0; r < args.rows; r++) pairs += (double)args.counts[r];
+  rpi_profile_add(&m->profile, run->stack, layer, self ? "attention" : "cross", false, began,
+                  4 * pairs * (double)HD, bytes_of(2 * HD) * pairs);
+  return RP_OK;
+}
+
 /* dq, dk and dv in scratch, laid out as q, k and v; gradients of the positions' parameters. */
 static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, int part,
                                  real *dkv) {
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, HD = head_columns(m);
-  const double began = rpi_profile_now(&m->profile);
   if (run->sentences == 0) return RP_OK;
   rp_attention a;
   RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
+  double began = rpi_profile_now(&m->profile);
   const heads x = heads_of(run, stored, part);
   real *const dq = m->scratch.dqkv;
   rp_attention_gradients g = {
@@ -328,11 +381,12 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
                                             .workspace_bytes = m->workspace_bytes,
                                             .gradients = &g};
   RPI_TRY(m->ops->attention_backward(&args));
-  if (part == RPI_SELF) {
-    RPI_TRY(rpi_positions_backward(m->ops, positions, &weights, &gradients, &a));
-  }
   rpi_profile_add(&m->profile, run->stack, run->layer, part == RPI_SELF ? "attention" : "cross",
                   true, began, 10 * pairs_of(&a), bytes_of(8 * rows * HD));
+  if (part != RPI_SELF) return RP_OK;
+  began = rpi_profile_now(&m->profile);
+  RPI_TRY(rpi_positions_backward(m->ops, positions, &weights, &gradients, &a));
+  profile_positions(run, run->layer, &a, true, began);
   return RP_OK;
 }
 
@@ -389,22 +443,32 @@ static linear attention_out_of(const rpi_run *run, const rpi_stored *stored, int
                   .x_stride = HD};
 }
 
+rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
+  run->stack = RPI_DECODER;
+  run->layer = layer;
+  const linear l = cross_kv_of(run);
+  return linear_forward(run, &l, kv, l.out);
+}
+
 /* The queries, keys and values of n, and what attention makes of them, up to z. */
 static rp_status attention_forward(rpi_run *run, const rpi_stored *stored, int part,
                                    const real *n) {
   rp_model *const m = run->model;
   const int64_t HD = head_columns(m);
+  const bool step = run->kept && run->kept->step;
   if (part == RPI_SELF) {
     const linear qkv = qkv_of(run, n);
     RPI_TRY(linear_forward(run, &qkv, stored->qkv, 3 * HD));
     RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
-                                 run->side[run->stack].offsets, stored->qkv, false));
+                                 run->side[run->stack].offsets, step ? run->kept->places : NULL,
+                                 stored->qkv, false));
+    if (run->kept) keep_keys(run, stored);
   } else {
     const linear q = cross_q_of(run, n), kv = cross_kv_of(run);
     RPI_TRY(linear_forward(run, &q, stored->qkv, HD));
-    RPI_TRY(linear_forward(run, &kv, stored->kv, 2 * HD));
+    if (!step) RPI_TRY(linear_forward(run, &kv, stored->kv, 2 * HD));
   }
-  return attend(run, stored, part);
+  return step ? attend_step(run, stored, part) : attend(run, stored, part);
 }
 
 /* From df to the gradient of n, in `dn` (added to what is there where `add`). */
@@ -418,7 +482,7 @@ static rp_status attention_backward(rpi_run *run, const rpi_stored *stored, int 
   RPI_TRY(attend_backward(run, stored, part, dkv));
   if (part == RPI_SELF) {
     RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
-                                 run->side[run->stack].offsets, dq, true));
+                                 run->side[run->stack].offsets, NULL, dq, true));
     const linear qkv = qkv_of(run, n);
     return linear_backward(run, &qkv, dq, 3 * HD, dn, add);
   }

@@ -15,7 +15,8 @@
  * Four blocks of memory, the first three carved by one function over counting and then real arenas:
  *
  *   fixed        layout | buckets and frequencies of the positions
- *   numbers      weights | gradients | moments | average | sinusoids and the like
+ *   numbers      weights | gradients | moments | average | sinusoids and the like; the weights of
+ *                a model that was opened lie in its file, mapped, or in a block of their own
  *   step         streams and what sublayers store | scratch | losses
  *   workspace    of attention: grows where a batch needs more than was planned
  */
@@ -24,6 +25,7 @@
 
 #include <stdatomic.h>
 
+#include "base/file.h"
 #include "base/memory.h"
 #include "model/params.h"
 #include "model/positions.h"
@@ -84,6 +86,9 @@ struct rp_model {
   rpi_stack_memory stack[RPI_STACKS];
   rpi_scratch scratch;
   int64_t loss_rows, classes;
+  bool bare;           /* its weights lie elsewhere: in the mapping, or in own_weights */
+  rpi_mapping mapping; /* of the file that they lie in */
+  real *own_weights;
   void *fixed, *numbers, *step_memory, *workspace;
   int64_t fixed_bytes, numbers_bytes, workspace_bytes;
   int64_t step, attempt;
@@ -99,6 +104,22 @@ typedef struct rpi_side {
   rp_graphs graphs;
 } rpi_side;
 
+/* Targets that grow a token at a time (decode/cache.h): where keys and values of self-attention are
+ * kept, and, in a step of one token a row, those that it meets. */
+typedef struct rpi_kept {
+  real *const *to;                 /* [rows]: where a row's key and value [2 H D] go in layer 0 */
+  int64_t shift;                   /* from a layer to the next */
+  bool step;                       /* every row is one token; else only `to` and `shift` count */
+  const int64_t *places;           /* [rows] of the token in its target */
+  const rp_attention *shapes;      /* [layers], with the tables of their positions */
+  const real *const *const *self;  /* [rows][counts]: the keys of layer 0, the own one last */
+  const int64_t *self_counts;      /* [rows] */
+  const real *const *const *cross; /* the same, of the source */
+  const int64_t *cross_counts;
+  int64_t cross_shift;
+  real *const *mean; /* [rows][cross_counts]: attention to the source in the last layer, or NULL */
+} rpi_kept;
+
 /* One pass over one batch, checked. */
 typedef struct rpi_run {
   rp_model *model;
@@ -108,12 +129,13 @@ typedef struct rpi_run {
   const int32_t *labels;     /* NULL: no loss is wanted */
   const uint32_t *ordinals;
   uint32_t key[2];
-  bool dropout;    /* numbers are dropped */
-  bool backward;   /* gradients are wanted */
-  bool shape_only; /* tables are named, not made */
-  char *hunt;      /* [64], where the first number that is not finite shall be named; or NULL */
-  bool again;      /* what was computed before: backward's share of the profile */
-  int stack;       /* where it is, for the profile and dropout's sites */
+  bool dropout;         /* numbers are dropped */
+  bool backward;        /* gradients are wanted */
+  bool shape_only;      /* tables are named, not made */
+  const rpi_kept *kept; /* NULL but in decoding */
+  char *hunt; /* [64], where the first number that is not finite shall be named; or NULL */
+  bool again; /* what was computed before: backward's share of the profile */
+  int stack;  /* where it is, for the profile and dropout's sites */
   int64_t layer;
 } rpi_run;
 
@@ -129,6 +151,9 @@ static inline int rpi_part_of(int parts, int64_t s) {
 /* What a model takes, without making it. */
 rp_status rpi_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory);
 rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_model **model);
+/* One without weights, which the caller puts into m->weights: from m->mapping, or by the second. */
+rp_status rpi_model_create_bare(const rp_config *config, const rp_limits *limits, rp_model **model);
+rp_status rpi_model_own_weights(rp_model *m);
 void rpi_model_free(rp_model *model);
 
 /* Makes attention's workspace as large as this batch needs it. */
@@ -148,6 +173,9 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 /* The attention of sublayer s, whose queries and keys are stored. */
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k);
 
+/* Keys and values that a decoder's layer makes of the source: [encoder's rows][2 H D]. */
+rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv);
+
 /* For the hunt: is it finite? If not, and nothing was before, its name is kept. */
 rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t count, const char *name);
 
@@ -160,6 +188,15 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
 
 /* Forward, loss where labels are given, and backward where it is wanted. *sums: of this pass. */
 rp_status rpi_transformer(rpi_run *run, rpi_sums *sums);
+
+/* Forward of one stack: from its embeddings to the first stream; then its sublayers; then what the
+ * last norm gives, in m->stack[stack].out. */
+rp_status rpi_stack_enter(rpi_run *run, int stack);
+rp_status rpi_stack_leave(rpi_run *run);
+rp_status rpi_stack_forward(rpi_run *run, int stack);
+
+/* The output projection of some rows of x: [rows][classes]. */
+rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits);
 
 /* Forward up to one attention: its shape, queries and keys, which stay until the next pass. */
 rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part, rp_attention *a,

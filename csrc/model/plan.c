@@ -9,6 +9,7 @@
  *                        shared by all layers, and made again in backward
  *   no training          two streams in turn, and one layer's store
  */
+#include <assert.h>
 #include <string.h>
 
 #include "isa/dispatch.h"
@@ -114,7 +115,7 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
   const int64_t bytes = sizeof(real);
   rpi_layout_make(&m->config, &p->fixed, &m->layout);
   const int64_t count = m->layout.numbers;
-  m->weights = rpi_arena_take(&p->numbers, count, bytes);
+  m->weights = m->bare ? NULL : rpi_arena_take(&p->numbers, count, bytes);
   m->gradients = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
   m->moment1 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
   m->moment2 = training ? rpi_arena_take(&p->numbers, count, bytes) : NULL;
@@ -298,24 +299,47 @@ static rp_status make(rp_model *m) {
             "model: its memory was carved otherwise than planned");
   memset(m->numbers, 0, (size_t)m->numbers_bytes);
   for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
-  rpi_layout_start(&m->config, &m->layout, m->weights);
+  if (!m->bare) rpi_layout_start(&m->config, &m->layout, m->weights);
   if (m->average) memcpy(m->average, m->weights, (size_t)memory.parameters);
   return RP_OK;
 }
 
-rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {
+static rp_status create(const rp_config *config, const rp_limits *limits, bool bare,
+                        rp_model **model) {
   rp_model *const m = rpi_allocate(sizeof *m);
   RPI_CHECK(m, RP_ERROR_MEMORY, "model: no memory for the model");
   start(m, config, limits);
+  m->bare = bare;
   const rp_status status = make(m);
   if (status == RP_OK) *model = m;
   else rpi_model_free(m);
   return status;
 }
 
+rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {
+  return create(config, limits, false, model);
+}
+
+rp_status rpi_model_create_bare(const rp_config *config, const rp_limits *limits,
+                                rp_model **model) {
+  assert(!limits->training); /* else the average would begin as nothing */
+  return create(config, limits, true, model);
+}
+
+rp_status rpi_model_own_weights(rp_model *m) {
+  const size_t bytes = (size_t)m->layout.numbers * sizeof(real);
+  m->own_weights = rpi_allocate(bytes);
+  RPI_CHECK(m->own_weights, RP_ERROR_MEMORY, "model: no memory for %zu bytes of weights", bytes);
+  memset(m->own_weights, 0, bytes);
+  m->weights = m->own_weights;
+  return RP_OK;
+}
+
 void rpi_model_free(rp_model *m) {
   if (!m) return;
   rpi_profile_free(&m->profile);
+  rpi_file_unmap(&m->mapping);
+  rpi_release(m->own_weights);
   rpi_release(m->fixed);
   rpi_release(m->numbers);
   rpi_release(m->step_memory);

@@ -397,6 +397,27 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
   return RP_OK;
 }
 
+rpi_positions_cost rpi_positions_cost_of(const rpi_positions *p, const rp_attention *a, bool back) {
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  const double H = (double)p->config->heads, T = (double)p->has.rows, C = (double)p->config->width;
+  const double HD = H * (double)rpi_head_width(p->config), number = sizeof(real);
+  double products = 1, rows = T, inner = C, columns = HD;
+  if (p->has.waves) {
+    rows = (double)a->key[0].rows;
+  } else if (p->has.embedding) {
+    products = ((stack->key != 0) + (stack->value != 0)) * (back ? 2 : 1);
+  } else if (p->has.slopes) {
+    rows = H;
+    inner = 1;
+    columns = T;
+  } else {
+    products = 0;
+  }
+  return (rpi_positions_cost){
+      .operations = products * 2 * rows * inner * columns,
+      .bytes = products * number * (rows * inner + inner * columns + rows * columns)};
+}
+
 /* ---- and back -------------------------------------------------------------- */
 
 /* The gradient of a table that is a parameter is where the table is, in the buffer of gradients;
@@ -468,7 +489,8 @@ rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,
 }
 
 rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_t sentences,
-                               const int64_t *offsets, real *qkv, bool back) {
+                               const int64_t *offsets, const int64_t *starts, real *qkv,
+                               bool back) {
   if (p->pairs == 0) return RP_OK;
   const int64_t H = p->config->heads, D = rpi_head_width(p->config), row = 3 * H * D;
   rp_rotation r = rp_rotation_default();
@@ -476,6 +498,7 @@ rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_
   r.H = H;
   r.D = D;
   r.offsets = offsets;
+  r.start = starts;
   r.frequencies = p->frequencies;
   r.pairs = p->pairs;
   r.interleaved = rpi_stack_of(p->config, p->stack)->rope_interleaved;

@@ -69,6 +69,14 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
                                 const rpi_layer_place *weights, const rp_graphs *graphs,
                                 rp_attention *a);
 
+/* What one of the products costs that make the tables of `a`, all of them together: operations and
+ * bytes; 0 where nothing is made. On the way back deberta has two for each. */
+typedef struct rpi_positions_cost {
+  double operations, bytes;
+} rpi_positions_cost;
+
+rpi_positions_cost rpi_positions_cost_of(const rpi_positions *p, const rp_attention *a, bool back);
+
 /* Where attention's backward puts the gradients of the tables of `a`; what is made is zeroed. */
 rp_status rpi_positions_gradients(const rp_ops *ops, const rpi_positions *p,
                                   const rpi_layer_place *weights, const rpi_layer_place *gradients,
@@ -79,8 +87,9 @@ rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,
                                  const rpi_layer_place *weights, const rpi_layer_place *gradients,
                                  const rp_attention *a);
 
-/* rope: turns the queries and keys of qkv [tokens][3 H D], or their gradients back. */
+/* rope: turns the queries and keys of qkv [tokens][3 H D], or their gradients back. starts: the
+ * positions of the sentences' first tokens, or NULL: 0. */
 rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_t sentences,
-                               const int64_t *offsets, real *qkv, bool back);
+                               const int64_t *offsets, const int64_t *starts, real *qkv, bool back);
 
 #endif

@@ -35,6 +35,7 @@ static rpi_embed_args embed_args(const rpi_run *run) {
                           .positions = learned != RPI_ABSENT
                                            ? m->weights + learned
                                            : m->stack[run->stack].positions.absolute,
+                          .places = run->kept && run->kept->step ? run->kept->places : NULL,
                           .dropout = {.rate = run->dropout ? config->dropout : 0,
                                       .key = {run->key[0], run->key[1]},
                                       .site = site,
@@ -76,19 +77,28 @@ static rp_status embed_backward(rpi_run *run) {
 
 /* ---- a stack --------------------------------------------------------------- */
 
-static rp_status stack_forward(rpi_run *run, int stack) {
+rp_status rpi_stack_enter(rpi_run *run, int stack) {
   rp_model *const m = run->model;
-  const int64_t sublayers = sublayers_of(m, stack);
-  const real *out;
   run->stack = stack;
   run->layer = -1;
   run->again = false;
   RPI_TRY(embed(run));
   const int64_t count = run->side[stack].rows * m->config.width;
-  RPI_TRY(rpi_hunt(run, m->stack[stack].stored[0].stream, count, "embedding"));
-  for (int64_t s = 0; s < sublayers; s++) RPI_TRY(rpi_sublayer_forward(run, s, true));
+  return rpi_hunt(run, m->stack[stack].stored[0].stream, count, "embedding");
+}
+
+rp_status rpi_stack_leave(rpi_run *run) {
+  rp_model *const m = run->model;
+  const real *out;
   run->layer = -1;
-  return rpi_read_stream(run, sublayers, m->stack[stack].out, &out);
+  return rpi_read_stream(run, sublayers_of(m, run->stack), m->stack[run->stack].out, &out);
+}
+
+rp_status rpi_stack_forward(rpi_run *run, int stack) {
+  RPI_TRY(rpi_stack_enter(run, stack));
+  const int64_t sublayers = sublayers_of(run->model, stack);
+  for (int64_t s = 0; s < sublayers; s++) RPI_TRY(rpi_sublayer_forward(run, s, true));
+  return rpi_stack_leave(run);
 }
 
 /* From the gradient of the stack's result, in dstream, to the embeddings. */
@@ -136,9 +146,9 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
                       .weight = m->weights + m->layout.output};
 }
 
-static rp_status block_logits(rpi_run *run, const real *x, int64_t rows) {
+rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
   const rpi_linear output = output_of(run->model, x, rows);
-  const rpi_gemm_args g = rpi_linear_forward(&output, run->model->scratch.logits, output.out);
+  const rpi_gemm_args g = rpi_linear_forward(&output, logits, output.out);
   return output_gemm(run, false, &g);
 }
 
@@ -163,7 +173,7 @@ static rp_status loss_of(rpi_run *run) {
   for (int64_t row = 0; row < rows; row += m->loss_rows) {
     const int64_t count = rows - row < m->loss_rows ? rows - row : m->loss_rows;
     const real *const x = m->stack[stack].out + row * C;
-    RPI_TRY(block_logits(run, x, count));
+    RPI_TRY(rpi_output_logits(run, x, count, m->scratch.logits));
     const rpi_cross_entropy_args args = {.rows = count,
                                          .classes = m->classes,
                                          .logits = m->scratch.logits,
@@ -217,8 +227,8 @@ static rp_status find_bad(const rpi_run *run, char *name) {
   const rp_model *const m = run->model;
   rpi_run hunting = *run;
   hunting.hunt = name;
-  if (m->stack[RPI_ENCODER].parts != 0) RPI_TRY(stack_forward(&hunting, RPI_ENCODER));
-  if (m->stack[RPI_DECODER].parts != 0) RPI_TRY(stack_forward(&hunting, RPI_DECODER));
+  if (m->stack[RPI_ENCODER].parts != 0) RPI_TRY(rpi_stack_forward(&hunting, RPI_ENCODER));
+  if (m->stack[RPI_DECODER].parts != 0) RPI_TRY(rpi_stack_forward(&hunting, RPI_DECODER));
   if (name[0] == '\0') snprintf(name, HUNT_NAME, "output");
   return RP_OK;
 }
@@ -229,8 +239,8 @@ rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
   const bool encoder = m->stack[RPI_ENCODER].parts != 0;
   *sums = (rpi_sums){.batches = 1, .sentences = run->sentences};
   RPI_TRY(rpi_model_reserve(run));
-  if (encoder) RPI_TRY(stack_forward(run, RPI_ENCODER));
-  if (last == RPI_DECODER) RPI_TRY(stack_forward(run, RPI_DECODER));
+  if (encoder) RPI_TRY(rpi_stack_forward(run, RPI_ENCODER));
+  if (last == RPI_DECODER) RPI_TRY(rpi_stack_forward(run, RPI_DECODER));
   if (!run->labels) return RP_OK;
   RPI_TRY(loss_of(run));
   add_losses(run, sums);
@@ -250,10 +260,8 @@ rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part
                                 rp_rows *q, rp_rows *k) {
   rp_model *const m = run->model;
   RPI_TRY(rpi_model_reserve(run));
-  if (part == RPI_CROSS) RPI_TRY(stack_forward(run, RPI_ENCODER));
-  run->stack = stack;
-  run->layer = -1;
-  RPI_TRY(embed(run));
+  if (part == RPI_CROSS) RPI_TRY(rpi_stack_forward(run, RPI_ENCODER));
+  RPI_TRY(rpi_stack_enter(run, stack));
   const int64_t last = layer * m->stack[stack].parts + part;
   for (int64_t s = 0; s <= last; s++) RPI_TRY(rpi_sublayer_forward(run, s, s < last));
   return rpi_stored_heads(run, last, a, q, k);

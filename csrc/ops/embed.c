@@ -14,7 +14,8 @@ PACKED_FN void embed_piece(const void *args, packed_piece at) {
   const real *const from = e->table + e->ids[at.row] * e->columns + at.column;
   real *const to = e->out + at.row * e->columns + at.column;
   if (e->positions != NULL) {
-    const real *const position = e->positions + at.place * e->columns + at.column;
+    const int64_t place = e->places ? e->places[at.row] : at.place;
+    const real *const position = e->positions + place * e->columns + at.column;
     _Pragma("omp simd") for (int64_t c = 0; c < at.columns; c++) {
       to[c] = packed_keep(at, c, scale * from[c] + position[c]);
     }

@@ -4,31 +4,53 @@
  *
  *   rows <= 32, B given as [columns, inner]   dots: our own, B read once and in order
  *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows
- *   more                                      BLAS (base/blas.h) on blocks of C, or,
- *                                             without one, blocks of our own:
+ *   more                                      blocks of our own, or of BLAS (base/blas.h)
+ *                                             where that is faster: GEMM_OURS
  *
- *        inner  +------------------+      per GEMM_INNER of inner and GEMM_WIDTH
+ *        inner  +------------------+      per GEMM_DEPTH of inner and GEMM_WIDTH
  *               |     |panel|      |      of columns, a panel of B is packed
  *               +------------------+      (transposed where needed, filled up to
- *        +----+ +------------------+      whole vectors); all rows of the block
- *        |    | |     |     |      |      pass over it in strips of six
- *        |strip |     |=====|      |      (tile.h), A read where it lies
- *        |    | |     |     |      |
+ *        +----+ +------------------+      whole vectors), or read where it lies;
+ *        |    | |     |     |      |      all rows of the block pass over it in
+ *        |strip |     |=====|      |      strips of GEMM_STRIP, A read where it
+ *        |    | |     |     |      |      lies, or packed too
  *        +----+ +------------------+
  *
  * The cut into blocks, and which of these computes, depend on shapes alone: the
- * number of threads changes no bit. Nothing is allocated; the panel is on the
- * stack.
+ * number of threads changes no bit. Nothing is allocated; packed parts of A and B
+ * are in scratch memory (base/scratch.h).
  */
+#include <math.h>
+
 #include "base/blas.h"
+#include "base/scratch.h"
 #include "base/threads.h"
 #include "ops/ops.h"
 #include "ops/tile.h"
 
-/* The panel: 64 KiB, so that it stays in the second-level cache beside the block of
- * A, and fits the smallest stack a thread may come with (musl: 128 KiB). */
-#define GEMM_INNER 256
-#define GEMM_WIDTH (256 / RPI_REAL_BYTES)
+/* Where our own product was measured to be the faster one: docs/gemm.md. */
+#define GEMM_OURS (RPI_REAL_BYTES == 4 && RPI_VECTOR_BYTES >= 32)
+
+/* One call of the kernel computes GEMM_STRIP rows of C, GEMM_VECTORS vectors wide: 24 sums in
+ * 32 registers, 12 in 16. In 16 registers, 6 x 2 instead of 4 x 3 took 4 % longer. */
+#if RPI_VECTORS == 4
+#define GEMM_STRIP 6
+#define GEMM_VECTORS 4
+#else
+#define GEMM_STRIP 4
+#define GEMM_VECTORS 3
+#endif
+#define GEMM_WIDTH (GEMM_VECTORS * RPI_LANES)
+
+/* A block is at most GEMM_HEIGHT rows, whole strips, and computed GEMM_DEPTH of inner at a
+ * time: that part of A, 528 KiB, stays in the second-level cache beside a panel of B. */
+#define GEMM_HEIGHT 264
+#define GEMM_DEPTH (2048 / RPI_REAL_BYTES)
+#define GEMM_SMALL_DEPTH (512 / RPI_REAL_BYTES)
+
+/* A packed strip of A, with room for what its last copy writes beyond it, which also sends
+ * the strips, written side by side, to different sets of the first-level cache. */
+#define GEMM_STRIP_SIZE (GEMM_DEPTH * GEMM_STRIP + 64 / RPI_REAL_BYTES)
 
 /* Up to this many rows packing B, or letting BLAS pack it, costs more than it saves:
  * with B transposed, whose packing is dearer, and with B as it lies. */
@@ -72,6 +94,19 @@ static const real *gemm_b_at(const rpi_gemm_args *g, int64_t inner, int64_t colu
   return g->transpose_b ? g->b + column * g->b_stride + inner : g->b + inner * g->b_stride + column;
 }
 
+/* Whether A, transposed, is packed: its rows are so far apart that those of a block are more
+ * pages than a processor knows by heart. */
+static bool gemm_packs_a(const rpi_gemm_args *g) {
+  return g->transpose_a && g->a_stride * RPI_REAL_BYTES >= 2048;
+}
+
+/* Whether B is read where it lies: whole panels of whole lines, close enough. A narrower panel,
+ * which shares lines with its neighbour, is better packed: by 3 to 6 %, with AVX2. */
+static bool gemm_reads_b(const rpi_gemm_args *g) {
+  return !g->transpose_b && GEMM_WIDTH * RPI_REAL_BYTES == 256 &&
+         g->b_stride * RPI_REAL_BYTES <= 2048;
+}
+
 /* What C holds before the product is added to it. */
 static void gemm_begin(const rpi_gemm_args *g, gemm_block at) {
   if (g->accumulate && g->bias == NULL) return;
@@ -84,69 +119,268 @@ static void gemm_begin(const rpi_gemm_args *g, gemm_block at) {
   }
 }
 
-/* C += strip of A . panel of B. `width` columns of C exist; the panel has whole
- * vectors, so a ragged one goes by way of a tile of its own. */
-static void gemm_strips(rpi_product p, int64_t rows, int64_t width) {
-  const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
-  if (vectors * RPI_LANES == width) {
-    rpi_block_product(RPI_START_LOAD, rows, vectors, p, NULL);
-    return;
+/* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +
+ * k * a_inner]; B is a packed panel, its rows end to end. start_stride is 0 where every row
+ * starts from the same numbers: a bias, or zeros. */
+typedef struct gemm_tile {
+  const real *a;
+  int64_t a_row, a_inner;
+  const real *b;
+  int64_t b_stride;
+  int64_t inner;
+  const real *start;
+  int64_t start_stride;
+  real *c;
+  int64_t c_stride;
+} gemm_tile;
+
+/* The sums of an element are added in the order of inner, and rounded alike, wherever inner
+ * is cut. Where they start from C, the rows below are asked for meanwhile. */
+RPI_INLINE void gemm_sum(const int rows, const int vectors, const gemm_tile *t) {
+  rpi_register sum[GEMM_STRIP][GEMM_VECTORS];
+  const real *a[GEMM_STRIP];
+  const bool ahead = t->start_stride != 0;
+  const real *const start = t->start, *const next = start + rows * t->start_stride;
+  const int64_t start_stride = t->start_stride;
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    a[r] = t->a + r * t->a_row;
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+      sum[r][v] = rpi_load(start + r * start_stride + v * RPI_LANES);
+      if (ahead) __builtin_prefetch(next + r * start_stride + v * RPI_LANES, 1, 3);
+    }
   }
-  static const real zeros[RPI_STRIP];
-  for (int64_t row = 0; row < rows; row += RPI_STRIP) {
-    _Alignas(64) real tile[RPI_STRIP * GEMM_WIDTH];
-    const int64_t strip = rpi_min(RPI_STRIP, rows - row);
-    rpi_product part = p;
-    part.a += row * p.a_row;
-    part.c = tile;
-    part.c_stride = GEMM_WIDTH;
-    rpi_block_product(RPI_START_ROW, strip, vectors, part, zeros);
-    for (int64_t r = 0; r < strip; r++) {
-      real *const c = p.c + (row + r) * p.c_stride;
-      for (int64_t j = 0; j < width; j++) c[j] += tile[r * GEMM_WIDTH + j];
+  const real *b = t->b;
+  const int64_t b_stride = t->b_stride, a_inner = t->a_inner, end = t->inner * a_inner;
+  for (int64_t k = 0; k < end; k += a_inner, b += b_stride) {
+    rpi_register row[GEMM_VECTORS];
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
+    RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+      RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += a[r][k] * row[v];
+    }
+  }
+  real *const c = t->c;
+  const int64_t c_stride = t->c_stride;
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+      rpi_store(c + r * c_stride + v * RPI_LANES, sum[r][v]);
     }
   }
 }
 
-/* panel[inner][stride] = B, its columns filled up with zeros to the stride. */
-static void gemm_pack(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
-                      int64_t width, real *panel, int64_t stride) {
-  const real *const from = gemm_b_at(g, inner, column);
+/* Each its own function, as tile.h's strips and for the same reason. */
+typedef void (*gemm_sum_fn)(const gemm_tile *t);
+
+#define GEMM_SUM_FN(rows, vectors)                                                                 \
+  RPI_NOINLINE void gemm_sum_##rows##_##vectors(const gemm_tile *t) { gemm_sum(rows, vectors, t); }
+#if RPI_VECTORS == 4
+#define GEMM_SUM_FNS(vectors)                                                                      \
+  GEMM_SUM_FN(1, vectors)                                                                          \
+  GEMM_SUM_FN(2, vectors)                                                                          \
+  GEMM_SUM_FN(3, vectors)                                                                          \
+  GEMM_SUM_FN(4, vectors)                                                                          \
+  GEMM_SUM_FN(5, vectors)                                                                          \
+  GEMM_SUM_FN(6, vectors)
+#define GEMM_SUM_ENTRY(vectors)                                                                    \
+  {gemm_sum_1_##vectors, gemm_sum_2_##vectors, gemm_sum_3_##vectors,                               \
+   gemm_sum_4_##vectors, gemm_sum_5_##vectors, gemm_sum_6_##vectors}
+#else
+#define GEMM_SUM_FNS(vectors)                                                                      \
+  GEMM_SUM_FN(1, vectors)                                                                          \
+  GEMM_SUM_FN(2, vectors)                                                                          \
+  GEMM_SUM_FN(3, vectors)                                                                          \
+  GEMM_SUM_FN(4, vectors)
+#define GEMM_SUM_ENTRY(vectors)                                                                    \
+  {gemm_sum_1_##vectors, gemm_sum_2_##vectors, gemm_sum_3_##vectors, gemm_sum_4_##vectors}
+#endif
+
+GEMM_SUM_FNS(1)
+GEMM_SUM_FNS(2)
+GEMM_SUM_FNS(3)
+#if GEMM_VECTORS == 4
+GEMM_SUM_FNS(4)
+#endif
+
+static const gemm_sum_fn gemm_sums[GEMM_VECTORS][GEMM_STRIP] = {
+    GEMM_SUM_ENTRY(1),
+    GEMM_SUM_ENTRY(2),
+    GEMM_SUM_ENTRY(3),
+#if GEMM_VECTORS == 4
+    GEMM_SUM_ENTRY(4),
+#endif
+};
+
+/* Memory that will be read soon, `rows` of so many elements: asked for while the sums are
+ * computed, a part of it before each strip, because packing waits for every line of it. */
+typedef struct gemm_ahead {
+  const real *from;
+  int64_t stride, rows, elements;
+} gemm_ahead;
+
+static void gemm_ask(gemm_ahead ahead, int64_t part, int64_t parts) {
+  const int64_t end = ahead.rows * (part + 1) / parts;
+  for (int64_t row = ahead.rows * part / parts; row < end; row++) {
+    const real *const from = ahead.from + row * ahead.stride;
+    for (int64_t j = 0; j < ahead.elements; j += 64 / RPI_REAL_BYTES) {
+      __builtin_prefetch(from + j, 0, 2);
+    }
+  }
+}
+
+/* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
+ * vectors, so a ragged one goes by way of a tile of its own. a_next: from strip to strip. */
+static void gemm_panel(gemm_tile t, int64_t a_next, int64_t rows, int64_t width, gemm_ahead b,
+                       gemm_ahead a) {
+  const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
+  const int64_t strips = (rows + GEMM_STRIP - 1) / GEMM_STRIP;
+  for (int64_t i = 0; i < strips; i++) {
+    const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
+    const gemm_sum_fn sum = gemm_sums[vectors - 1][strip - 1];
+    gemm_ask(b, i, strips);
+    gemm_ask(a, i, strips);
+    if (vectors * RPI_LANES == width) {
+      sum(&t);
+    } else {
+      _Alignas(64) real tile[GEMM_STRIP * GEMM_WIDTH] = {0};
+      for (int64_t r = 0; r < strip; r++) {
+        for (int64_t j = 0; j < width; j++) {
+          tile[r * GEMM_WIDTH + j] = t.start[r * t.start_stride + j];
+        }
+      }
+      gemm_tile part = t;
+      part.start = part.c = tile;
+      part.start_stride = part.c_stride = GEMM_WIDTH;
+      sum(&part);
+      for (int64_t r = 0; r < strip; r++) {
+        for (int64_t j = 0; j < width; j++) t.c[r * t.c_stride + j] = tile[r * GEMM_WIDTH + j];
+      }
+    }
+    t.a += a_next;
+    t.start += GEMM_STRIP * t.start_stride;
+    t.c += GEMM_STRIP * t.c_stride;
+  }
+}
+
+/* Loads the first `count` reals, zeros beyond. */
+RPI_INLINE rpi_register gemm_load_part(const real *from, int64_t count) {
+  real whole[RPI_LANES] = {0};
+  for (int64_t i = 0; i < count; i++) whole[i] = from[i];
+  return rpi_load(whole);
+}
+
+/* panel[inner][stride] = B, its columns filled up with zeros to whole vectors. */
+static void gemm_pack_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
+                        int64_t width, real *panel) {
+  const int64_t stride = rpi_round_up(width, RPI_LANES), whole = width / RPI_LANES * RPI_LANES;
+  const real *from = gemm_b_at(g, inner, column);
   if (g->transpose_b) {
     rpi_pack_transposed(from, g->b_stride, width, depth, 1, panel, stride, stride);
     return;
   }
-  for (int64_t k = 0; k < depth; k++) {
-    real *const to = panel + k * stride;
-    for (int64_t j = 0; j < width; j++) to[j] = from[k * g->b_stride + j];
-    for (int64_t j = width; j < stride; j++) to[j] = 0;
+  for (int64_t k = 0; k < depth; k++, from += g->b_stride, panel += stride) {
+    for (int64_t j = 0; j < whole; j += RPI_LANES) rpi_store(panel + j, rpi_load(from + j));
+    if (whole < width) rpi_store(panel + whole, gemm_load_part(from + whole, width - whole));
   }
+}
+
+/* GEMM_STRIP numbers, by as few instructions as there are: with 6, by a copy of 8. */
+#define GEMM_PIECE ((GEMM_STRIP + 2) / 4 * 4)
+typedef real gemm_piece
+    __attribute__((vector_size(GEMM_PIECE * RPI_REAL_BYTES), aligned(RPI_REAL_BYTES), may_alias));
+
+/* Strips of a transposed A, each [inner][GEMM_STRIP]. What a piece writes beyond its numbers
+ * the next one overwrites. */
+static void gemm_pack_a(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t row,
+                        int64_t rows, real *strips) {
+  const real *from = gemm_a_at(g, row, inner);
+  for (int64_t k = 0; k < depth; k++, from += g->a_stride, strips += GEMM_STRIP) {
+    real *to = strips;
+    int64_t r = 0;
+    for (; r + GEMM_PIECE <= rows; r += GEMM_STRIP, to += GEMM_STRIP_SIZE) {
+      *(gemm_piece *)to = *(const gemm_piece *)(from + r);
+    }
+    for (; r < rows; r += GEMM_STRIP, to += GEMM_STRIP_SIZE) {
+      for (int64_t i = 0; i < rpi_min(GEMM_STRIP, rows - r); i++) to[i] = from[r + i];
+    }
+  }
+}
+
+typedef struct gemm_scratch {
+  real a[GEMM_HEIGHT / GEMM_STRIP * GEMM_STRIP_SIZE];
+  real b[GEMM_DEPTH * GEMM_WIDTH];
+} gemm_scratch;
+_Static_assert(sizeof(gemm_scratch) <= RPI_SCRATCH_BYTES, "the scratch memory is too small");
+_Static_assert(GEMM_HEIGHT % GEMM_STRIP == 0, "a block is whole strips");
+
+/* Without scratch memory there is less of inner at a time, and A is read where it lies: slower,
+ * and the same to the last bit. */
+static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_scratch *scratch,
+                               real *panel, int64_t most) {
+  static const real zeros[GEMM_WIDTH];
+  const bool packed = scratch != NULL && gemm_packs_a(g);
+  const int64_t all = (at.columns + RPI_LANES - 1) / RPI_LANES;
+  const int64_t panels = (all + GEMM_VECTORS - 1) / GEMM_VECTORS;
+  if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
+  for (int64_t inner = 0; inner == 0 || inner < g->inner; inner += most) {
+    const int64_t depth = rpi_min(most, g->inner - inner), below = inner + depth;
+    const int64_t deeper = rpi_min(most, g->inner - below);
+    const bool begun = g->accumulate || inner > 0;
+    if (packed) gemm_pack_a(g, inner, depth, at.row, at.rows, scratch->a);
+    /* Panels of nearly equal width, because one of a single vector waits for its own sums. */
+    for (int64_t i = 0; i < panels; i++) {
+      const int64_t j = all * i / panels * RPI_LANES;
+      const int64_t next = rpi_min(all * (i + 1) / panels * RPI_LANES, at.columns);
+      const bool lies = gemm_reads_b(g) && (next - j) % RPI_LANES == 0;
+      if (!lies) gemm_pack_b(g, inner, depth, at.column + j, next - j, panel);
+      const bool last = i + 1 == panels;
+      const int64_t b_inner = last ? below : inner, b_depth = last ? deeper : depth;
+      const int64_t b_columns = rpi_min(GEMM_WIDTH, at.columns - (last ? 0 : next));
+      const gemm_ahead b = {gemm_b_at(g, b_inner, at.column + (last ? 0 : next)), g->b_stride,
+                            b_depth == 0     ? 0
+                            : g->transpose_b ? b_columns
+                                             : b_depth,
+                            g->transpose_b ? b_depth : b_columns};
+      const int64_t first = deeper * i / panels;
+      const gemm_ahead a = {gemm_a_at(g, at.row, below + first), g->a_stride,
+                            packed ? deeper * (i + 1) / panels - first : 0, at.rows};
+      real *const c = g->c + at.row * g->c_stride + at.column + j;
+      gemm_panel((gemm_tile){.a = packed ? scratch->a : gemm_a_at(g, at.row, inner),
+                             .a_row = g->transpose_a ? 1 : g->a_stride,
+                             .a_inner = packed           ? GEMM_STRIP
+                                        : g->transpose_a ? g->a_stride
+                                                         : 1,
+                             .b = lies ? gemm_b_at(g, inner, at.column + j) : panel,
+                             .b_stride = lies ? g->b_stride : rpi_round_up(next - j, RPI_LANES),
+                             .inner = depth,
+                             .start = begun             ? c
+                                      : g->bias != NULL ? g->bias + at.column + j
+                                                        : zeros,
+                             .start_stride = begun ? g->c_stride : 0,
+                             .c = c,
+                             .c_stride = g->c_stride},
+                 packed           ? GEMM_STRIP_SIZE
+                 : g->transpose_a ? GEMM_STRIP
+                                  : GEMM_STRIP * g->a_stride,
+                 at.rows, next - j, b, a);
+    }
+  }
+}
+
+static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
+  _Alignas(64) real panel[GEMM_SMALL_DEPTH * GEMM_WIDTH];
+  gemm_builtin_block(g, at, NULL, panel, GEMM_SMALL_DEPTH);
 }
 
 static void gemm_builtin_task(void *context, int64_t task, int worker) {
   (void)worker;
   const gemm_job *const job = context;
-  const rpi_gemm_args *const g = job->args;
   const gemm_block at = gemm_block_at(job, task);
-  _Alignas(64) real panel[GEMM_INNER * GEMM_WIDTH];
-  gemm_begin(g, at);
-  for (int64_t inner = 0; inner < g->inner; inner += GEMM_INNER) {
-    const int64_t depth = rpi_min(GEMM_INNER, g->inner - inner);
-    for (int64_t j = 0; j < at.columns; j += GEMM_WIDTH) {
-      const int64_t width = rpi_min(GEMM_WIDTH, at.columns - j);
-      const int64_t stride = rpi_round_up(width, RPI_LANES);
-      gemm_pack(g, inner, depth, at.column + j, width, panel, stride);
-      gemm_strips((rpi_product){.a = gemm_a_at(g, at.row, inner),
-                                .a_row = g->transpose_a ? 1 : g->a_stride,
-                                .a_inner = g->transpose_a ? g->a_stride : 1,
-                                .b = panel,
-                                .b_stride = stride,
-                                .c = g->c + at.row * g->c_stride + at.column + j,
-                                .c_stride = g->c_stride,
-                                .inner = depth},
-                  at.rows, width);
-    }
+  gemm_scratch *const scratch = rpi_scratch_take();
+  if (scratch == NULL) {
+    gemm_small_block(job->args, at);
+    return;
   }
+  gemm_builtin_block(job->args, at, scratch, scratch->b, GEMM_DEPTH);
+  rpi_scratch_give(scratch);
 }
 
 static void gemm_blas_task(void *context, int64_t task, int worker) {
@@ -162,27 +396,20 @@ static void gemm_blas_task(void *context, int64_t task, int worker) {
             g->c + at.row * g->c_stride + at.column, (int)g->c_stride);
 }
 
-/* Loads the first `count` reals, zeros beyond. */
-RPI_INLINE rpi_register gemm_load_part(const real *from, int64_t count) {
-  real whole[RPI_LANES] = {0};
-  for (int64_t i = 0; i < count; i++) whole[i] = from[i];
-  return rpi_load(whole);
-}
-
 /* Rows of B that nobody works on yet, asked for meanwhile: one vector of each at
  * every step, into the second-level cache (into the first, whose few sets the rows
  * share, was no help). The processor's own prefetching begins anew with every row of
  * B: 4 rows of A took 127 us for a B of 512 x 512 from memory, with this 62. */
-typedef struct gemm_ahead {
+typedef struct gemm_next {
   const real *row;
   int64_t rows;
-} gemm_ahead;
+} gemm_next;
 
 /* rows x columns dot products of `inner` numbers each, rows of A with rows of the
  * transposed B. The sums of one vector each are then transposed, which makes the
  * additions across lanes additions of vectors. */
 RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args *g, int64_t row,
-                          int64_t column, gemm_ahead ahead) {
+                          int64_t column, gemm_next ahead) {
   rpi_register sum[GEMM_DOTS] = {0};
   const real *const a = g->a + row * g->a_stride, *const b = g->b + column * g->b_stride;
   const int64_t a_stride = g->a_stride, b_stride = g->b_stride, inner = g->inner;
@@ -218,10 +445,10 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
 }
 
 /* Each its own function, as tile.h's strips and for the same reason. */
-typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_ahead ahead);
+typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead);
 
 #define GEMM_DOTS_FN(name, rows, columns)                                                          \
-  RPI_NOINLINE void name(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_ahead ahead) {  \
+  RPI_NOINLINE void name(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead) {   \
     gemm_dots(rows, columns, g, row, column, ahead);                                               \
   }
 GEMM_DOTS_FN(gemm_dots_1, 1, GEMM_DOTS)
@@ -240,7 +467,7 @@ static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
     const gemm_dots_fn dots = rows == 4 ? gemm_dots_4 : rows == 2 ? gemm_dots_2 : gemm_dots_1;
     for (int64_t j = 0; j < GEMM_DOTS; j += GEMM_DOTS / rows) {
       const int64_t next = column + GEMM_DOTS + asked, count = rpi_min(share, GEMM_DOTS - asked);
-      dots(g, row, column + j, (gemm_ahead){count > 0 ? g->b + next * g->b_stride : NULL, count});
+      dots(g, row, column + j, (gemm_next){count > 0 ? g->b + next * g->b_stride : NULL, count});
       asked += count;
     }
   }
@@ -259,7 +486,7 @@ static void gemm_dots_task(void *context, int64_t task, int worker) {
   }
   for (; column < end; column++) {
     for (int64_t row = 0; row < g->rows; row++) {
-      gemm_dots_single(g, row, column, (gemm_ahead){NULL, 0});
+      gemm_dots_single(g, row, column, (gemm_next){NULL, 0});
     }
   }
 }
@@ -353,15 +580,22 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
     gemm_add_columns(part, at.rows, rpi_min(span, whole - j) / RPI_LANES);
   }
   if (rest == 0) return;
-  _Alignas(64) real panel[GEMM_INNER * RPI_LANES];
-  p.b = panel;
-  p.b_stride = RPI_LANES;
-  p.c = g->c + at.column + whole;
-  for (int64_t inner = 0; inner < g->inner; inner += GEMM_INNER) {
-    p.inner = rpi_min(GEMM_INNER, g->inner - inner);
-    p.a = gemm_a_at(g, 0, inner);
-    gemm_pack(g, inner, p.inner, at.column + whole, rest, panel, RPI_LANES);
-    gemm_strips(p, at.rows, rest);
+  _Alignas(64) real panel[GEMM_SMALL_DEPTH * RPI_LANES];
+  real *const c = p.c + whole;
+  for (int64_t inner = 0; inner < g->inner; inner += GEMM_SMALL_DEPTH) {
+    const int64_t depth = rpi_min(GEMM_SMALL_DEPTH, g->inner - inner);
+    gemm_pack_b(g, inner, depth, at.column + whole, rest, panel);
+    gemm_panel((gemm_tile){.a = gemm_a_at(g, 0, inner),
+                           .a_row = p.a_row,
+                           .a_inner = p.a_inner,
+                           .b = panel,
+                           .b_stride = RPI_LANES,
+                           .inner = depth,
+                           .start = c,
+                           .start_stride = g->c_stride,
+                           .c = c,
+                           .c_stride = g->c_stride},
+               GEMM_STRIP * p.a_row, at.rows, rest, (gemm_ahead){0}, (gemm_ahead){0});
   }
 }
 
@@ -379,22 +613,45 @@ static bool gemm_fits_blas(const rpi_gemm_args *g) {
          g->a_stride <= most && g->b_stride <= most && g->c_stride <= most;
 }
 
-/* Blocks for BLAS or our own product. Large, because each packs its part of B (and BLAS
- * of A) for itself: OpenBLAS loses 5 to 10 % in blocks of 264 x 512 against one call,
- * 2 % in twice that; ours wants its 264 rows of A in the second-level cache. But at
- * least 16, so that threads find work of equal size, down to blocks of 96 x 128. */
-static void gemm_cut(gemm_job *job) {
+/* Blocks for BLAS. Large, because each packs its part of A and B for itself: OpenBLAS loses 5
+ * to 10 % in blocks of 264 x 512 against one call, 2 % in twice that. But at least 16, so
+ * that threads find work of equal size, down to blocks of 96 x 128. */
+static void gemm_cut_blas(gemm_job *job) {
   const rpi_gemm_args *g = job->args;
-  int64_t rows = job->blas != NULL ? 528 : 264, columns = job->blas != NULL ? 1024 : 512;
+  int64_t rows = 528, columns = 1024;
   for (;;) {
-    job->block_rows = gemm_part(g->rows, rows, RPI_STRIP);
-    job->block_columns = gemm_part(g->columns, columns, GEMM_WIDTH);
+    job->block_rows = gemm_part(g->rows, rows, 6);
+    job->block_columns = gemm_part(g->columns, columns, 64);
     if (gemm_parts(g->rows, job->block_rows) * gemm_parts(g->columns, job->block_columns) >= 16) {
       return;
     }
     if (columns > 128 && (job->block_columns >= job->block_rows || rows <= 96)) columns /= 2;
     else if (rows > 96) rows /= 2;
     else return;
+  }
+}
+
+/* Blocks for our own product: those that lose least. Packing or fetching its part of A takes a
+ * block as long as so many of its columns do, packing B as long as so many of its rows, and a
+ * quarter of a block is what the last thread is waited for. The numbers are measured. */
+static void gemm_cut_builtin(gemm_job *job) {
+  const rpi_gemm_args *g = job->args;
+  const double for_a = gemm_packs_a(g) ? 8 : 2;
+  const double for_b = gemm_reads_b(g) ? 3 : g->transpose_b ? 7 : 5;
+  double least = INFINITY;
+  for (int64_t rows = GEMM_HEIGHT; rows >= 64; rows /= 2) {
+    for (int64_t columns = 512; columns >= 64; columns /= 2) {
+      const int64_t block_rows = gemm_part(g->rows, rows, GEMM_STRIP);
+      const int64_t block_columns = gemm_part(g->columns, columns, GEMM_WIDTH);
+      const int64_t blocks =
+          gemm_parts(g->rows, block_rows) * gemm_parts(g->columns, block_columns);
+      const double loss =
+          for_a / (double)block_columns + for_b / (double)block_rows + 0.25 / (double)blocks;
+      if (loss >= least) continue;
+      least = loss;
+      job->block_rows = block_rows;
+      job->block_columns = block_columns;
+    }
   }
 }
 
@@ -413,9 +670,11 @@ static rp_status gemm(const rpi_gemm_args *args) {
     task = gemm_few_rows_task;
     job.block_columns = gemm_part(args->columns, most, GEMM_WIDTH);
   } else {
-    job.blas = gemm_fits_blas(args) ? rpi_blas_gemm() : NULL;
+    const bool ours = GEMM_OURS && !rpi_blas_insisted();
+    job.blas = !ours && gemm_fits_blas(args) ? rpi_blas_gemm() : NULL;
     task = job.blas != NULL ? gemm_blas_task : gemm_builtin_task;
-    gemm_cut(&job);
+    if (job.blas != NULL) gemm_cut_blas(&job);
+    else gemm_cut_builtin(&job);
   }
   job.blocks_across = gemm_parts(args->columns, job.block_columns);
   const int64_t tasks = job.blocks_across * gemm_parts(args->rows, job.block_rows);

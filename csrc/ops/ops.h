@@ -94,6 +94,54 @@ typedef struct rpi_dropout {
   const uint32_t *ordinals; /* [sentences] */
 } rpi_dropout;
 
+/* Attention of single queries to keys that lie anywhere: decoding. Row r has the keys at
+ * keys[r][0 .. counts[r] - 1] + shift, H D numbers each, and their values `to_value` numbers
+ * further on; its query stands at the last of them. Of the shape H, D = Dv, the scale, bands,
+ * position_bias, window_left and softcap count. No dropout, no workspace, no backward. */
+typedef struct rpi_attend_rows_args {
+  const rp_attention *shape;
+  int64_t rows;
+  const real *q;
+  int64_t q_stride;
+  const real *const *const *keys;
+  const int64_t *counts; /* [rows]; none: a row of zeros */
+  int64_t shift, to_value;
+  real *out;
+  int64_t out_stride;
+  real *const *mean; /* [rows][counts]: the probabilities, mean over heads; or NULL */
+} rpi_attend_rows_args;
+
+/* The `most` likeliest classes of every row, in falling order, the lower of equals first:
+ * log p = logits / temperature - log sum exp of all of them / temperature. Banned classes are not
+ * chosen, and keep their share of the probability. Where fewer are left, tokens are -1 and log p is
+ * -inf from there on; where a logit of the row is NaN or infinite (but for -inf, probability 0),
+ * all tokens are -1 and all log p NaN. */
+typedef struct rpi_choose_args {
+  int64_t rows, classes;
+  real *logits; /* of banned classes they become -inf */
+  int64_t stride;
+  double temperature;
+  const int64_t *banned_offsets; /* [rows + 1] into banned, or NULL: none */
+  const int32_t *banned;
+  int64_t most;
+  int32_t *tokens;           /* [rows][most] */
+  double *log_probabilities; /* [rows][most] */
+  double *left;              /* [rows]: the probability of all that is not banned; or NULL */
+} rpi_choose_args;
+
+/* mean = share * softmax(logits) of every row, or (not `first`) added to what is there; then, where
+ * it is the last, mean = log(mean), -inf where that is below the least normal number. mean may be
+ * the logits of the first. */
+typedef struct rpi_mix_args {
+  int64_t rows, classes;
+  const real *logits;
+  int64_t stride;
+  real *mean;
+  int64_t mean_stride;
+  double share;
+  bool first, last;
+} rpi_mix_args;
+
 /* out_r = keep( scale * table[id_r] + positions[row within the sentence] ), all [rows, columns].
  * Backward: dtable[id] and dpositions add up. */
 typedef struct rpi_embed_args {
@@ -102,6 +150,7 @@ typedef struct rpi_embed_args {
   const real *table;
   real scale;
   const real *positions; /* [longest sentence, columns], or NULL */
+  const int64_t *places; /* [rows]: the row of positions, where it is another; forward alone */
   rpi_dropout dropout;
   real *out;
 } rpi_embed_args;
@@ -222,6 +271,9 @@ typedef struct rp_ops {
   /* bytes given: only says what workspace it needs */
   rp_status (*attention_map)(const rpi_attention_map_args *args, int64_t *bytes);
   rp_status (*rotate)(const rp_rotation *rotation, rp_rows x, rp_rows_out out);
+  rp_status (*attend_rows)(const rpi_attend_rows_args *args);
+  rp_status (*choose)(const rpi_choose_args *args);
+  rp_status (*mix)(const rpi_mix_args *args);
 
   rp_status (*embed)(const rpi_embed_args *args);
   rp_status (*embed_backward)(const rpi_embed_backward_args *args);

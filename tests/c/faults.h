@@ -24,6 +24,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "base/file.h"
@@ -35,6 +37,7 @@
 static struct {
   int calls, fail_at, error; /* the call of this number fails with this; 0: none */
   int opened;                /* descriptors now open */
+  int mapped;                /* files now mapped */
   int64_t largest;           /* bytes that one read or write moves; 0: all */
   bool interrupt;            /* every other call fails with EINTR first */
   bool no_progress;          /* writes give 0 */
@@ -106,8 +109,29 @@ static int faulty_remove(void *context, const char *path) {
   return fails("remove") ? -1 : unlink(path);
 }
 
+static void *faulty_map(void *context, int descriptor, int64_t *bytes) {
+  struct stat about;
+  (void)context;
+  if (faults.interrupt) errno = 0; /* never interrupted */
+  else if (fails("map")) return NULL;
+  if (fstat(descriptor, &about) != 0) return NULL;
+  void *const memory =
+      mmap(NULL, (size_t)about.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+  if (memory == MAP_FAILED) return NULL;
+  faults.mapped++;
+  *bytes = about.st_size;
+  return memory;
+}
+
+static int faulty_unmap(void *context, void *memory, int64_t bytes) {
+  (void)context;
+  faults.mapped--;
+  return munmap(memory, (size_t)bytes);
+}
+
 static const rpi_io faulty_io = {faulty_open,  faulty_read,   faulty_write,  faulty_sync,
-                                 faulty_close, faulty_rename, faulty_remove, NULL};
+                                 faulty_close, faulty_rename, faulty_remove, faulty_map,
+                                 faulty_unmap, NULL};
 
 static struct {
   int calls, fail_at, held;

@@ -287,6 +287,38 @@ static void test_every_call_of_take_fails(void) {
   }
 }
 
+/* The pages are the file's until they are written, and outlive its replacement. */
+static void test_map(void) {
+  rpi_file file;
+  rpi_mapping mapping = {.memory = NULL};
+  reset();
+  put("some content", 12);
+  if (!CHECK_INT(rpi_file_open(path, &file), RP_OK)) return;
+  if (!CHECK_INT(rpi_file_map(&file, &mapping), RP_OK)) return;
+  rpi_file_close(&file);
+  CHECK_INT(mapping.bytes, 12);
+  CHECK(memcmp(mapping.memory, "some content", 12) == 0);
+  *(char *)mapping.memory = 'h';
+  CHECK(file_is("some content", 12));
+  CHECK_INT(rpi_file_replace(path, "other", 5), RP_OK);
+  CHECK(memcmp(mapping.memory, "home content", 12) == 0);
+  rpi_file_unmap(&mapping);
+  CHECK(mapping.memory == NULL && faults.mapped == 0);
+  rpi_file_unmap(&mapping);
+  CHECK_INT(faults.mapped, 0);
+
+  put("", 0); /* no pages */
+  if (!CHECK_INT(rpi_file_open(path, &file), RP_OK)) return;
+  CHECK_INT(rpi_file_map(&file, &mapping), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "cannot map");
+  faults.fail_at = faults.calls + 1;
+  faults.error = ENODEV;
+  CHECK_INT(rpi_file_map(&file, &mapping), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), strerror(ENODEV));
+  CHECK(mapping.memory == NULL);
+  rpi_file_close(&file);
+}
+
 static void test_paths(void) {
   reset();
   void *got = NULL;
@@ -360,6 +392,7 @@ int main(void) {
   test_replace_in_parts();
   test_take();
   test_every_call_of_take_fails();
+  test_map();
   test_paths();
   test_stale_temporary();
   test_two_writers();

@@ -320,6 +320,35 @@ static void test_arguments(void) {
   rp_model_free(model);
 }
 
+/* With the average: other figures, the same weights, also after a batch that is refused. */
+static void test_forward_average(void) {
+  rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  rp_batch batch = batch_of();
+  rp_result own = {.struct_size = sizeof own}, average = own, again = own;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  for (int i = 0; i < 3; i++) step(model, RP_OK);
+  const uint64_t before = digest(model);
+  CHECK_INT(rp_model_forward(model, &batch, 0, &own), RP_OK);
+  CHECK_INT(rp_model_forward_average(model, &batch, &average), RP_OK);
+  CHECK(average.loss != own.loss && average.tokens == own.tokens);
+  batch.struct_size = 1;
+  CHECK_INT(rp_model_forward_average(model, &batch, &again), RP_ERROR_ARGUMENT);
+  batch = batch_of();
+  CHECK(digest(model) == before);
+  CHECK_INT(rp_model_forward(model, &batch, 0, &again), RP_OK);
+  CHECK(again.loss == own.loss);
+  rp_model_free(model);
+  config.ema = 0;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  CHECK_INT(rp_model_forward_average(model, &batch, &again), RP_ERROR_ORDER);
+  CHECK_TEXT(rp_last_error(), "it keeps no average");
+  CHECK_INT(rp_model_forward(model, &batch, 0, &again), RP_OK);
+  CHECK_INT(rp_model_forward_average(NULL, &batch, &again), RP_ERROR_ARGUMENT);
+  rp_model_free(model);
+}
+
 static int64_t lines_of(rp_model *model) {
   int64_t count = -1;
   CHECK_INT(rp_model_profile_count(model, &count), RP_OK);
@@ -358,6 +387,28 @@ static void test_profile(void) {
   rp_model_free(model);
 }
 
+/* The products that make tables have lines of their own, and count what they do: once forward, and
+ * in backward once more for the table and then for its gradients. */
+static void test_profile_of_positions(const char *position, double forward, double backward) {
+  rp_config config = config_of(position);
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  CHECK_INT(rp_model_profile(model, 1), RP_OK);
+  step(model, RP_OK);
+  double found[2] = {0, 0};
+  rp_profile_line line = {.struct_size = sizeof line};
+  for (int64_t i = 0; i < lines_of(model); i++) {
+    CHECK_INT(rp_model_profile_line(model, i, &line), RP_OK);
+    if (strcmp(line.name, "encoder.1.attention.positions") != 0) continue;
+    CHECK(line.calls > 0 && line.seconds >= 0 && line.bytes > 0);
+    found[line.backward != 0] += line.operations;
+  }
+  CHECK_NEAR(found[0], forward, 0);
+  CHECK_NEAR(found[1], backward, 0);
+  rp_model_free(model);
+}
+
 int main(void) {
   static const char *const positions[] = {"none", "shaw",          "transformer-xl",    "music",
                                           "t5",   "deberta",       "relative-key",      "alibi",
@@ -374,6 +425,14 @@ int main(void) {
   test_files_without_memory();
   test_null();
   test_arguments();
+  test_forward_average();
   test_profile();
+  const double product = 2.0 * 16 * 16; /* C and H D, for each row of a table */
+  const double deberta = 2 * 64;        /* two tables, two rows to each of 32 buckets */
+  test_profile_of_positions("shaw", 0, 0);
+  /* the longest source has 6 tokens, so there are 11 distances */
+  test_profile_of_positions("transformer-xl", 11 * product, 2 * 11 * product);
+  test_profile_of_positions("deberta", deberta * product, 3 * deberta * product);
+  test_profile_of_positions("alibi-learned", 2 * 2 * 39, 2 * 2 * 2 * 39);
   return check_report();
 }

@@ -287,6 +287,11 @@ RP_API rp_status rp_model_step(rp_model *model, const rp_batch *batches, int64_t
 RP_API rp_status rp_model_forward(rp_model *model, const rp_batch *batch, int dropout,
                                   rp_result *result);
 
+/* Forward without dropout, with the average of the weights in their place; RP_ERROR_ORDER where the
+ * model keeps none. */
+RP_API rp_status rp_model_forward_average(rp_model *model, const rp_batch *batch,
+                                          rp_result *result);
+
 /* Forward with dropout and backward: adds to the gradients. The first after an update (or after
  * rp_model_zero_gradients) begins a new accumulation. result: of this batch alone. A batch that is
  * refused leaves the accumulation as it is; a failure later than that drops it. */
@@ -340,6 +345,15 @@ RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
  * it was. A tensor that is missing, unknown or of another shape is named. Weights become the
  * average as well, so that the optimizer state, which has its own, comes after them. */
 RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
+
+/* A model from a file of weights, which has its configuration; limits.training must be 0. *model is
+ * NULL where it fails. Weights that lie in the file as they do in memory are mapped, not copied:
+ * those that rp_model_save has written do, unless the size of a parameter other than the last is no
+ * multiple of 64 bytes. Others are read. Mapped weights share memory with whatever else has read
+ * the file and are not part of what the model takes: its rp_memory.parameters are 0, but for pages
+ * that are written, which the file does not see. The file may be removed, or replaced as
+ * rp_model_save does it, but not be written into or cut short while the model lives. */
+RP_API rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model);
 
 /* The configuration that a file of weights carries. */
 RP_API rp_status rp_config_load(const char *path, rp_config *config);

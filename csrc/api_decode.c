@@ -1,0 +1,398 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * api_decode.c: the public functions of decode.h: they check, lock the models, and call inward.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "api_model.h"
+#include "decode/search.h"
+
+/* ---- a decoder ------------------------------------------------------------- */
+
+static rp_status check_model(rp_model *const *models, int64_t k) {
+  const rp_model *const m = models[k], *const first = models[0];
+  RPI_CHECK(m, RP_ERROR_ARGUMENT, "decoder: models[%lld] is NULL", (wide)k);
+  for (int64_t i = 0; i < k; i++) {
+    RPI_CHECK(models[i] != m, RP_ERROR_ARGUMENT, "decoder: models[%lld] and models[%lld] are one",
+              (wide)i, (wide)k);
+  }
+  RPI_CHECK(m->config.decoder.layers != 0, RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has decoder.layers=0: an encoder alone says nothing", (wide)k);
+  RPI_CHECK(m->config.decoder.relations == 0, RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has decoder.relations=%lld: what a target's labelled graph will "
+            "be is not known while it grows",
+            (wide)k, (wide)m->config.decoder.relations);
+  RPI_CHECK(m->config.target_vocabulary == first->config.target_vocabulary, RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has target_vocabulary=%lld, but models[0] has %lld", (wide)k,
+            (wide)m->config.target_vocabulary, (wide)first->config.target_vocabulary);
+  const bool encoder = m->config.encoder.layers != 0;
+  RPI_CHECK(encoder == (first->config.encoder.layers != 0), RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has encoder.layers=%lld, but models[0] has %lld", (wide)k,
+            (wide)m->config.encoder.layers, (wide)first->config.encoder.layers);
+  RPI_CHECK(!encoder || m->config.source_vocabulary == first->config.source_vocabulary,
+            RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has source_vocabulary=%lld, but models[0] has %lld", (wide)k,
+            (wide)m->config.source_vocabulary, (wide)first->config.source_vocabulary);
+  RPI_CHECK(m->config.encoder.relations == first->config.encoder.relations, RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] has encoder.relations=%lld, but models[0] has %lld", (wide)k,
+            (wide)m->config.encoder.relations, (wide)first->config.encoder.relations);
+  return RP_OK;
+}
+
+rp_status rp_decoder_create(rp_model *const *models, int64_t count, rp_decoder **decoder) {
+  RPI_CHECK(decoder, RP_ERROR_ARGUMENT, "decoder: decoder is NULL");
+  *decoder = NULL;
+  RPI_CHECK(models, RP_ERROR_ARGUMENT, "decoder: models is NULL");
+  RPI_CHECK(count >= 1 && count <= INT32_MAX, RP_ERROR_ARGUMENT,
+            "decoder: count=%lld models, must be from 1 to %d", (wide)count, INT32_MAX);
+  for (int64_t k = 0; k < count; k++) RPI_TRY(check_model(models, k));
+  return rpi_decoder_create(models, count, decoder);
+}
+
+void rp_decoder_free(rp_decoder *decoder) { rpi_decoder_free(decoder); }
+
+/* All models of a decoder, or none. */
+static rp_status enter(rp_decoder *d) {
+  RPI_CHECK(d, RP_ERROR_ARGUMENT, "decoder: decoder is NULL");
+  for (int64_t k = 0; k < d->count; k++) {
+    const rp_status status = rpi_model_enter(d->models[k]);
+    for (int64_t i = 0; status != RP_OK && i < k; i++) rpi_model_leave(d->models[i], status);
+    RPI_TRY(status);
+  }
+  return RP_OK;
+}
+
+static rp_status leave(rp_decoder *d, rp_status status) {
+  for (int64_t k = 0; k < d->count; k++) rpi_model_leave(d->models[k], status);
+  return status;
+}
+
+/* The batch, as every model reads it. */
+static rp_status check_batch(rp_decoder *d, const rp_batch *batch) {
+  for (int64_t k = 0; k < d->count; k++) {
+    RPI_TRY(rpi_check_beginnings(d->models[k], batch, &d->runs[k]));
+    rpi_set_ordinals(batch, 0, &d->runs[k]);
+  }
+  return RP_OK;
+}
+
+/* ---- a search -------------------------------------------------------------- */
+
+static rp_status check_token(const char *name, int64_t token, int64_t vocabulary) {
+  RPI_CHECK(token >= 0 && token < vocabulary, RP_ERROR_ARGUMENT,
+            "search: %s=%lld, must be from 0 to %lld", name, (wide)token, (wide)vocabulary - 1);
+  return RP_OK;
+}
+
+static rp_status check_at_least(const char *name, int64_t value, int64_t from) {
+  RPI_CHECK(value >= from && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+            "search: %s=%lld, must be from %lld to 2^40", name, (wide)value, (wide)from);
+  return RP_OK;
+}
+
+static rp_status check_number(const char *name, double value) {
+  RPI_CHECK(value >= 0 && isfinite(value), RP_ERROR_ARGUMENT,
+            "search: %s=%g, must be finite and not negative", name, value);
+  return RP_OK;
+}
+
+static rp_status check_lengths(const rp_search *q) {
+  RPI_TRY(check_at_least("min_length", q->min_length, 0));
+  RPI_TRY(check_at_least("max_length", q->max_length, 0));
+  RPI_TRY(check_at_least("max_more", q->max_more, 0));
+  RPI_CHECK(q->max_length == 0 || q->min_length <= q->max_length, RP_ERROR_ARGUMENT,
+            "search: min_length=%lld is more than max_length=%lld", (wide)q->min_length,
+            (wide)q->max_length);
+  return check_at_least("no_repeat", q->no_repeat, 0);
+}
+
+static rp_status check_suppressed(const rp_search *q, int64_t vocabulary) {
+  RPI_CHECK(q->suppressed_count >= 0 && q->suppressed_count <= vocabulary, RP_ERROR_ARGUMENT,
+            "search: suppressed_count=%lld, must be from 0 to the vocabulary's %lld",
+            (wide)q->suppressed_count, (wide)vocabulary);
+  RPI_CHECK(q->suppressed || q->suppressed_count == 0, RP_ERROR_ARGUMENT,
+            "search: suppressed is NULL, but suppressed_count=%lld", (wide)q->suppressed_count);
+  for (int64_t i = 0; i < q->suppressed_count; i++) {
+    RPI_CHECK(q->suppressed[i] >= 0 && q->suppressed[i] < vocabulary, RP_ERROR_ARGUMENT,
+              "search: suppressed[%lld]=%d, must be from 0 to %lld", (wide)i, q->suppressed[i],
+              (wide)vocabulary - 1);
+  }
+  return RP_OK;
+}
+
+static rp_status check_beam(const rp_search *q, int64_t vocabulary) {
+  RPI_CHECK(q->beam >= 1 && q->beam <= vocabulary, RP_ERROR_ARGUMENT,
+            "search: beam=%lld, must be from 1 to the vocabulary's %lld", (wide)q->beam,
+            (wide)vocabulary);
+  RPI_CHECK(q->n_best >= 1 && q->n_best <= q->beam, RP_ERROR_ARGUMENT,
+            "search: n_best=%lld, must be from 1 to beam=%lld", (wide)q->n_best, (wide)q->beam);
+  return RP_OK;
+}
+
+static rp_status check_sampling(const rp_search *q) {
+  RPI_CHECK(q->n_best >= 1 && q->n_best <= INT32_MAX, RP_ERROR_ARGUMENT,
+            "search: n_best=%lld draws, must be from 1 to %d", (wide)q->n_best, INT32_MAX);
+  RPI_CHECK(q->temperature > 0 && isfinite(q->temperature), RP_ERROR_ARGUMENT,
+            "search: temperature=%g, must be finite and above 0", q->temperature);
+  RPI_CHECK(q->top_p > 0 && q->top_p <= 1, RP_ERROR_ARGUMENT,
+            "search: top_p=%g, must be above 0 and at most 1", q->top_p);
+  return check_at_least("top_k", q->top_k, 0);
+}
+
+static rp_status check_search(const rp_decoder *d, const rp_search *q) {
+  const int64_t V = d->vocabulary;
+  RPI_CHECK(q, RP_ERROR_ARGUMENT, "search: search is NULL");
+  RPI_CHECK(q->struct_size == sizeof *q, RP_ERROR_ARGUMENT,
+            "search: struct_size=%zu, must be %zu: start from rp_search_default()", q->struct_size,
+            sizeof *q);
+  RPI_TRY(check_token("begin", q->begin, V));
+  RPI_TRY(check_token("end", q->end, V));
+  RPI_TRY(q->sample ? check_sampling(q) : check_beam(q, V));
+  RPI_CHECK(q->penalty >= RP_PENALTY_NONE && q->penalty <= RP_PENALTY_POWER, RP_ERROR_ARGUMENT,
+            "search: penalty=%d, must be RP_PENALTY_NONE=0, RP_PENALTY_WU=1 or RP_PENALTY_POWER=2",
+            q->penalty);
+  RPI_TRY(check_number("alpha", q->alpha));
+  RPI_TRY(check_number("coverage", q->coverage));
+  RPI_CHECK(q->coverage == 0 || d->models[0]->config.encoder.layers != 0, RP_ERROR_ARGUMENT,
+            "search: coverage=%g, but the model has no source to cover", q->coverage);
+  RPI_TRY(check_lengths(q));
+  return check_suppressed(q, V);
+}
+
+/* Is there room for as many rows, and for what targets begin with? */
+static rp_status check_room(const rp_decoder *d, const rp_search *q) {
+  const rpi_run *const run = &d->runs[0];
+  const int64_t *const offsets = run->side[RPI_DECODER].offsets;
+  const int64_t width = q->sample ? q->n_best : q->beam, sentences = run->sentences;
+  RPI_CHECK(sentences * width <= d->most_rows, RP_ERROR_SHAPE,
+            "search: %lld sentences of %s=%lld are %lld rows a step, at most limits.tokens=%lld "
+            "are allowed",
+            (wide)sentences, q->sample ? "n_best" : "beam", (wide)width, (wide)(sentences * width),
+            (wide)d->most_rows);
+  for (int64_t b = 0; offsets && b < sentences; b++) {
+    const int64_t count = offsets[b + 1] - offsets[b];
+    RPI_CHECK(count < d->max_length, RP_ERROR_SHAPE,
+              "batch: target sentence %lld has %lld tokens and the one before them, at most "
+              "max_length=%lld are allowed together",
+              (wide)b, (wide)count, (wide)d->max_length);
+  }
+  const int64_t tokens = (offsets ? offsets[sentences] : 0) + sentences;
+  RPI_CHECK(tokens <= d->most_rows, RP_ERROR_SHAPE,
+            "batch: target has %lld tokens with the one before each sentence, at most "
+            "limits.tokens=%lld are allowed",
+            (wide)tokens, (wide)d->most_rows);
+  return RP_OK;
+}
+
+static rp_status search(rp_decoder *d, const rp_batch *batch, const rp_search *q) {
+  RPI_TRY(check_search(d, q));
+  RPI_TRY(check_batch(d, batch));
+  RPI_TRY(check_room(d, q));
+  d->rows = -1; /* what was begun before is over */
+  return rpi_search(d, q);
+}
+
+rp_status rp_decoder_search(rp_decoder *d, const rp_batch *batch, const rp_search *q) {
+  RPI_TRY(enter(d));
+  return leave(d, search(d, batch, q));
+}
+
+/* ---- results --------------------------------------------------------------- */
+
+static rp_status check_sentence(const rp_decoder *d, int64_t sentence) {
+  RPI_CHECK(d, RP_ERROR_ARGUMENT, "decoder: decoder is NULL");
+  RPI_CHECK(sentence >= 0 && sentence < d->results.sentences, RP_ERROR_ARGUMENT,
+            "decoder: sentence=%lld, but the last search was of %lld", (wide)sentence,
+            (wide)d->results.sentences);
+  return RP_OK;
+}
+
+rp_status rp_decoder_result_count(const rp_decoder *d, int64_t sentence, int64_t *count) {
+  RPI_TRY(check_sentence(d, sentence));
+  RPI_CHECK(count, RP_ERROR_ARGUMENT, "decoder: count is NULL");
+  *count = ((const int64_t *)d->results.counts.memory)[sentence];
+  return RP_OK;
+}
+
+rp_status rp_decoder_result(const rp_decoder *d, int64_t sentence, int64_t rank,
+                            rp_hypothesis *hypothesis) {
+  RPI_TRY(check_sentence(d, sentence));
+  RPI_CHECK(hypothesis, RP_ERROR_ARGUMENT, "decoder: hypothesis is NULL");
+  RPI_CHECK(hypothesis->struct_size == sizeof *hypothesis, RP_ERROR_ARGUMENT,
+            "decoder: hypothesis.struct_size=%zu, must be sizeof(rp_hypothesis) = %zu",
+            hypothesis->struct_size, sizeof *hypothesis);
+  const int64_t count = ((const int64_t *)d->results.counts.memory)[sentence];
+  RPI_CHECK(rank >= 0 && rank < count, RP_ERROR_ARGUMENT,
+            "decoder: rank=%lld, but sentence %lld has %lld results", (wide)rank, (wide)sentence,
+            (wide)count);
+  const rp_hypothesis *const found = d->results.found.memory;
+  *hypothesis = found[sentence * d->results.n_best + rank];
+  return RP_OK;
+}
+
+/* ---- one token at a time --------------------------------------------------- */
+
+static rp_status begin(rp_decoder *d, const rp_batch *batch, int64_t most_rows, rp_real *logits) {
+  RPI_TRY(check_batch(d, batch));
+  const rpi_side *const target = &d->runs[0].side[RPI_DECODER];
+  RPI_CHECK(target->offsets, RP_ERROR_ARGUMENT, "batch: target is NULL");
+  for (int64_t b = 0; b < batch->sentences; b++) {
+    RPI_CHECK(target->offsets[b + 1] > target->offsets[b], RP_ERROR_SHAPE,
+              "batch: target sentence %lld is empty; it must begin with a token", (wide)b);
+  }
+  RPI_CHECK(most_rows >= batch->sentences && most_rows <= d->most_rows, RP_ERROR_SHAPE,
+            "decoder: most_rows=%lld, must be from the batch's %lld sentences to "
+            "limits.tokens=%lld",
+            (wide)most_rows, (wide)batch->sentences, (wide)d->most_rows);
+  d->rows = -1;
+  RPI_TRY(rpi_room_need(&d->parents, most_rows, sizeof(int32_t)));
+  const rpi_cache_start start = {.most_rows = most_rows, .most_length = d->max_length};
+  for (int64_t k = 0; k < d->count; k++) {
+    RPI_TRY(rpi_cache_begin(d->caches[k], &d->runs[k], &start));
+  }
+  if (logits) RPI_TRY(rpi_decoder_logits(d, 0, batch->sentences, logits));
+  d->rows = batch->sentences;
+  d->rows_room = most_rows;
+  return RP_OK;
+}
+
+rp_status rp_decoder_begin(rp_decoder *d, const rp_batch *batch, int64_t most_rows,
+                           rp_real *logits) {
+  RPI_TRY(enter(d));
+  return leave(d, begin(d, batch, most_rows, logits));
+}
+
+static rp_status check_step(const rp_decoder *d, int64_t rows, const int64_t *parents,
+                            const int32_t *tokens) {
+  RPI_CHECK(d->rows >= 0, RP_ERROR_ORDER,
+            "decoder: nothing was begun; rp_decoder_begin comes before rp_decoder_step");
+  RPI_CHECK(rows >= 0 && rows <= d->rows_room, RP_ERROR_SHAPE,
+            "decoder: rows=%lld, must be from 0 to most_rows=%lld", (wide)rows, (wide)d->rows_room);
+  RPI_CHECK(tokens || rows == 0, RP_ERROR_ARGUMENT, "decoder: tokens is NULL");
+  RPI_CHECK(parents || rows <= d->rows, RP_ERROR_ARGUMENT,
+            "decoder: parents is NULL, but rows=%lld are more than the %lld before", (wide)rows,
+            (wide)d->rows);
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t parent = parents ? parents[r] : r;
+    RPI_CHECK(parent >= 0 && parent < d->rows, RP_ERROR_ARGUMENT,
+              "decoder: parents[%lld]=%lld, must be one of the %lld rows before", (wide)r,
+              (wide)parent, (wide)d->rows);
+    RPI_CHECK(tokens[r] >= 0 && tokens[r] < d->vocabulary, RP_ERROR_ARGUMENT,
+              "decoder: tokens[%lld]=%d, must be from 0 to %lld", (wide)r, tokens[r],
+              (wide)d->vocabulary - 1);
+    RPI_CHECK(rpi_cache_length(d->caches[0], parent) < d->max_length, RP_ERROR_SHAPE,
+              "decoder: row %lld would be longer than max_length=%lld tokens", (wide)r,
+              (wide)d->max_length);
+  }
+  return RP_OK;
+}
+
+static rp_status step(rp_decoder *d, int64_t rows, const int64_t *parents, const int32_t *tokens,
+                      rp_real *logits) {
+  RPI_TRY(check_step(d, rows, parents, tokens));
+  int32_t *const own = parents ? d->parents.memory : NULL;
+  for (int64_t r = 0; parents && r < rows; r++) own[r] = (int32_t)parents[r];
+  d->rows = -1; /* a step that fails leaves nothing to go on from */
+  for (int64_t k = 0; k < d->count; k++) {
+    RPI_TRY(rpi_cache_step(d->caches[k], rows, own, tokens));
+  }
+  if (logits) RPI_TRY(rpi_decoder_logits(d, 0, rows, logits));
+  d->rows = rows;
+  return RP_OK;
+}
+
+rp_status rp_decoder_step(rp_decoder *d, int64_t rows, const int64_t *parents,
+                          const int32_t *tokens, rp_real *logits) {
+  RPI_TRY(enter(d));
+  return leave(d, step(d, rows, parents, tokens, logits));
+}
+
+/* ---- alignments ------------------------------------------------------------ */
+
+/* Where a batch's maps are, and room for one head's. */
+typedef struct maps {
+  rpi_attention_map_args args;
+  const int64_t *queries, *keys; /* offsets */
+  int64_t first, end;            /* heads */
+  real *one;                     /* [most pairs of a sentence] */
+} maps;
+
+static int64_t pairs_of(const maps *m, int64_t b) {
+  return (m->queries[b + 1] - m->queries[b]) * (m->keys[b + 1] - m->keys[b]);
+}
+
+/* The mean of the heads of one sentence. */
+static rp_status align(const rp_ops *ops, const maps *m, int64_t b, real *to) {
+  const int64_t pairs = pairs_of(m, b);
+  const real share = 1 / (real)(m->end - m->first);
+  rpi_attention_map_args args = m->args;
+  args.b = b;
+  args.rows = m->queries[b + 1] - m->queries[b];
+  args.to_stride = m->keys[b + 1] - m->keys[b];
+  memset(to, 0, (size_t)pairs * sizeof *to);
+  for (args.head = m->first; args.head < m->end; args.head++) {
+    args.to = m->one;
+    RPI_TRY(ops->attention_map(&args, NULL));
+    for (int64_t i = 0; i < pairs; i++) to[i] += share * m->one[i];
+  }
+  return RP_OK;
+}
+
+static rp_status align_all(const rp_ops *ops, maps *m, int64_t sentences, real *to) {
+  int64_t most = 0, bytes = 0, all = 0;
+  for (int64_t b = 0; b < sentences; b++) most = pairs_of(m, b) > most ? pairs_of(m, b) : most;
+  if (most == 0) return RP_OK;
+  RPI_CHECK(to, RP_ERROR_ARGUMENT, "model: weights is NULL");
+  RPI_TRY(ops->attention_map(&m->args, &m->args.workspace_bytes));
+  rpi_arena arena = rpi_arena_counting();
+  rpi_arena_take(&arena, m->args.workspace_bytes, 1);
+  rpi_arena_take(&arena, most, sizeof(real));
+  bytes = arena.used;
+  void *const memory = rpi_allocate((size_t)bytes);
+  RPI_CHECK(memory, RP_ERROR_MEMORY, "model: no memory for %lld bytes of attention maps",
+            (wide)bytes);
+  arena = rpi_arena_over(memory, bytes);
+  m->args.workspace = rpi_arena_take(&arena, m->args.workspace_bytes, 1);
+  m->one = rpi_arena_take(&arena, most, sizeof(real));
+  rp_status status = RP_OK;
+  for (int64_t b = 0; b < sentences && status == RP_OK; b++) {
+    if (pairs_of(m, b) == 0) continue;
+    status = align(ops, m, b, to + all);
+    all += pairs_of(m, b);
+  }
+  rpi_release(memory);
+  return status;
+}
+
+static rp_status alignments(rp_model *m, const rp_batch *batch, int64_t layer, int64_t head,
+                            rp_real *weights) {
+  const int64_t layers = m->config.decoder.layers, heads = m->config.heads;
+  RPI_CHECK(m->stack[RPI_DECODER].parts == 3, RP_ERROR_ARGUMENT,
+            "model: it has no attention from a decoder to an encoder, and so no alignments");
+  RPI_CHECK(layer >= -layers && layer < layers, RP_ERROR_ARGUMENT,
+            "model: layer=%lld, must be from %lld to %lld", (wide)layer, (wide)-layers,
+            (wide)layers - 1);
+  RPI_CHECK(head >= -1 && head < heads, RP_ERROR_ARGUMENT,
+            "model: head=%lld, must be -1 or from 0 to %lld", (wide)head, (wide)heads - 1);
+  rpi_run run;
+  RPI_TRY(rpi_check_batch(m, batch, false, &run));
+  if (run.sentences == 0) return RP_OK;
+  rpi_set_ordinals(batch, 0, &run);
+  rp_attention a;
+  maps all = {.args = {.shape = &a, .what = RP_SHOW_PROBABILITIES},
+              .queries = run.side[RPI_DECODER].offsets,
+              .keys = run.side[RPI_ENCODER].offsets,
+              .first = head < 0 ? 0 : head,
+              .end = head < 0 ? heads : head + 1};
+  RPI_TRY(rpi_transformer_heads(&run, RPI_DECODER, layer < 0 ? layer + layers : layer, RPI_CROSS,
+                                &a, &all.args.q, &all.args.k));
+  all.args.workers = run.workers;
+  return align_all(m->ops, &all, run.sentences, weights);
+}
+
+rp_status rp_model_alignments(rp_model *m, const rp_batch *batch, int64_t layer, int64_t head,
+                              rp_real *weights) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, alignments(m, batch, layer, head, weights));
+}

@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attend_rows.c: (1) to (3) of attention.h for single queries, whose keys lie anywhere.
+ *
+ * With one query nothing is shared between rows of a tile, and packing keys would cost more than
+ * they are used for. So the formula is taken as it stands: a dot product a key, one with the
+ * vector of its relation, and one of both kinds of vectors for the sum of values. Keys of one
+ * relation mostly stand side by side (beyond the band they all do); what depends on the relation
+ * alone is computed once for as many.
+ *
+ * A task is one head of one row, or a whole row where its mean probabilities are wanted. Keys come
+ * in groups, whose scores are on the stack; a larger maximum rescales what is there.
+ */
+#include "base/threads.h"
+#include "ops/attention.h"
+
+#define ATTEND_GROUP 256
+
+/* One head's parts of the formula. */
+typedef struct attend_head {
+  band_part key[RP_TERMS], query[RP_TERMS], bias[RP_TERMS], value[RP_TERMS];
+  int keys, queries, biases, values;
+  int64_t D;
+  real scale, softcap;
+  const real *position_bias; /* or NULL */
+  int64_t left;              /* distances that are seen: from -left on */
+} attend_head;
+
+static int attend_parts(const rp_relation *relations, int64_t head, band_part *to) {
+  int count = 0;
+  for (int t = 0; t < RP_TERMS; t++) {
+    const rp_relation *const r = &relations[t];
+    if (!r->table) continue;
+    to[count++] = (band_part){.table = r->table + head * r->head_stride,
+                              .stride = r->row_stride,
+                              .left = r->left,
+                              .right = r->right,
+                              .buckets = r->buckets,
+                              .clip = r->beyond == RP_BEYOND_CLIP};
+  }
+  return count;
+}
+
+static attend_head attend_head_of(const rp_attention *s, int64_t head) {
+  attend_head h = {
+      .D = s->D, .scale = scale_of(s), .softcap = (real)s->softcap, .left = sight_of(s).left};
+  h.keys = attend_parts(s->key, head, h.key);
+  h.queries = attend_parts(s->query, head, h.query);
+  h.biases = attend_parts(s->bias, head, h.bias);
+  h.values = attend_parts(s->value, head, h.value);
+  if (s->position_bias) h.position_bias = s->position_bias + head * s->position_bias_stride;
+  return h;
+}
+
+/* What the query adds to the score of a key at distance d, by its key and bias terms. `last`: the
+ * rows of the key before, and what they gave. */
+typedef struct attend_last {
+  int64_t row[RP_TERMS];
+  real score[RP_TERMS];
+} attend_last;
+
+static real attend_relation(const attend_head *h, const real *q, int64_t d, attend_last *last) {
+  real sum = 0;
+  for (int t = 0; t < h->keys; t++) {
+    const int64_t row = part_row(&h->key[t], d);
+    if (row != last->row[t]) {
+      const real *const vector = h->key[t].table + row * h->key[t].stride;
+      last->row[t] = row;
+      last->score[t] = row < 0 ? 0 : dot(q, vector, h->D);
+      if (row >= 0 && h->position_bias) last->score[t] += dot(h->position_bias, vector, h->D);
+    }
+    sum += last->score[t];
+  }
+  return sum;
+}
+
+/* Scores of keys first to first + count - 1, in units of log 2; the query is at `at`. */
+static void attend_scores(const attend_head *h, const real *q, const real *const *keys,
+                          int64_t shift, int64_t at, int64_t first, int64_t count, real *s) {
+  attend_last last = {.row = {-1, -1}}; /* no relation, which gives 0 */
+  for (int64_t j = 0; j < count; j++) {
+    const real *const k = keys[first + j] + shift;
+    const int64_t d = first + j - at;
+    real sum = dot(q, k, h->D);
+    if (h->keys != 0) sum += attend_relation(h, q, d, &last);
+    for (int t = 0; t < h->queries; t++) {
+      const int64_t row = part_row(&h->query[t], d);
+      if (row >= 0) sum += dot(k, h->query[t].table + row * h->query[t].stride, h->D);
+    }
+    sum *= h->scale;
+    for (int t = 0; t < h->biases; t++) {
+      const int64_t row = part_row(&h->bias[t], d);
+      if (row >= 0) sum += h->bias[t].table[row * h->bias[t].stride];
+    }
+    if (h->softcap != 0) sum = h->softcap * rpi_tanh(sum / h->softcap);
+    s[j] = sum * LOG2_E;
+  }
+}
+
+/* to += weight * x */
+RPI_INLINE void attend_add(real weight, const real *x, int64_t width, real *to) {
+  _Pragma("omp simd") for (int64_t c = 0; c < width; c++) to[c] += weight * x[c];
+}
+
+/* out += sum of weights * (values + vectors of their relations). */
+static void attend_values(const attend_head *h, const real *const *keys, int64_t shift, int64_t at,
+                          int64_t first, int64_t count, const real *weights, real *out) {
+  for (int64_t j = 0; j < count; j++) {
+    attend_add(weights[j], keys[first + j] + shift, h->D, out);
+  }
+  for (int t = 0; t < h->values; t++) {
+    const band_part *const value = &h->value[t];
+    for (int64_t j = 0, next; j < count; j = next) {
+      const int64_t row = part_row(value, first + j - at);
+      real sum = 0;
+      for (next = j; next < count && part_row(value, first + next - at) == row; next++) {
+        sum += weights[next];
+      }
+      if (row >= 0) attend_add(sum, value->table + row * value->stride, h->D, out);
+    }
+  }
+}
+
+/* Maximum and sum of the weights that a head's row has. */
+typedef struct attend_sums {
+  real max, sum;
+} attend_sums;
+
+static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *h, int64_t row,
+                              int64_t head) {
+  const int64_t D = h->D, column = head * D, keys = a->counts[row], at = keys - 1;
+  const real *const q = a->q + row * a->q_stride + column;
+  real *const out = a->out + row * a->out_stride + column;
+  attend_sums all = {.max = (real)-INFINITY};
+  memset(out, 0, (size_t)D * sizeof *out);
+  for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
+    real s[ATTEND_GROUP];
+    count = rpi_min(ATTEND_GROUP, keys - first);
+    attend_scores(h, q, a->keys[row], a->shift + column, at, first, count, s);
+    real max = all.max;
+    for (int64_t j = 0; j < count; j++) max = s[j] > max ? s[j] : max;
+    if (max > all.max) {
+      const real shrink = all.sum == 0 ? 0 : rpi_exp2(all.max - max);
+      all.max = max;
+      all.sum *= shrink;
+      for (int64_t c = 0; c < D; c++) out[c] *= shrink;
+    }
+    real sum = 0;
+    _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < count; j++) {
+      s[j] = rpi_exp2(s[j] - max);
+      sum += s[j];
+    }
+    all.sum += sum;
+    attend_values(h, a->keys[row], a->shift + a->to_value + column, at, first, count, s, out);
+  }
+  const real share = keys > 0 ? 1 / all.sum : 0;
+  for (int64_t c = 0; c < D; c++) out[c] *= share;
+  return all;
+}
+
+/* mean += probabilities / heads */
+static void attend_add_mean(const rpi_attend_rows_args *a, const attend_head *h, int64_t row,
+                            int64_t head, attend_sums all) {
+  const int64_t keys = a->counts[row], at = keys - 1, column = head * h->D;
+  const real *const q = a->q + row * a->q_stride + column;
+  const real share = 1 / (all.sum * (real)a->shape->H);
+  for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
+    real s[ATTEND_GROUP];
+    count = rpi_min(ATTEND_GROUP, keys - first);
+    attend_scores(h, q, a->keys[row], a->shift + column, at, first, count, s);
+    for (int64_t j = 0; j < count; j++) a->mean[row][first + j] += share * rpi_exp2(s[j] - all.max);
+  }
+}
+
+static void attend_head_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const rpi_attend_rows_args *const a = context;
+  const int64_t H = a->shape->H, row = task / H, head = task % H;
+  const attend_head h = attend_head_of(a->shape, head);
+  attend_one(a, &h, row, head);
+}
+
+static void attend_row_task(void *context, int64_t row, int worker) {
+  (void)worker;
+  const rpi_attend_rows_args *const a = context;
+  for (int64_t j = 0; j < a->counts[row]; j++) a->mean[row][j] = 0;
+  for (int64_t head = 0; head < a->shape->H; head++) {
+    const attend_head h = attend_head_of(a->shape, head);
+    attend_add_mean(a, &h, row, head, attend_one(a, &h, row, head));
+  }
+}
+
+static rp_status attend_rows(const rpi_attend_rows_args *args) {
+  rpi_attend_rows_args a = *args;
+  const bool mean = args->mean != NULL;
+  rpi_parallel_for(mean ? a.rows : a.rows * a.shape->H, rp_get_threads(),
+                   mean ? attend_row_task : attend_head_task, &a);
+  return RP_OK;
+}

@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * choose.c: the likeliest classes of every row, and the mean of several models' probabilities.
+ *
+ * Of a row of logits x with the highest h,
+ *
+ *   log p_c = (x_c - h) / temperature - log sum_i e^((x_i - h) / temperature)
+ *
+ * The chosen are kept in a heap whose first is the one furthest behind, in the place of the result
+ * itself. A block of classes is looked at one by one only where its highest is ahead of that first:
+ * after some thousands of classes hardly any block is. Classes are met in rising order, so that the
+ * first of equals is never replaced. Sums run over CHOOSE_PART numbers in vectors of `real`, and
+ * over the parts in double.
+ */
+#include <math.h>
+
+#include "base/threads.h"
+#include "ops/exp2.h"
+#include "ops/ops.h"
+#include "ops/tile.h"
+
+#define CHOOSE_PART 1024
+#define CHOOSE_LOOK 256   /* classes whose highest is compared with the heap */
+#define CHOOSE_BLOCK 8192 /* numbers in a block of rows */
+#define CHOOSE_ALONE 8192 /* fewer are not worth waking the pool for */
+
+static int64_t choose_rows_of(int64_t classes) {
+  return rpi_max(CHOOSE_BLOCK / rpi_max(classes, 1), 1);
+}
+
+static void choose_run(int64_t rows, int64_t classes, rpi_task task, void *context) {
+  const int64_t block = choose_rows_of(classes);
+  const bool alone = rows < CHOOSE_ALONE / rpi_max(classes, 1);
+  rpi_parallel_for((rows + block - 1) / block, alone ? 1 : rpi_threads_get(), task, context);
+}
+
+/* sum_c 2^(factor (x_c - highest)) */
+RPI_NOINLINE double choose_sum(const real *x, int64_t classes, real highest, real factor) {
+  double sum = 0;
+  for (int64_t first = 0; first < classes; first += CHOOSE_PART) {
+    const int64_t end = rpi_min(first + CHOOSE_PART, classes);
+    real part = 0;
+    _Pragma("omp simd reduction(+ : part)") for (int64_t c = first; c < end; c++) {
+      part += rpi_exp2(factor * (x[c] - highest));
+    }
+    sum += (double)part;
+  }
+  return sum;
+}
+
+/* ---- the likeliest --------------------------------------------------------- */
+
+/* A heap of (logit, class); logits are kept where log-probabilities will be. */
+typedef struct choose_heap {
+  double *logits;
+  int32_t *tokens;
+} choose_heap;
+
+/* The entry (logit, token) takes the first place, and sinks to where it belongs. */
+static void choose_sink(choose_heap h, int64_t count, double logit, int32_t token) {
+  int64_t at = 0;
+  for (;;) {
+    int64_t child = 2 * at + 1;
+    if (child >= count) break;
+    const int64_t other = child + 1;
+    if (other < count &&
+        (h.logits[other] < h.logits[child] ||
+         (h.logits[other] == h.logits[child] && h.tokens[other] > h.tokens[child])))
+      child = other;
+    if (logit < h.logits[child] || (logit == h.logits[child] && token > h.tokens[child])) break;
+    h.logits[at] = h.logits[child];
+    h.tokens[at] = h.tokens[child];
+    at = child;
+  }
+  h.logits[at] = logit;
+  h.tokens[at] = token;
+}
+
+/* Falling order, the lower class of equals first. */
+static void choose_sort(choose_heap h, int64_t count) {
+  for (int64_t last = count - 1; last > 0; last--) {
+    const double logit = h.logits[last];
+    const int32_t token = h.tokens[last];
+    h.logits[last] = h.logits[0];
+    h.tokens[last] = h.tokens[0];
+    choose_sink(h, last, logit, token);
+  }
+}
+
+static void choose_row(const rpi_choose_args *a, int64_t row) {
+  real *const x = a->logits + row * a->stride;
+  const choose_heap heap = {a->log_probabilities + row * a->most, a->tokens + row * a->most};
+  const double inverse = 1 / a->temperature;
+  /* beyond 2^64 a temperature is no different from 0, and 0 times it stays 0 */
+  const real factor = (real)fmin(1.44269504088896340736 * inverse, 0x1p64);
+  const real highest = cross_highest(x, a->classes);
+  const double sum = choose_sum(x, a->classes, highest, factor);
+  for (int64_t i = 0; i < a->most; i++) {
+    heap.logits[i] = isfinite(sum) ? -INFINITY : NAN;
+    heap.tokens[i] = -1;
+  }
+  if (a->left) a->left[row] = isfinite(sum) ? 1 : NAN;
+  if (!isfinite(sum)) return;
+  const int64_t banned = a->banned_offsets ? a->banned_offsets[row] : 0;
+  const int64_t banned_end = a->banned_offsets ? a->banned_offsets[row + 1] : 0;
+  for (int64_t i = banned; i < banned_end; i++) x[a->banned[i]] = (real)-INFINITY;
+  if (a->left && banned < banned_end) {
+    a->left[row] = choose_sum(x, a->classes, highest, factor) / sum;
+  }
+  for (int64_t first = 0; first < a->classes && a->most > 0; first += CHOOSE_LOOK) {
+    const int64_t end = rpi_min(first + CHOOSE_LOOK, a->classes);
+    if (!((double)cross_highest(x + first, end - first) > heap.logits[0])) continue;
+    for (int64_t c = first; c < end; c++) {
+      if ((double)x[c] > heap.logits[0]) choose_sink(heap, a->most, (double)x[c], (int32_t)c);
+    }
+  }
+  choose_sort(heap, a->most);
+  const double log_sum = log(sum);
+  for (int64_t i = 0; i < a->most && heap.tokens[i] >= 0; i++) {
+    const double log_p = (heap.logits[i] - (double)highest) * inverse - log_sum;
+    heap.logits[i] = log_p < 0 ? log_p : 0;
+  }
+}
+
+static void choose_block(void *context, int64_t task, int worker) {
+  (void)worker;
+  const rpi_choose_args *const a = context;
+  const int64_t block = choose_rows_of(a->classes);
+  const int64_t end = rpi_min((task + 1) * block, a->rows);
+  for (int64_t row = task * block; row < end; row++) choose_row(a, row);
+}
+
+static rp_status choose(const rpi_choose_args *args) {
+  rpi_choose_args own = *args;
+  choose_run(own.rows, own.classes, choose_block, &own);
+  return RP_OK;
+}
+
+/* ---- the mean of several models -------------------------------------------- */
+
+#ifdef RP_REAL_IS_DOUBLE
+
+RPI_INLINE real mix_log(real x) { return log(x); }
+
+#else
+
+/* log of x >= 0, to 2e-7 of its size where that is above 1, in plain C that vectorises. x = 2^n m
+ * with m from sqrt(1/2) to sqrt(2), log m by its series in (m - 1) / (m + 1). What is less than the
+ * least normal number counts as 0. */
+RPI_INLINE real mix_log(real x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int32_t n = (int32_t)(bits - 0x3F3504F3u) >> 23;
+  bits -= (uint32_t)n << 23;
+  float m;
+  memcpy(&m, &bits, sizeof m);
+  const float s = (m - 1) / (m + 1), ss = s * s;
+  float series = 0.2222222222f;
+  series = series * ss + 0.2857142857f;
+  series = series * ss + 0.4f;
+  series = series * ss + 0.6666666667f;
+  float value = series * ss * s + 2 * s + 0.6931471805599453f * (float)n;
+  value = x < 1.17549435e-38f ? -(float)INFINITY : value;
+  return x == x ? value : x;
+}
+
+#endif
+
+static void mix_row(const rpi_mix_args *a, int64_t row) {
+  const real *const x = a->logits + row * a->stride;
+  real *const to = a->mean + row * a->mean_stride;
+  const real factor = (real)1.44269504088896340736, highest = cross_highest(x, a->classes);
+  const real share = (real)(a->share / choose_sum(x, a->classes, highest, factor));
+  if (a->first) {
+    _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {
+      to[c] = share * rpi_exp2(factor * (x[c] - highest));
+    }
+  } else {
+    _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {
+      to[c] += share * rpi_exp2(factor * (x[c] - highest));
+    }
+  }
+  if (!a->last) return;
+  _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) to[c] = mix_log(to[c]);
+}
+
+static void mix_block(void *context, int64_t task, int worker) {
+  (void)worker;
+  const rpi_mix_args *const a = context;
+  const int64_t block = choose_rows_of(a->classes);
+  const int64_t end = rpi_min((task + 1) * block, a->rows);
+  for (int64_t row = task * block; row < end; row++) mix_row(a, row);
+}
+
+static rp_status mix(const rpi_mix_args *args) {
+  rpi_mix_args own = *args;
+  choose_run(own.rows, own.classes, mix_block, &own);
+  return RP_OK;
+}

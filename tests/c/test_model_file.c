@@ -1,0 +1,345 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_model_file.c: a model from a file of weights, mapped or read. What the files have in them is
+ * tested from Python (tests/test_model_files.py).
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include "file/model_file.h"
+
+#include "faults.h"
+#include "file/config_metadata.h"
+#include "relpos/model.h"
+
+enum { SENTENCES = 3, TOKENS = 12 };
+
+static const int32_t ids[TOKENS] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8};
+static const int64_t source_offsets[] = {0, 5, 6, 12}, target_offsets[] = {0, 2, 9, 12};
+
+/* feed_forward 32: every parameter takes a multiple of 64 bytes; 20: a bias does not. */
+static rp_config config_of(int64_t feed_forward) {
+  rp_config config = rp_config_default();
+  config.width = 16;
+  config.heads = 2;
+  config.feed_forward = feed_forward;
+  config.max_length = 20;
+  return config;
+}
+
+static rp_limits limits_of(int training) {
+  rp_limits limits = rp_limits_default();
+  limits.tokens = 40;
+  limits.sentences = 4;
+  limits.training = training;
+  return limits;
+}
+
+static rp_batch batch_of(void) {
+  rp_batch batch = rp_batch_default();
+  batch.sentences = SENTENCES;
+  batch.source = batch.target = batch.labels = ids;
+  batch.source_offsets = source_offsets;
+  batch.target_offsets = target_offsets;
+  return batch;
+}
+
+/* A model that has learned a little, in the file; NULL where it cannot be. */
+static rp_model *saved(int64_t feed_forward) {
+  const rp_config config = config_of(feed_forward);
+  const rp_limits limits = limits_of(1);
+  const rp_batch batch = batch_of();
+  rp_model *model = NULL;
+  if (!CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK)) return NULL;
+  for (int i = 0; i < 2; i++) CHECK_INT(rp_model_step(model, &batch, 1, NULL), RP_OK);
+  CHECK_INT(rp_model_save(model, path, RP_SAVE_WEIGHTS), RP_OK);
+  return model;
+}
+
+static rp_model *opened(rp_status expected) {
+  const rp_limits limits = limits_of(0);
+  rp_model *model = (rp_model *)&faults; /* to be set to NULL */
+  CHECK_INT(rp_model_open(path, &limits, &model), expected);
+  CHECK((model != NULL) == (expected == RP_OK));
+  CHECK_INT(faults.opened, 0);
+  return model;
+}
+
+static bool is_mapped(const rp_model *model) { return model->mapping.memory != NULL; }
+
+static void check_same(rp_model *one, rp_model *other) {
+  const rp_batch batch = batch_of();
+  rp_real scores[2][TOKENS];
+  CHECK_INT(rp_model_score(one, &batch, scores[0], NULL), RP_OK);
+  CHECK_INT(rp_model_score(other, &batch, scores[1], NULL), RP_OK);
+  CHECK(memcmp(scores[0], scores[1], sizeof scores[0]) == 0);
+  CHECK(scores[0][0] != scores[0][1]);
+  CHECK_INT(rp_model_parameter_count(one), rp_model_parameter_count(other));
+  for (int64_t p = 0; p < rp_model_parameter_count(one); p++) {
+    rp_parameter a = {.struct_size = sizeof a}, b = {.struct_size = sizeof b};
+    CHECK_INT(rp_model_parameter(one, p, &a), RP_OK);
+    CHECK_INT(rp_model_parameter(other, p, &b), RP_OK);
+    CHECK(memcmp(a.data, b.data, (size_t)a.count * sizeof *a.data) == 0);
+    CHECK((uintptr_t)b.data % RPI_ALIGN == 0);
+    CHECK(b.gradient == NULL && b.moment1 == NULL && b.average == NULL);
+  }
+}
+
+/* ---- the same model -------------------------------------------------------- */
+
+static void test_the_same(int64_t feed_forward, bool mapped) {
+  reset();
+  rp_model *const trained = saved(feed_forward);
+  rp_model *const model = opened(RP_OK);
+  if (trained && model) {
+    CHECK(is_mapped(model) == mapped);
+    CHECK_INT(faults.mapped, mapped);
+    check_same(trained, model);
+  }
+  rp_model_free(trained);
+  rp_model_free(model);
+  CHECK_INT(faults.mapped, 0);
+  CHECK_INT(memory.held, 0);
+}
+
+/* Interrupted and short reads, before the mapping and instead of it. */
+static void test_short_and_interrupted(int64_t feed_forward) {
+  reset();
+  rp_model *const trained = saved(feed_forward);
+  faults.largest = 100;
+  faults.interrupt = true;
+  rp_model *const model = opened(RP_OK);
+  if (trained && model) check_same(trained, model);
+  reset();
+  rp_model_free(trained);
+  rp_model_free(model);
+}
+
+/* What is not taken: memory for the weights, neither once nor twice. */
+static void test_memory(void) {
+  const rp_config config = config_of(32);
+  const rp_limits limits = limits_of(0);
+  rp_memory told = {.struct_size = sizeof told};
+  CHECK_INT(rp_model_memory(&config, &limits, &told), RP_OK);
+  reset();
+  rp_model_free(saved(32));
+  rp_model *const model = opened(RP_OK);
+  if (!model) return;
+  CHECK(model->own_weights == NULL);
+  CHECK_INT(model->numbers_bytes + model->fixed_bytes, told.constants);
+  CHECK_INT(model->layout.numbers * (int64_t)sizeof(rp_real), told.parameters);
+  rp_model_free(model);
+}
+
+/* The same tensors in another order: read, into their places. */
+static void test_foreign_order(void) {
+  reset();
+  rp_model *const trained = saved(32);
+  if (!trained) return;
+  const int64_t count = trained->layout.count;
+  rpi_config_pairs pairs;
+  rpi_tensor *const tensors = calloc((size_t)count, sizeof *tensors);
+  CHECK_INT(rpi_config_pairs_of(&trained->config, &pairs), RP_OK);
+  for (int64_t i = 0; tensors && i < count; i++) {
+    const rpi_parameter *const p = &trained->layout.parameters[count - 1 - i];
+    tensors[i] = (rpi_tensor){.name = p->name,
+                              .dimensions = p->dimensions,
+                              .shape = {p->shape[0], p->shape[1], p->shape[2]},
+                              .data = trained->weights + p->at};
+  }
+  CHECK_INT(rpi_safetensors_write(path, pairs.pairs, pairs.count, tensors, count), RP_OK);
+  rp_model *const model = opened(RP_OK);
+  if (model) {
+    CHECK(!is_mapped(model));
+    check_same(trained, model);
+  }
+  free(tensors);
+  rp_model_free(trained);
+  rp_model_free(model);
+}
+
+/* Data that begin at a multiple of 8 bytes alone, as those of other writers do. */
+static void test_foreign_alignment(void) {
+  reset();
+  rp_model *const trained = saved(32);
+  void *content = NULL;
+  int64_t bytes = 0;
+  if (!trained || !CHECK_INT(rpi_file_read(path, 1 << 24, &content, &bytes), RP_OK)) return;
+  char *const moved = malloc((size_t)bytes + 8);
+  uint64_t length = 0;
+  memcpy(&length, content, sizeof length);
+  const size_t header = 8 + (size_t)length;
+  CHECK(header % RPI_ALIGN == 0);
+  memcpy(moved, content, header);
+  memset(moved + header, ' ', 8);
+  memcpy(moved + header + 8, (char *)content + header, (size_t)bytes - header);
+  length += 8;
+  memcpy(moved, &length, sizeof length);
+  put(moved, (size_t)bytes + 8);
+  rp_model *const model = opened(RP_OK);
+  if (model) {
+    CHECK(!is_mapped(model));
+    check_same(trained, model);
+  }
+  free(moved);
+  rpi_release(content);
+  rp_model_free(trained);
+  rp_model_free(model);
+}
+
+/* ---- a file that goes its own ways ----------------------------------------- */
+
+/* Weights that are replaced, and removed, and written to. */
+static void test_the_file_goes_on(void) {
+  reset();
+  rp_model *const trained = saved(32), *const model = opened(RP_OK);
+  rp_model *later = NULL;
+  const rp_batch batch = batch_of();
+  if (!trained || !model) return;
+  rp_model *const twin = saved(32); /* the same bits, kept in memory */
+  CHECK_INT(rp_model_step(trained, &batch, 1, NULL), RP_OK);
+  CHECK_INT(rp_model_save(trained, path, RP_SAVE_WEIGHTS), RP_OK);
+  check_same(twin, model);
+  later = opened(RP_OK);
+  check_same(trained, later);
+  CHECK(unlink(path) == 0);
+  check_same(twin, model);
+  check_same(trained, later);
+  rp_model_free(later);
+
+  CHECK_INT(rp_model_save(trained, path, RP_SAVE_WEIGHTS), RP_OK);
+  later = opened(RP_OK);
+  rp_parameter at = {.struct_size = sizeof at};
+  CHECK_INT(rp_model_parameter(later, 0, &at), RP_OK);
+  at.data[0] += 1;
+  rp_model *const untouched = opened(RP_OK);
+  check_same(trained, untouched);
+  CHECK_INT(rp_model_load(later, path, RP_SAVE_WEIGHTS), RP_OK);
+  check_same(trained, later);
+  rp_model_free(untouched);
+  rp_model_free(later);
+  rp_model_free(trained);
+  rp_model_free(twin);
+  rp_model_free(model);
+  CHECK_INT(faults.mapped, 0);
+}
+
+/* ---- what is refused ------------------------------------------------------- */
+
+static void test_cut_short_or_too_long(int64_t feed_forward) {
+  reset();
+  rp_model_free(saved(feed_forward));
+  void *content = NULL;
+  int64_t bytes = 0;
+  if (!CHECK_INT(rpi_file_read(path, 1 << 24, &content, &bytes), RP_OK)) return;
+  char *const longer = calloc(1, (size_t)bytes + 1);
+  memcpy(longer, content, (size_t)bytes);
+  const int64_t sizes[] = {0, 7, 8, 100, bytes / 2, bytes - 64, bytes - 1, bytes + 1};
+  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    put(longer, (size_t)sizes[i]);
+    opened(RP_ERROR_FILE);
+    CHECK_TEXT(rp_last_error(), path);
+    CHECK_INT(faults.mapped, 0);
+    CHECK_INT(memory.held, 1); /* content */
+  }
+  free(longer);
+  rpi_release(content);
+}
+
+static void test_arguments(void) {
+  reset();
+  rp_model_free(saved(32));
+  rp_limits limits = limits_of(1);
+  rp_model *model = (rp_model *)&faults;
+  CHECK_INT(rp_model_open(path, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "limits.training=1, must be 0");
+  CHECK(model == NULL);
+  limits = limits_of(0);
+  CHECK_INT(rp_model_open(path, &limits, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_open(NULL, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_open(path, NULL, &model), RP_ERROR_ARGUMENT);
+  limits.tokens = 0;
+  CHECK_INT(rp_model_open(path, &limits, &model), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "limits.tokens=0");
+  limits = limits_of(0);
+  CHECK_INT(rp_model_open("/no/such/file", &limits, &model), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "/no/such/file");
+  put("{}", 2);
+  opened(RP_ERROR_FILE);
+}
+
+/* Every call of the seam and every allocation in turn. A file that cannot be mapped is read. */
+static void test_faults(int64_t feed_forward, int allocations) {
+  reset();
+  rp_model *const trained = saved(feed_forward);
+  bool refused_a_map = false;
+  int n = 1;
+  for (; n < 200; n++) {
+    const rp_limits limits = limits_of(0);
+    rp_model *model = NULL;
+    memset(&faults, 0, sizeof faults);
+    faults.fail_at = n;
+    faults.error = EIO;
+    const rp_status status = rp_model_open(path, &limits, &model);
+    const char *const last = faults.last;
+    CHECK_INT(faults.opened, 0);
+    if (last && strcmp(last, "map") == 0) {
+      refused_a_map = true;
+      CHECK(status == RP_OK && !is_mapped(model));
+    } else if (last && strcmp(last, "close") != 0) {
+      CHECK_INT(status, RP_ERROR_FILE);
+      CHECK_TEXT(rp_last_error(), strerror(EIO));
+    } else {
+      CHECK_INT(status, RP_OK);
+    }
+    CHECK((model != NULL) == (status == RP_OK));
+    if (model && trained) check_same(trained, model);
+    rp_model_free(model);
+    CHECK_INT(faults.mapped, 0);
+    if (!last) break;
+  }
+  CHECK(n > 8 && n < 200);
+  CHECK(refused_a_map == (feed_forward == 32));
+  memset(&faults, 0, sizeof faults);
+  const int held = memory.held;
+  for (n = 1; n < 200; n++) {
+    const rp_limits limits = limits_of(0);
+    rp_model *model = NULL;
+    memory.calls = 0;
+    memory.fail_at = n;
+    const rp_status status = rp_model_open(path, &limits, &model);
+    const bool failed = memory.calls >= n;
+    CHECK_INT(status, failed ? RP_ERROR_MEMORY : RP_OK);
+    CHECK((model != NULL) == !failed);
+    CHECK_INT(faults.opened, 0);
+    rp_model_free(model);
+    CHECK_INT(memory.held, held);
+    CHECK_INT(faults.mapped, 0);
+    if (!failed) break;
+  }
+  CHECK_INT(n - 1, allocations);
+  memory.fail_at = 0;
+  rp_model_free(trained);
+}
+
+int main(void) {
+  if (!CHECK(make_folder())) return check_report();
+  rpi_set_io(&faulty_io);
+  rpi_set_allocator(&faulty_allocator);
+  test_the_same(32, true);
+  test_the_same(20, false);
+  test_short_and_interrupted(32);
+  test_short_and_interrupted(20);
+  test_memory();
+  test_foreign_order();
+  test_foreign_alignment();
+  test_the_file_goes_on();
+  test_cut_short_or_too_long(32);
+  test_cut_short_or_too_long(20);
+  test_arguments();
+  /* the header; the model, its offsets and four blocks; names and tensors; spans, the header */
+  test_faults(32, 11);
+  /* and the weights; names and tensors; spans, the header, the data */
+  test_faults(20, 17);
+  CHECK(remove_folder());
+  return check_report();
+}
