@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores finished Multi30k runs as benchmarks/multi30k/README.md says, and keeps a line of each.
+
+    python benchmarks/score_multi30k.py DATA RUNS
+
+DATA holds the corpus, RUNS a folder of runs, named by configuration and seed as relative-1. A run
+that has its line in benchmarks/results/multi30k.jsonl is not scored again: the test set is
+translated once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from relpos.evaluation import bleu, evaluate
+
+import relpos
+import turns
+from relpos.train.checkpoint import checkpoints, read_json
+
+RESULTS = Path(__file__).parent / "results" / "multi30k.jsonl"
+CONFIGURATIONS = Path(__file__).parent / "multi30k"
+AVERAGED, BEAM, ALPHAS = 10, 4, (0.6, 1.0)
+
+
+def lines_of(data: Path, name: str) -> tuple[list[str], list[str]]:
+    pairs = relpos.data.read_pairs(data / f"{name}.en.gz", data / f"{name}.de.gz")
+    source, target = zip(*pairs, strict=True)
+    return [*source], [*target]
+
+
+def curve_of(run: Path) -> dict[str, Any]:
+    """What the log says: the best validation, and how fast it went."""
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    found = min(
+        (line for line in log if line["kind"] == "validation"), key=lambda line: line["nll"]
+    )
+    last = [line for line in log if line["kind"] == "train"][-1]
+    return {
+        "best_validation_perplexity": round(found["perplexity"], 3),
+        "best_validation_step": found["step"],
+        "steps": last["step"],
+        "epochs": last["epoch"],
+    }
+
+
+def score(run: Path, data: Path) -> dict[str, Any]:
+    name, _, seed = run.name.rpartition("-")
+    translator = relpos.Translator.load(run, average=AVERAGED)
+    sources, references = lines_of(data, "val")
+    on_val = {}
+    for alpha in ALPHAS:
+        search = relpos.Search(beam=BEAM, penalty="wu", alpha=alpha)
+        found = translator.translate(sources, search=search)
+        on_val[alpha] = bleu(found, [references]).value
+    chosen = max(on_val, key=on_val.__getitem__)
+    sources, references = lines_of(data, "test_2016_flickr")
+    search = relpos.Search(beam=BEAM, penalty="wu", alpha=chosen)
+    found = translator.translate(sources, search=search)
+    result = evaluate(found, [references], sources, translator=translator, lowercase=True)
+    cased, lower, chrf = result.metrics
+    numbers = sum(array.size for array in translator.models[0].parameters.values())
+    assert result.likelihood is not None
+    return {
+        "run": run.name,
+        "configuration": f"benchmarks/multi30k/{name}.toml",
+        "seed": int(seed),
+        "weights": numbers,
+        **curve_of(run),
+        "averaged": [each.step for each in checkpoints(run)[-AVERAGED:]],
+        "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
+        "alpha": chosen,
+        "bleu": round(cased.value, 2),
+        "bleu_lowercase": round(lower.value, 2),
+        "chrf2": round(chrf.value, 2),
+        "signature": cased.signature,
+        "precisions": cased.more,
+        "perplexity_test": round(result.likelihood.perplexity, 3),
+        "by_length": {
+            each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
+        },
+        "trained_with": read_json(checkpoints(run)[-1].folder / "state.json").get("build", {}),
+    } | turns.machine() | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path, help="folder of the corpus")
+    parser.add_argument("runs", type=Path, help="folder of the runs")
+    options = parser.parse_args()
+    kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    done = {json.loads(line)["run"] for line in kept}
+    for run in sorted(path for path in options.runs.iterdir() if (path / "log.jsonl").exists()):
+        if run.name in done or not (options.runs / run.name / "done").exists():
+            continue
+        if not (CONFIGURATIONS / f"{run.name.rpartition('-')[0]}.toml").exists():
+            print(f"{run}: no such configuration", file=sys.stderr)
+            return 1
+        line = score(run, options.data)
+        print(f"{run.name}: BLEU {line['bleu']}, lower case {line['bleu_lowercase']}", flush=True)
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
