@@ -4,10 +4,11 @@
     python benchmarks/bench_gemm.py --output gemm_NAME.json
 
 Compiles c/bench_gemm.c with a C compiler against libcore.a (`make`). The shapes are those of the
-paper's base model: 2048 tokens through its layers and back, and 1 to 32 rows, as in decoding, with
-weights that come from memory. Three processes take turns at each shape. A side's time is the median
-of the rounds in which others took no more than 5 % of the machine; a line whose figures come from
-fewer than three such rounds is marked NOT QUIET (see README.md on what that does to torch).
+paper's base model, 2048 tokens through its layers and back, of the benchmarks' small one, and 1 to
+32 rows, as in decoding, with weights that come from memory. Three processes take turns at each
+shape. A side's time is the median of the rounds in which others took no more than 5 % of the
+machine; a line whose figures come from fewer than three such rounds is marked NOT QUIET (see
+README.md on what that does to torch).
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ TRAINING: dict[str, Shape] = {
     "weight gradient": (512, 512, 2048, 1, 0, 1),
     "weight gradient, feed-forward": (2048, 512, 2048, 1, 0, 1),
     "weight gradient, logits": (32768, 512, 256, 1, 0, 1),
+    "small projection": (2048, 128, 128, 0, 1, 1),
+    "small logits": (1048, 8000, 128, 0, 1, 1),
+    "small input gradient, logits": (1048, 128, 8000, 0, 0, 1),
+    "small weight gradient": (128, 128, 2048, 1, 0, 1),
+    "small weight gradient, logits": (8000, 128, 1048, 1, 0, 1),
 }
 FEW_ROWS = (1, 4, 8, 16, 32)
 WEIGHTS = ((512, 512, 128), (1024, 512, 64), (32768, 512, 3))
@@ -178,7 +184,7 @@ def main() -> None:
     threads = {name: str(options.threads) for name in ("RELPOS_NUM_THREADS", "OMP_NUM_THREADS")}
     sides = {
         "builtin": Side([driver], threads | {"RELPOS_BLAS": "builtin"}),
-        "blas": Side([driver], threads | library_path()),
+        "blas": Side([driver], threads | library_path() | {"RELPOS_BLAS": "openblas"}),
         "torch": Side([sys.executable, __file__, "--torch-side"], threads),
     }
     bandwidth = 1e-9 * max(sides["builtin"].ask("bandwidth") for _ in range(options.rounds))

@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from relpos.evaluation import bleu, evaluate
-
 import relpos
 import turns
+from relpos.evaluation import bleu, evaluate
 from relpos.train.checkpoint import checkpoints, read_json
 
 RESULTS = Path(__file__).parent / "results" / "multi30k.jsonl"

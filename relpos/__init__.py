@@ -13,6 +13,9 @@ around it, on the CPU.
     trainer = relpos.Trainer(config, relpos.data.read_pairs(source, target), folder="run")
     outcome = trainer.train()
 
+    translator = relpos.Translator.load("run")
+    translator.translate(["Two dogs run through the snow."])
+
 Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
 one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
 `relpos.reference` is the same in a few lines of float64 NumPy.
@@ -69,23 +72,35 @@ from relpos.position import (
     TransformerXL,
 )
 from relpos.position.rope import rotate
+from relpos.search import Decoder, Hypothesis, Search
 
 if TYPE_CHECKING:
     from relpos import data as data
+    from relpos import evaluation as evaluation
     from relpos import train as train
     from relpos.train.trainer import Trainer
+    from relpos.translation import Alignment as Alignment
+    from relpos.translation import Candidate as Candidate
+    from relpos.translation import Score as Score
+    from relpos.translation import Translation as Translation
+    from relpos.translation import TranslationWarning as TranslationWarning
+    from relpos.translator import Translator as Translator
 
 __all__ = [
     "ALiBi",
+    "Alignment",
     "AttentionContext",
     "AttentionMaps",
     "Batch",
+    "Candidate",
     "Config",
     "CrossPositions",
     "DeBERTa",
+    "Decoder",
     "DeviceError",
     "EdgeList",
     "Gradients",
+    "Hypothesis",
     "LearnedAbsolute",
     "Memory",
     "MusicTransformer",
@@ -95,6 +110,8 @@ __all__ = [
     "RelativeKey",
     "RelativeKeyQuery",
     "RoPE",
+    "Score",
+    "Search",
     "Shaw",
     "ShawGraph",
     "Sinusoidal",
@@ -104,6 +121,9 @@ __all__ = [
     "Trainer",
     "Transformer",
     "TransformerXL",
+    "Translation",
+    "TranslationWarning",
+    "Translator",
     "__version__",
     "attention",
     "attention_backward",
@@ -122,10 +142,21 @@ __all__ = [
 ]
 
 
+# Module by name: what is not needed for attention is imported when it is asked for.
+_LATER = {
+    "Alignment": "relpos.translation",
+    "Candidate": "relpos.translation",
+    "Score": "relpos.translation",
+    "Trainer": "relpos.train.trainer",
+    "Translation": "relpos.translation",
+    "TranslationWarning": "relpos.translation",
+    "Translator": "relpos.translator",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """What only training needs is imported when it is asked for."""
-    if name in ("data", "train"):
+    if name in ("data", "evaluation", "train"):
         return importlib.import_module(f"relpos.{name}")
-    if name == "Trainer":
-        return importlib.import_module("relpos.train.trainer").Trainer
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'relpos' has no attribute {name!r}")

@@ -13,6 +13,7 @@
 
 typedef struct module_state {
   PyObject *device_error;
+  PyObject *model_type;
 } module_state;
 
 void raise_status(PyObject *module, rp_status status) {
@@ -28,6 +29,11 @@ void raise_status(PyObject *module, rp_status status) {
     case RP_ERROR_DEVICE: type = state->device_error; break;
   }
   PyErr_SetString(type, rp_last_error());
+}
+
+PyTypeObject *model_type_of(PyObject *module) {
+  const module_state *state = PyModule_GetState(module);
+  return (PyTypeObject *)state->model_type;
 }
 
 /* ---- threads and build information ---------------------------------------------------- */
@@ -81,7 +87,14 @@ static int module_exec(PyObject *module) {
                                                   PyExc_RuntimeError, NULL);
   if (state->device_error == NULL) return -1;
   if (PyModule_AddObjectRef(module, "DeviceError", state->device_error) < 0) return -1;
-  if (model_type_add(module) < 0) return -1;
+  state->model_type = model_type_new(module);
+  if (state->model_type == NULL) return -1;
+  if (PyModule_AddObjectRef(module, "Model", state->model_type) < 0) return -1;
+  PyObject *const decoder_type = decoder_type_new(module);
+  if (decoder_type == NULL) return -1;
+  const int added = PyModule_AddObjectRef(module, "Decoder", decoder_type);
+  Py_DECREF(decoder_type);
+  if (added < 0) return -1;
   static const struct {
     const char *name;
     int value;
@@ -117,13 +130,19 @@ static int module_exec(PyObject *module) {
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg) {
   const module_state *state = PyModule_GetState(module);
-  if (state != NULL) Py_VISIT(state->device_error);
+  if (state != NULL) {
+    Py_VISIT(state->device_error);
+    Py_VISIT(state->model_type);
+  }
   return 0;
 }
 
 static int module_clear(PyObject *module) {
   module_state *state = PyModule_GetState(module);
-  if (state != NULL) Py_CLEAR(state->device_error);
+  if (state != NULL) {
+    Py_CLEAR(state->device_error);
+    Py_CLEAR(state->model_type);
+  }
   return 0;
 }
 
@@ -144,6 +163,7 @@ static PyMethodDef methods[] = {
     {"preset_names", preset_names, METH_NOARGS, NULL},
     {"learning_rate", learning_rate, METH_VARARGS, NULL},
     {"model_memory", model_memory, METH_VARARGS, NULL},
+    {"search_default", search_default, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -13,6 +13,7 @@
  *   _batch.c       a batch of sentences
  *   _model.c       the model, a type: its life, the step, files, the profile
  *   _model_shows.c its parameters, scores, hidden states and attention maps
+ *   _decode.c      the decoder, a type: searches, one token at a time; a model's alignments
  *
  * Objects are borrowed from the argument tuple, which the caller holds for as long
  * as the call lasts, also while the GIL is released.
@@ -33,6 +34,7 @@
 
 #include <stdint.h>
 
+#include "relpos/decode.h"
 #include "relpos/model.h"
 #include "relpos/relpos.h"
 
@@ -129,8 +131,12 @@ int take_limits(PyObject *object, rp_limits *to);
  * beside the target of a model with a decoder, else beside the source: *places of them. */
 int take_batch(PyObject *object, int has_decoder, rp_batch *to, int64_t *places);
 
-/* _model.c: adds the type to the module. */
-int model_type_add(PyObject *module);
+/* _model.c, _decode.c: a new type of the module. */
+PyObject *model_type_new(PyObject *module);
+PyObject *decoder_type_new(PyObject *module);
+
+/* _core.c: the type of models. */
+PyTypeObject *model_type_of(PyObject *module);
 
 /* ---- functions of the module ------------------------------------------------------ */
 
@@ -145,5 +151,6 @@ PyObject *config_load(PyObject *module, PyObject *args);
 PyObject *preset_names(PyObject *module, PyObject *args);
 PyObject *learning_rate(PyObject *module, PyObject *args);
 PyObject *model_memory(PyObject *module, PyObject *args);
+PyObject *search_default(PyObject *module, PyObject *args);
 
 #endif

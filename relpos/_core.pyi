@@ -2,7 +2,7 @@
 """The binding of libcore: checks arrays and calls, nothing else. Use the functions of `relpos`."""
 
 import os
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -164,14 +164,20 @@ def model_memory(
     pairs: Pairs, limits: Limits, /
 ) -> tuple[int, int, int, int, int, int, int, int]: ...
 
+# By the names of relpos.Search.
+def search_default() -> dict[str, Any]: ...
+
 class Model:
     def __new__(cls, pairs: Pairs, limits: Limits, /) -> Model: ...
+    @classmethod
+    def open(cls, limits: Limits, path: str | os.PathLike[str], /) -> Model: ...
+    def limits(self) -> tuple[int, int]: ...  # tokens, sentences
     # (name, weights, gradient, moment1, moment2, average) of each
     def parameters(
         self,
     ) -> tuple[tuple[str, Array, Array | None, Array | None, Array | None, Array | None], ...]: ...
     def step(self, batches: tuple[BatchTuple, ...], /) -> Result: ...
-    def forward(self, batch: BatchTuple, dropout: bool, /) -> Result: ...
+    def forward(self, batch: BatchTuple, dropout: bool, average: bool, /) -> Result: ...
     def backward(self, batch: BatchTuple, /) -> Result: ...
     def update(self) -> Result: ...
     def zero_gradients(self) -> None: ...
@@ -182,8 +188,42 @@ class Model:
     def attention_map(
         self, batch: BatchTuple, kind: int, layer: int, head: int, sentence: int, show: int, /
     ) -> Array: ...
+    # [targets][sources] of every sentence, end to end
+    def alignments(self, batch: BatchTuple, layer: int, head: int, /) -> Array: ...
     def save(self, path: str | os.PathLike[str], what: int, /) -> None: ...
     def load(self, path: str | os.PathLike[str], what: int, /) -> None: ...
     def profile(self, on: bool, /) -> None: ...
     # (name, backward, calls, seconds, operations, bytes) of each
     def profile_lines(self) -> tuple[tuple[str, bool, int, float, float, float], ...]: ...
+
+# (begin, end, beam, n_best, penalty, alpha, coverage, min_length, max_length, max_more, no_repeat,
+#  suppressed, sample, temperature, top_k, top_p, seed)
+SearchTuple = tuple[
+    int,
+    int,
+    int,
+    int,
+    str,
+    float,
+    float,
+    int,
+    int,
+    int,
+    int,
+    Small | None,
+    bool,
+    float,
+    int,
+    float,
+    int,
+]
+
+# (tokens, score, log_probability, finished)
+Found = tuple[Small, float, float, bool]
+
+class Decoder:
+    def __new__(cls, models: tuple[Model, ...], /) -> Decoder: ...
+    # of each sentence, best first
+    def search(self, batch: BatchTuple, search: SearchTuple, /) -> list[list[Found]]: ...
+    def begin(self, batch: BatchTuple, most_rows: int, /) -> Array: ...
+    def step(self, parents: Integers | None, tokens: Small, /) -> Array: ...

@@ -31,22 +31,10 @@ static PyObject *result_or_error(PyObject *self, rp_status status, const rp_resu
 
 /* ---- life -------------------------------------------------------------------------- */
 
-/* Model(pairs, limits) */
-static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *names) {
-  PyObject *const module = PyType_GetModule(type);
-  PyObject *pairs, *bounds;
-  rp_config config;
-  rp_limits limits;
-  rp_model *core = NULL;
-  rp_status status;
-  static char *none[] = {"", "", NULL};
-  if (!PyArg_ParseTupleAndKeywords(args, names, "OO:Model", none, &pairs, &bounds)) return NULL;
-  if (!take_config(module, pairs, &config) || !take_limits(bounds, &limits)) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  status = rp_model_create(&config, &limits, &core);
-  Py_END_ALLOW_THREADS
+/* The object for a model that was made, which it owns from now on. */
+static PyObject *object_or_error(PyTypeObject *type, rp_status status, rp_model *core) {
   if (status != RP_OK) {
-    raise_status(module, status);
+    raise_status(PyType_GetModule(type), status);
     return NULL;
   }
   model *const self = (model *)PyType_GenericAlloc(type, 0);
@@ -56,10 +44,47 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *names) 
     Py_END_ALLOW_THREADS
     return NULL;
   }
+  const rp_config *const config = rp_model_config(core);
   self->core = core;
-  self->width = config.width;
-  self->has_decoder = config.decoder.layers > 0;
+  self->width = config->width;
+  self->has_decoder = config->decoder.layers > 0;
   return (PyObject *)self;
+}
+
+/* Model(pairs, limits) */
+static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *names) {
+  PyObject *pairs, *bounds;
+  rp_config config;
+  rp_limits limits;
+  rp_model *core = NULL;
+  rp_status status;
+  static char *none[] = {"", "", NULL};
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OO:Model", none, &pairs, &bounds)) return NULL;
+  if (!take_config(PyType_GetModule(type), pairs, &config)) return NULL;
+  if (!take_limits(bounds, &limits)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_create(&config, &limits, &core);
+  Py_END_ALLOW_THREADS
+  return object_or_error(type, status, core);
+}
+
+/* Model.open(limits, path) */
+static PyObject *model_open(PyObject *type, PyObject *args) {
+  PyObject *path, *bounds;
+  rp_limits limits;
+  rp_model *core = NULL;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "OO&:open", &bounds, PyUnicode_FSConverter, &path)) return NULL;
+  if (!take_limits(bounds, &limits)) {
+    Py_DECREF(path);
+    return NULL;
+  }
+  const char *const bytes = PyBytes_AsString(path);
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_open(bytes, &limits, &core);
+  Py_END_ALLOW_THREADS
+  Py_DECREF(path);
+  return object_or_error((PyTypeObject *)type, status, core);
 }
 
 static int model_traverse(PyObject *self, visitproc visit, void *arg) {
@@ -76,6 +101,13 @@ static void model_dealloc(PyObject *self) {
   Py_END_ALLOW_THREADS
   PyObject_GC_Del(self);
   Py_DECREF(type);
+}
+
+/* limits() -> (tokens, sentences) */
+static PyObject *model_limits(PyObject *self, PyObject *args) {
+  (void)args;
+  const rp_limits *const limits = rp_model_limits(core_of(self));
+  return Py_BuildValue("(LL)", (long long)limits->tokens, (long long)limits->sentences);
 }
 
 /* ---- the step and its parts ------------------------------------------------------------- */
@@ -103,19 +135,20 @@ done:
   return done;
 }
 
-/* forward(batch, dropout) -> result */
+/* forward(batch, dropout, average) -> result; not both */
 static PyObject *model_forward(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
   PyObject *object;
   rp_batch batch;
   rp_result result = {.struct_size = sizeof result};
   rp_status status;
-  int dropout;
+  int dropout, average;
   int64_t places;
-  if (!PyArg_ParseTuple(args, "Op:forward", &object, &dropout)) return NULL;
+  if (!PyArg_ParseTuple(args, "Opp:forward", &object, &dropout, &average)) return NULL;
   if (!batch_of(self, object, &batch, &places)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_forward(core, &batch, dropout, &result);
+  if (average) status = rp_model_forward_average(core, &batch, &result);
+  else status = rp_model_forward(core, &batch, dropout, &result);
   Py_END_ALLOW_THREADS
   return result_or_error(self, status, &result);
 }
@@ -182,34 +215,30 @@ static PyObject *model_set_counters(PyObject *self, PyObject *args) {
 
 /* ---- files -------------------------------------------------------------------------------- */
 
-/* save(path, what), what one of SAVE_... */
-static PyObject *model_save(PyObject *self, PyObject *args) {
+/* (path, what), what one of SAVE_..., for rp_model_save or rp_model_load */
+static PyObject *with_file(PyObject *self, PyObject *args, const char *format,
+                           rp_status (*call)(rp_model *, const char *, int)) {
   rp_model *const core = core_of(self);
   PyObject *path;
   int what;
   rp_status status;
-  if (!PyArg_ParseTuple(args, "O&i:save", PyUnicode_FSConverter, &path, &what)) return NULL;
+  if (!PyArg_ParseTuple(args, format, PyUnicode_FSConverter, &path, &what)) return NULL;
   const char *const bytes = PyBytes_AsString(path);
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_save(core, bytes, what);
+  status = call(core, bytes, what);
   Py_END_ALLOW_THREADS
   Py_DECREF(path);
   return none_or_error(self, status);
 }
 
+/* save(path, what) */
+static PyObject *model_save(PyObject *self, PyObject *args) {
+  return with_file(self, args, "O&i:save", rp_model_save);
+}
+
 /* load(path, what) */
 static PyObject *model_load(PyObject *self, PyObject *args) {
-  rp_model *const core = core_of(self);
-  PyObject *path;
-  int what;
-  rp_status status;
-  if (!PyArg_ParseTuple(args, "O&i:load", PyUnicode_FSConverter, &path, &what)) return NULL;
-  const char *const bytes = PyBytes_AsString(path);
-  Py_BEGIN_ALLOW_THREADS
-  status = rp_model_load(core, bytes, what);
-  Py_END_ALLOW_THREADS
-  Py_DECREF(path);
-  return none_or_error(self, status);
+  return with_file(self, args, "O&i:load", rp_model_load);
 }
 
 /* ---- profile ------------------------------------------------------------------------------ */
@@ -262,6 +291,8 @@ static PyObject *model_profile_lines(PyObject *self, PyObject *args) {
 /* ---- the type ------------------------------------------------------------------------------ */
 
 static PyMethodDef methods[] = {
+    {"open", model_open, METH_VARARGS | METH_CLASS, NULL},
+    {"limits", model_limits, METH_NOARGS, NULL},
     {"parameters", model_parameters, METH_NOARGS, NULL},
     {"step", model_step, METH_VARARGS, NULL},
     {"forward", model_forward, METH_VARARGS, NULL},
@@ -273,6 +304,7 @@ static PyMethodDef methods[] = {
     {"score", model_score, METH_O, NULL},
     {"hidden", model_hidden, METH_O, NULL},
     {"attention_map", model_attention_map, METH_VARARGS, NULL},
+    {"alignments", model_alignments, METH_VARARGS, NULL},
     {"save", model_save, METH_VARARGS, NULL},
     {"load", model_load, METH_VARARGS, NULL},
     {"profile", model_profile, METH_VARARGS, NULL},
@@ -295,10 +327,4 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-int model_type_add(PyObject *module) {
-  PyObject *const type = PyType_FromModuleAndSpec(module, &spec, NULL);
-  if (type == NULL) return -1;
-  const int added = PyModule_AddObjectRef(module, "Model", type);
-  Py_DECREF(type);
-  return added;
-}
+PyObject *model_type_new(PyObject *module) { return PyType_FromModuleAndSpec(module, &spec, NULL); }

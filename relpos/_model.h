@@ -30,4 +30,7 @@ PyObject *model_score(PyObject *self, PyObject *object);
 PyObject *model_hidden(PyObject *self, PyObject *object);
 PyObject *model_attention_map(PyObject *self, PyObject *args);
 
+/* And _decode.c */
+PyObject *model_alignments(PyObject *self, PyObject *args);
+
 #endif

@@ -161,6 +161,13 @@ class Batch:
         return f"<Batch of {self.sentences} sentences, {', '.join(shown)}>"
 
 
+def packed(batch: Batch) -> _core.BatchTuple:
+    """A batch as the core takes it."""
+    if not isinstance(batch, Batch):
+        raise TypeError(f"batch: expected relpos.Batch, got {type(batch).__name__}")
+    return batch._packed
+
+
 # --------------------------------------------------------------------------------------------------
 # Packing
 # --------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from relpos import demo_numbers as numbers
 from relpos.batch import Batch
 from relpos.config import Config
 from relpos.model import Transformer
+from relpos.search import Search
 from relpos.train.progress import Progress, clock_text
 
 TOKENS = 1536  # of a batch, on each side; none of them padding
@@ -135,16 +134,13 @@ def share_exact(model: Transformer, tested: Sequence[int]) -> float:
 
 
 def translate(model: Transformer, number: int) -> str:
-    """What the model says, token by token, for the English name of a number."""
+    """What the model says, by greedy search, for the English name of a number."""
     source, _ = as_pair(number)
-    table = model.parameters["source_embedding.weight"]  # is the output projection too
-    said: list[int] = []
-    while len(said) < model.config.max_length - 1:
-        [hidden] = model.hidden(as_batch([(source, said)]))
-        token = int(np.argmax(table @ hidden[-1]))
-        if token == numbers.EOS:
-            break
-        said.append(token)
+    search = Search(
+        begin=numbers.BOS, end=numbers.EOS, beam=1, max_length=model.config.max_length - 1
+    )
+    [results] = model.search(Batch(source, [0, len(source)]), search)
+    said = results[0].tokens.tolist() if results else []
     return numbers.german_text([numbers.VOCABULARY[token] for token in said])
 
 

@@ -19,12 +19,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from relpos import _core
 from relpos.batch import Batch
+from relpos.batch import packed as _packed
 from relpos.config import Config
 from relpos.position.arrays import Array, check_choice, check_count
+from relpos.search import Decoder, Hypothesis, Search
 
 Path = str | os.PathLike[str]
 Attention = Literal["encoder", "decoder", "cross"]
@@ -142,8 +146,11 @@ class Transformer:
         recompute: bool = False,
     ) -> None:
         pairs, limits = _described(config, tokens, sentences, training, recompute)
+        self._take(config, _core.Model(pairs, limits))
+
+    def _take(self, config: Config, core: _core.Model) -> None:
         self._config = config
-        self._core = _core.Model(pairs, limits)
+        self._core = core
         kinds: tuple[dict[str, Array], ...] = ({}, {}, {}, {}, {})
         for name, *arrays in self._core.parameters():
             for kind, array in zip(kinds, arrays, strict=True):
@@ -156,6 +163,11 @@ class Transformer:
     def config(self) -> Config:
         """What it was made from."""
         return self._config
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """(tokens, sentences): the most of a batch."""
+        return self._core.limits()
 
     # ---- arrays ----------------------------------------------------------------------------------
 
@@ -197,9 +209,15 @@ class Transformer:
         several = (batches,) if isinstance(batches, Batch) else tuple(batches)
         return StepResult(*self._core.step(tuple(map(_packed, several))))
 
-    def forward(self, batch: Batch, *, dropout: bool = False) -> StepResult:
-        """Loss and accuracy of a batch; dropout: bool, as in training."""
-        return StepResult(*self._core.forward(_packed(batch), dropout))
+    def forward(self, batch: Batch, *, dropout: bool = False, average: bool = False) -> StepResult:
+        """Loss and accuracy of a batch.
+
+        dropout: bool. As in training.
+        average: bool. With the average of the weights, which a model with config.ema keeps.
+        """
+        if dropout and average:
+            raise ValueError("average: expected without dropout")
+        return StepResult(*self._core.forward(_packed(batch), dropout, average))
 
     def backward(self, batch: Batch) -> StepResult:
         """Forward with dropout, and backward: adds to the gradients.
@@ -236,6 +254,11 @@ class Transformer:
         """
         scores, _ = self._core.score(_packed(batch))
         return batch.split(scores)
+
+    def scores(self, batch: Batch) -> list[tuple[Array, Any]]:
+        """What `score` and `hits` give of each sentence, in one pass."""
+        scores, hits = self._core.score(_packed(batch))
+        return list(zip(batch.split(scores), batch.split(hits), strict=True))
 
     def hits(self, batch: Batch) -> list[Array]:
         """Whether the label has the highest score of all, at every place, without dropout.
@@ -287,6 +310,30 @@ class Transformer:
             SHOWS[show],
         )
 
+    def alignments(self, batch: Batch, layer: int = -1, head: int | None = None) -> list[Array]:
+        """The decoder's attention to the sources, without dropout.
+
+        layer: int. Negative ones count from the last.
+        head: int. None: the mean of all heads.
+
+        Returns float32 (target places, source tokens) for each sentence.
+        """
+        layers = self._config.decoder.layers
+        if not -layers <= check_count("layer", layer, -layers) < layers:
+            raise ValueError(f"layer: expected below {layers}, got {layer}")
+        which = -1 if head is None else check_count("head", head, 0)
+        weights = self._core.alignments(_packed(batch), layer, which)
+        targets, sources = np.diff(batch.target_offsets), np.diff(batch.source_offsets)
+        parts = np.split(weights, np.cumsum(targets * sources)[:-1])
+        shapes = zip(parts, targets.tolist(), sources.tolist(), strict=True)
+        return [part.reshape(n, m) for part, n, m in shapes]
+
+    # ---- what it says ------------------------------------------------------------------------------
+
+    def search(self, batch: Batch, search: Search | None = None) -> list[list[Hypothesis]]:
+        """The targets of a batch of sources, as `Decoder.search` gives them."""
+        return Decoder(self).search(batch, search)
+
     # ---- files -------------------------------------------------------------------------------------
 
     def save(self, path: Path, what: What = "weights") -> None:
@@ -324,11 +371,20 @@ class Transformer:
         path: str or PathLike.
         config: Config. Instead of the one in the file, for another schedule or dropout.
         tokens, sentences, training, recompute: as in `Transformer`.
+
+        Without training, and with the configuration in the file, the weights are mapped, not read:
+        that takes no time and no memory of their own, and several processes share them. Then the
+        file may be removed, or replaced as `save` does it, but not be written into. Writing to
+        `parameters` changes the model, never the file. Weights that other writers have in another
+        order are read.
         """
-        model = cls(
-            Config.load(path) if config is None else config,
-            tokens=tokens, sentences=sentences, training=training, recompute=recompute,
-        )  # fmt: skip
+        own = Config.load(path) if config is None else config
+        if config is None and not training:
+            _, limits = _described(own, tokens, sentences, training, recompute)
+            model = cls.__new__(cls)
+            model._take(own, _core.Model.open(limits, path))
+            return model
+        model = cls(own, tokens=tokens, sentences=sentences, training=training, recompute=recompute)
         model.restore(path)
         return model
 
@@ -344,7 +400,10 @@ def model_memory(
     training: bool = True,
     recompute: bool = False,
 ) -> Memory:
-    """What a model would take, told without making it; arguments as of `Transformer`."""
+    """What a model would take, told without making it; arguments as of `Transformer`.
+
+    Of a model whose weights `Transformer.load` maps, `parameters` are pages of the file instead.
+    """
     return Memory(*_core.model_memory(*_described(config, tokens, sentences, training, recompute)))
 
 
@@ -356,12 +415,6 @@ def _described(
         raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}")
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
     return config.pairs(), (*most, bool(training), bool(recompute))
-
-
-def _packed(batch: Batch) -> _core.BatchTuple:
-    if not isinstance(batch, Batch):
-        raise TypeError(f"batch: expected relpos.Batch, got {type(batch).__name__}")
-    return batch._packed
 
 
 # --------------------------------------------------------------------------------------------------

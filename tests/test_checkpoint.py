@@ -66,8 +66,9 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     assert saved == Checkpoint(3, 0, run / "step-000000003")
     files = [p.relative_to(saved.folder).as_posix() for p in saved.folder.rglob("*")]
     assert sorted(files) == [
-        "config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json",
-        "tokenizer", "tokenizer/inner", "tokenizer/inner/words.txt",
+        "average.safetensors", "config.json", "manifest.json", "model.safetensors",
+        "optimizer.safetensors", "state.json", "tokenizer", "tokenizer/inner",
+        "tokenizer/inner/words.txt",
     ]  # fmt: skip
     assert saved.tokenizer == saved.folder / "tokenizer" and names(run) == ["step-000000003"]
     assert saved.config == model.config

@@ -61,14 +61,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 # ---- help ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("demo",), ("train",), ("average",), ("plot",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        (), ("demo",), ("train",), ("translate",), ("generate",), ("evaluate",), ("average",),
+        ("plot",),
+    ],
+)  # fmt: skip
 def test_help_reads_well(capsys: Capture, command: tuple[str, ...]) -> None:
     text = relpos_says(capsys, *command, "--help")
     assert text.startswith("usage: relpos") and max(map(len, text.splitlines())) <= 100
     for option in re.findall(r"^  (--[a-z-]+)(.*(?:\n {10,}.*)*)", text, re.MULTILINE):
         assert re.search(r"[a-z]{3}", option[1]), f"{option[0]}: no help"
     if not command:
-        assert all(each in text for each in ("demo", "train", "average", "plot", "--cflags"))
+        assert all(each in text for each in ("demo", "train", "translate", "plot", "--cflags"))
 
 
 def test_nothing_asked_is_help(capsys: Capture) -> None:
@@ -96,7 +102,7 @@ def test_flags_import_nothing_of_training() -> None:
     script = (
         "import sys; from relpos import cli; cli.main(['--version']);"
         "print([m for m in sys.modules if m.startswith(('relpos.train', 'relpos.data', 'tqdm',"
-        " 'relpos.demo', 'sentencepiece', 'matplotlib'))])"
+        " 'relpos.translator', 'relpos.demo', 'sentencepiece', 'matplotlib'))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -155,8 +161,34 @@ def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
     assert found is not None and found.config.encoder.layers == 0
 
 
+def test_profile(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    output = ("--output", tmp_path / "run", "--steps", "7", "--validate-every", "7")
+    said = relpos_says(capsys, "train", *run.files, *run.more, *SMALL, *output, "--profile")
+    rows = {(words[0], words[1]): words for line in said.splitlines() if (words := line.split())}
+    assert rows["operation", "pass"][2:] == ["calls", "ms", "share", "GFLOP/s", "GB/s"]
+    updates = rows["update", "backward"]
+    assert updates[2] == "7" and float(updates[3]) > 0
+    for name in ("encoder.*.feed_forward.in", "decoder.*.attention", "decoder.*.cross.kv", "loss"):
+        assert (name, "forward") in rows
+    backward = rows["encoder.*.attention.qkv", "backward"]
+    assert float(backward[5]) > 0 and backward[4].endswith("%")
+    shares = [float(words[4][:-1]) for words in rows.values() if words[4:] and words[4][-1] == "%"]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))  # each of them rounded
+
+
+def test_toml_before_python_3_11(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("width = 32\n")
+    reader = cli.training._toml_reader()
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"--config: takes tomli .*pip install 'relpos\[train\]'"):
+        cli.training._read_toml(path)
+    monkeypatch.setitem(sys.modules, "tomli", reader)
+    assert cli.training._read_toml(path) == {"width": 32}
+
+
 def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
-    pytest.importorskip("tomllib")
     path = tmp_path / "run.toml"
     path.write_text(
         'preset = "tiny"\nwidth = 32\nfeed_forward = 64\ndropout = 0.2\nmax_length = 16\n'
@@ -324,15 +356,18 @@ def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_plot(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        said = relpos_says(capsys, "plot", run.made, status=1)
-        assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
-        return
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
     relpos_says(capsys, "plot", run.made, run.made / LOG, "--output", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(
+    run: SimpleNamespace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = relpos_says(capsys, "plot", run.made, status=1)
+    assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
 
 
 def test_nothing_to_plot(capsys: Capture, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from itertools import islice, product
 from pathlib import Path
@@ -260,12 +261,16 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert saved.config == again.config == demo.make_config(6, 2)
     for name, weights in again.parameters.items():
         assert np.array_equal(weights, saved.parameters[name]), name
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        assert any("it takes matplotlib" in line for line in said)
-    else:
-        assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said: list[str] = []
+    demo.run(steps=2, seed=2, output=tmp_path, progress="none", say=said.append, tested=2)
+    assert any("it takes matplotlib" in line for line in said)
+    assert not (tmp_path / "attention.png").exists()
 
 
 def test_exact_is_what_greedy_decoding_says() -> None:

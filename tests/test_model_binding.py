@@ -295,7 +295,7 @@ def test_tuples_refused(
     core = idle._core
     for call in (
         lambda: core.step((batch,)),
-        lambda: core.forward(batch, False),
+        lambda: core.forward(batch, False, False),
         lambda: core.backward(batch),
         lambda: core.score(batch),
         lambda: core.hidden(batch),
@@ -329,7 +329,7 @@ def test_batches_refused_by_the_core(
     batch = spoilt(**changes)
     for call in (
         lambda: idle._core.step((spoilt(), batch)),
-        lambda: idle._core.forward(batch, False),
+        lambda: idle._core.forward(batch, False, False),
         lambda: idle._core.score(batch),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -367,7 +367,7 @@ def test_wrong_types(idle: relpos.Transformer) -> None:
         (lambda: idle.attention_maps(batch, 0.5, 0), "layer: expected an integer, got float"),  # type: ignore[arg-type]
         (lambda: _core.Model(3, (1, 1, True, False)), "config: expected a tuple of pairs"),  # type: ignore[arg-type]
         (lambda: _core.Model((), 3), "limits: expected a tuple"),  # type: ignore[arg-type]
-        (lambda: idle._core.forward(3, False), "batch: expected a tuple"),  # type: ignore[arg-type]
+        (lambda: idle._core.forward(3, False, False), "batch: expected a tuple"),  # type: ignore[arg-type]
         (lambda: idle.save(3), r"os\.PathLike object, not int"),  # type: ignore[arg-type]
         (lambda: relpos.profile(3), r"model: expected relpos\.Transformer, got int"),  # type: ignore[arg-type]
         (lambda: pickle.dumps(idle), "cannot pickle"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import relpos
+from relpos import _core
 from small_model import assert_same_bits, pairs, small_config, small_model, weights
 
 
@@ -61,6 +62,119 @@ def test_another_configuration_of_the_same_shapes(tmp_path: Path) -> None:
     assert_same_bits(model.parameters, trained().parameters)
 
 
+# ---- mapped --------------------------------------------------------------------------------------
+
+
+def own_bytes() -> int:
+    """Memory of this process that belongs to no file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    pytest.skip("the system does not tell")
+
+
+def test_opened_weights_are_not_copied(tmp_path: Path) -> None:
+    """A model of 50 MB of weights: opening it takes none of them, nor does using it."""
+    config = small_config(source_vocabulary=400_000, width=32, share_embeddings=False)
+    limits = {"tokens": 64, "sentences": 8}
+    trained = relpos.Transformer(config, training=False, **limits)
+    path = tmp_path / "model.safetensors"
+    trained.save(path)
+    size = path.stat().st_size
+    assert size > 50_000_000
+    batch = relpos.Batch.from_pairs([[399_999, 5]], [[4, 3]], bos=1, eos=2)
+    expected = trained.forward(batch)
+    before = own_bytes()
+    model = relpos.Transformer.load(path, training=False, **limits)
+    assert model.forward(batch) == expected
+    assert float(model.parameters["source_embedding.weight"].sum()) != 0
+    assert own_bytes() - before < size / 10
+    read = relpos.Transformer.load(path, config=config, training=False, **limits)
+    assert own_bytes() - before > size * 9 / 10
+    assert read.forward(batch) == expected
+    assert_same_bits(model.parameters, trained.parameters)
+    assert model.config == read.config == config
+
+
+def test_an_opened_model_translates_as_well(tmp_path: Path) -> None:
+    model = trained(20)
+    model.save(tmp_path / "model.safetensors")
+    opened = relpos.Transformer.load(
+        tmp_path / "model.safetensors", tokens=256, sentences=32, training=False
+    )
+    batch = relpos.Batch([7, 4, 9, 5, 2], [0, 3, 5])
+    search = relpos.Search(begin=1, end=2, n_best=2)
+    found, expected = opened.search(batch, search), model.search(batch, search)
+    for one, other in zip(found, expected, strict=True):
+        assert [x.tokens.tolist() for x in one] == [x.tokens.tolist() for x in other]
+        assert [x.score for x in one] == [x.score for x in other]
+
+
+def test_opened_weights_outlive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    trained(2).save(path)
+    model = relpos.Transformer.load(path, training=False)
+    before, expected = weights(model), model.forward(pairs())
+    trained(5).save(path)
+    assert_same_bits(model.parameters, before)
+    later = relpos.Transformer.load(path, training=False)
+    path.unlink()
+    assert model.forward(pairs()) == expected
+    assert later.forward(pairs()).loss == trained(5).forward(pairs()).loss
+    views = model.parameters  # live as long as the last of them
+    del model
+    assert_same_bits(views, before)
+
+
+def test_opened_weights_may_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    trained().save(path)
+    content = path.read_bytes()
+    model = relpos.Transformer.load(path, training=False)
+    for array in model.parameters.values():
+        array[...] = 0
+    assert path.read_bytes() == content
+    other = relpos.Transformer.load(path, training=False)
+    assert_same_bits(other.parameters, trained().parameters)
+    model.restore(path)
+    assert model.forward(pairs()) == other.forward(pairs())
+    model.save(path)  # over the file that its weights come from
+    assert path.read_bytes() == content
+    assert_same_bits(other.parameters, trained().parameters)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("cut", [1, 64, 10_000])
+def test_a_file_that_was_cut_short(tmp_path: Path, cut: int, training: bool) -> None:
+    path = tmp_path / "model.safetensors"
+    trained().save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-cut])
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        relpos.Transformer.load(path, training=training)
+    path.write_bytes(content + b"x" * cut)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        relpos.Transformer.load(path, training=training)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        _core.Model.open((64, 8, False, False), path)
+    trained().save(path)
+    with pytest.raises(ValueError, match="limits.training=1, must be 0"):
+        _core.Model.open((64, 8, True, False), path)
+    with pytest.raises(TypeError):
+        _core.Model.open((64, 8, False, False), 3)  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        _core.Model.open((64, 8), path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tokens: expected 1 or more"):
+        relpos.Transformer.load(path, training=False, tokens=0)
+
+
+# ---- going on ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("ema", [0, 0.9])
 def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, ema: float) -> None:
     """With dropout: weights, moments, averages and masks have the bits of an unbroken run."""
@@ -86,6 +200,14 @@ def test_averages_are_weights_too(tmp_path: Path) -> None:
     model.save(tmp_path / "average", "average")
     loaded = relpos.Transformer.load(tmp_path / "average", tokens=256, sentences=32)
     assert_same_bits(loaded.parameters, model.averages)
+    before = state_of(model)
+    assert model.forward(pairs(), average=True).loss == loaded.forward(pairs()).loss
+    assert model.forward(pairs()).loss != loaded.forward(pairs()).loss
+    assert_same_bits(state_of(model), before)
+    with pytest.raises(RuntimeError, match="it keeps no average"):
+        relpos.Transformer.load(tmp_path / "average", training=False).forward(pairs(), average=True)
+    with pytest.raises(ValueError, match="average: expected without dropout"):
+        model.forward(pairs(), average=True, dropout=True)
     with pytest.raises((ValueError, RuntimeError), match="ema|average"):
         trained().save(tmp_path / "none", "average")
     assert not (tmp_path / "none").exists()
@@ -123,6 +245,10 @@ def test_ours_reads_the_packages(tmp_path: Path) -> None:
     numpy_files.save_file(given, path, metadata=header_of(path)["__metadata__"])
     loaded = relpos.Transformer.load(path, tokens=256, sentences=32)
     assert_same_bits(loaded.parameters, {name: given[name] for name in loaded.parameters})
+    config = {"format": "relpos 1"} | dict(model.config.pairs())
+    numpy_files.save_file(dict(reversed(given.items())), path, config)
+    opened = relpos.Transformer.load(path, training=False)
+    assert_same_bits(opened.parameters, {name: given[name] for name in opened.parameters})
     numpy_files.save_file(given, path)  # without a configuration
     model.restore(path)
     assert_same_bits(model.parameters, {name: given[name] for name in model.parameters})
@@ -140,7 +266,7 @@ def test_the_layout_of_a_file(tmp_path: Path) -> None:
     assert set(header) == set(model.parameters)
     content = path.read_bytes()
     begin = 8 + struct.unpack("<Q", content[:8])[0]
-    assert begin % 8 == 0
+    assert begin % 64 == 0
     for name, entry in header.items():
         assert entry["dtype"] == "F32" and tuple(entry["shape"]) == model.parameters[name].shape
         first, end = entry["data_offsets"]

@@ -433,11 +433,90 @@ def test_a_bar_on_a_terminal() -> None:
     assert file.getvalue() == "found something\n"
 
 
+def test_a_bar_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a kernel, without a front end: the widgets that one would show are told of."""
+    pytest.importorskip("ipywidgets")
+    manager = pytest.importorskip("jupyter_client.manager")
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
+    program = (
+        "from relpos.train.progress import Progress\n"
+        "with Progress(20, 10) as progress:\n"
+        "    for step in range(11, 21):\n"
+        "        progress.step(step, 2.0, 1.0, 100, 0.5)\n"
+        "    progress.say('found something')\n"
+    )
+    kernel = manager.KernelManager(kernel_name="python3")
+    kernel.start_kernel(cwd=str(tmp_path))
+    client = kernel.client()
+    client.start_channels()
+    told: list[dict[str, Any]] = []
+    try:
+        client.wait_for_ready(timeout=60)
+        reply = client.execute_interactive(
+            program, store_history=False, timeout=60, output_hook=told.append
+        )
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    assert reply["content"]["status"] == "ok", reply["content"]
+    shown = [each["content"]["data"] for each in told if each["msg_type"] == "display_data"]
+    assert len(shown) == 1 and "application/vnd.jupyter.widget-view+json" in shown[0]
+    states = [each["content"]["data"]["state"] for each in told if "comm" in each["msg_type"]]
+    assert [s["max"] for s in states if s.get("_model_name") == "FloatProgressModel"] == [20.0]
+    assert [s["value"] for s in states if isinstance(s.get("value"), float)][-1] == 20.0
+    assert any("20/20" in str(s.get("value")) and "2.72" in str(s.get("value")) for s in states)
+    lines = [each["content"]["text"] for each in told if each["msg_type"] == "stream"]
+    assert "".join(lines) == "found something\n"
+
+
 def test_numbers_for_people() -> None:
     assert [clock_text(x) for x in (0, 61.4, 3599.6, 11229, math.inf)] == [
         "0:00", "1:01", "1:00:00", "3:07:09", "?",
     ]  # fmt: skip
     assert perplexity(0.0) == 1.0 and perplexity(1e6) == math.inf
+
+
+# ---- the average of the weights ------------------------------------------------------------------
+
+
+def test_the_average_is_what_is_validated(tmp_path: Path) -> None:
+    config = text_files.config(steps=40, ema=0.95)
+    trainer = make(tmp_path / "run", config=config)
+    outcome = trainer.train()
+    found = trainer.validate()
+    assert found.nll == outcome.validation
+    last = outcome.checkpoint
+    assert last.average is not None and last.average.parent == last.folder
+    batches = list(trainer._validation or ())
+
+    def nll_of(path: Path) -> float:
+        model = relpos.Transformer.load(path, tokens=256, sentences=32, training=False)
+        results = [model.forward(batch) for batch in batches]
+        return sum(x.nll * x.tokens for x in results) / sum(x.tokens for x in results)
+
+    assert nll_of(last.average) == found.nll
+    assert nll_of(last.folder / checkpoint.MODEL) != found.nll
+    assert_same_bits(
+        trainer.model.averages,
+        relpos.Transformer.load(last.average, training=False).parameters,
+    )
+    # what is trained does not change by being looked at
+    twin = make(tmp_path / "twin", config=config, validation=None)
+    assert_same_bits(state_of(twin.train() and twin.model), state_of(trainer.model))
+    # and a run that goes on has the same average
+    half = make(tmp_path / "half", config=config, steps=25)
+    half.train()
+    again = make(tmp_path / "half", config=config, resume=True)
+    assert again.train().validation == found.nll
+    assert_same_bits(state_of(again.model), state_of(trainer.model))
+
+
+def test_no_average_where_none_is_kept(tmp_path: Path) -> None:
+    trainer = make(tmp_path, config=text_files.config(steps=20))
+    saved = trainer.train().checkpoint
+    assert saved.average is None and not (saved.folder / checkpoint.AVERAGE).exists()
 
 
 # ---- TensorBoard ---------------------------------------------------------------------------------

@@ -94,6 +94,13 @@ static const real *gemm_b_at(const rpi_gemm_args *g, int64_t inner, int64_t colu
   return g->transpose_b ? g->b + column * g->b_stride + inner : g->b + inner * g->b_stride + column;
 }
 
+static int64_t gemm_parts(int64_t length, int64_t part) { return (length + part - 1) / part; }
+
+/* The length of nearly equal parts of at most `most`, in whole steps. */
+static int64_t gemm_part(int64_t length, int64_t most, int64_t step) {
+  return rpi_round_up(gemm_parts(length, gemm_parts(length, most)), step);
+}
+
 /* Whether A, transposed, is packed: its rows are so far apart that those of a block are more
  * pages than a processor knows by heart. */
 static bool gemm_packs_a(const rpi_gemm_args *g) {
@@ -120,11 +127,11 @@ static void gemm_begin(const rpi_gemm_args *g, gemm_block at) {
 }
 
 /* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +
- * k * a_inner]; B is a packed panel, its rows end to end. start_stride is 0 where every row
- * starts from the same numbers: a bias, or zeros. */
+ * k * a_inner], and a_strip further in the next strip. start_stride is 0 where every row starts
+ * from the same numbers: a bias, or zeros. */
 typedef struct gemm_tile {
   const real *a;
-  int64_t a_row, a_inner;
+  int64_t a_row, a_inner, a_strip;
   const real *b;
   int64_t b_stride;
   int64_t inner;
@@ -227,16 +234,15 @@ static void gemm_ask(gemm_ahead ahead, int64_t part, int64_t parts) {
 }
 
 /* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
- * vectors, so a ragged one goes by way of a tile of its own. a_next: from strip to strip. */
-static void gemm_panel(gemm_tile t, int64_t a_next, int64_t rows, int64_t width, gemm_ahead b,
-                       gemm_ahead a) {
+ * vectors, so a ragged one goes by way of a tile of its own. */
+static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead a, gemm_ahead b) {
   const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
   const int64_t strips = (rows + GEMM_STRIP - 1) / GEMM_STRIP;
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
     const gemm_sum_fn sum = gemm_sums[vectors - 1][strip - 1];
-    gemm_ask(b, i, strips);
     gemm_ask(a, i, strips);
+    gemm_ask(b, i, strips);
     if (vectors * RPI_LANES == width) {
       sum(&t);
     } else {
@@ -254,7 +260,7 @@ static void gemm_panel(gemm_tile t, int64_t a_next, int64_t rows, int64_t width,
         for (int64_t j = 0; j < width; j++) t.c[r * t.c_stride + j] = tile[r * GEMM_WIDTH + j];
       }
     }
-    t.a += a_next;
+    t.a += t.a_strip;
     t.start += GEMM_STRIP * t.start_stride;
     t.c += GEMM_STRIP * t.c_stride;
   }
@@ -296,6 +302,7 @@ static void gemm_pack_a(const rpi_gemm_args *g, int64_t inner, int64_t depth, in
     real *to = strips;
     int64_t r = 0;
     for (; r + GEMM_PIECE <= rows; r += GEMM_STRIP, to += GEMM_STRIP_SIZE) {
+      __builtin_prefetch(from + 4 * g->a_stride + r, 0, 3);
       *(gemm_piece *)to = *(const gemm_piece *)(from + r);
     }
     for (; r < rows; r += GEMM_STRIP, to += GEMM_STRIP_SIZE) {
@@ -311,56 +318,71 @@ typedef struct gemm_scratch {
 _Static_assert(sizeof(gemm_scratch) <= RPI_SCRATCH_BYTES, "the scratch memory is too small");
 _Static_assert(GEMM_HEIGHT % GEMM_STRIP == 0, "a block is whole strips");
 
-/* Without scratch memory there is less of inner at a time, and A is read where it lies: slower,
- * and the same to the last bit. */
+/* Where the kernel finds a block's part of A: packed in scratch memory, or where it lies. */
+static void gemm_place_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, const real *packed,
+                         gemm_tile *t) {
+  const bool plain = packed == NULL;
+  t->a = plain ? gemm_a_at(g, at.row, inner) : packed;
+  t->a_row = g->transpose_a ? 1 : g->a_stride;
+  t->a_inner = !g->transpose_a ? 1 : plain ? g->a_stride : GEMM_STRIP;
+  t->a_strip = plain ? GEMM_STRIP * t->a_row : GEMM_STRIP_SIZE;
+}
+
+/* `depth` of inner and `columns` of the block, the part of B that is read next: none, where
+ * depth is 0. */
+static gemm_ahead gemm_ahead_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
+                               int64_t columns) {
+  if (depth == 0) return (gemm_ahead){0};
+  return (gemm_ahead){gemm_b_at(g, inner, column), g->b_stride, g->transpose_b ? columns : depth,
+                      g->transpose_b ? depth : columns};
+}
+
+/* The i-th of so many parts of the rows of A that are packed next. */
+static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, int64_t depth,
+                               int64_t i, int64_t parts) {
+  const int64_t first = depth * i / parts, end = depth * (i + 1) / parts;
+  if (first == end) return (gemm_ahead){0};
+  return (gemm_ahead){gemm_a_at(g, at.row, inner + first), g->a_stride, end - first, at.rows};
+}
+
+/* Without scratch memory `panel` holds `most` of inner, and A is read where it lies: slower, and
+ * the same to the last bit. The panels are of nearly equal width, because one of a single vector
+ * waits for its own sums. */
 static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_scratch *scratch,
                                real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
-  const bool packed = scratch != NULL && gemm_packs_a(g);
-  const int64_t all = (at.columns + RPI_LANES - 1) / RPI_LANES;
-  const int64_t panels = (all + GEMM_VECTORS - 1) / GEMM_VECTORS;
+  real *const packed = scratch != NULL && gemm_packs_a(g) ? scratch->a : NULL;
+  const int64_t vectors = gemm_parts(at.columns, RPI_LANES);
+  const int64_t panels = gemm_parts(vectors, GEMM_VECTORS);
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner == 0 || inner < g->inner; inner += most) {
     const int64_t depth = rpi_min(most, g->inner - inner), below = inner + depth;
     const int64_t deeper = rpi_min(most, g->inner - below);
-    const bool begun = g->accumulate || inner > 0;
-    if (packed) gemm_pack_a(g, inner, depth, at.row, at.rows, scratch->a);
-    /* Panels of nearly equal width, because one of a single vector waits for its own sums. */
+    gemm_tile t = {.inner = depth, .c_stride = g->c_stride};
+    gemm_place_a(g, at, inner, packed, &t);
+    if (packed != NULL) gemm_pack_a(g, inner, depth, at.row, at.rows, packed);
     for (int64_t i = 0; i < panels; i++) {
-      const int64_t j = all * i / panels * RPI_LANES;
-      const int64_t next = rpi_min(all * (i + 1) / panels * RPI_LANES, at.columns);
-      const bool lies = gemm_reads_b(g) && (next - j) % RPI_LANES == 0;
-      if (!lies) gemm_pack_b(g, inner, depth, at.column + j, next - j, panel);
-      const bool last = i + 1 == panels;
-      const int64_t b_inner = last ? below : inner, b_depth = last ? deeper : depth;
-      const int64_t b_columns = rpi_min(GEMM_WIDTH, at.columns - (last ? 0 : next));
-      const gemm_ahead b = {gemm_b_at(g, b_inner, at.column + (last ? 0 : next)), g->b_stride,
-                            b_depth == 0     ? 0
-                            : g->transpose_b ? b_columns
-                                             : b_depth,
-                            g->transpose_b ? b_depth : b_columns};
-      const int64_t first = deeper * i / panels;
-      const gemm_ahead a = {gemm_a_at(g, at.row, below + first), g->a_stride,
-                            packed ? deeper * (i + 1) / panels - first : 0, at.rows};
-      real *const c = g->c + at.row * g->c_stride + at.column + j;
-      gemm_panel((gemm_tile){.a = packed ? scratch->a : gemm_a_at(g, at.row, inner),
-                             .a_row = g->transpose_a ? 1 : g->a_stride,
-                             .a_inner = packed           ? GEMM_STRIP
-                                        : g->transpose_a ? g->a_stride
-                                                         : 1,
-                             .b = lies ? gemm_b_at(g, inner, at.column + j) : panel,
-                             .b_stride = lies ? g->b_stride : rpi_round_up(next - j, RPI_LANES),
-                             .inner = depth,
-                             .start = begun             ? c
-                                      : g->bias != NULL ? g->bias + at.column + j
-                                                        : zeros,
-                             .start_stride = begun ? g->c_stride : 0,
-                             .c = c,
-                             .c_stride = g->c_stride},
-                 packed           ? GEMM_STRIP_SIZE
-                 : g->transpose_a ? GEMM_STRIP
-                                  : GEMM_STRIP * g->a_stride,
-                 at.rows, next - j, b, a);
+      const int64_t from = vectors * i / panels * RPI_LANES, column = at.column + from;
+      const int64_t to = rpi_min(vectors * (i + 1) / panels * RPI_LANES, at.columns);
+      const int64_t left = rpi_min(GEMM_WIDTH, at.columns - to), width = to - from;
+      t.b = panel;
+      t.b_stride = rpi_round_up(width, RPI_LANES);
+      if (gemm_reads_b(g) && width == t.b_stride) {
+        t.b = gemm_b_at(g, inner, column);
+        t.b_stride = g->b_stride;
+      } else {
+        gemm_pack_b(g, inner, depth, column, width, panel);
+      }
+      t.start = t.c = g->c + at.row * g->c_stride + column;
+      t.start_stride = g->c_stride;
+      if (inner == 0 && !g->accumulate) {
+        t.start = g->bias != NULL ? g->bias + column : zeros;
+        t.start_stride = 0;
+      }
+      gemm_panel(
+          t, at.rows, width, gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels),
+          left > 0 ? gemm_ahead_b(g, inner, depth, column + width, left)
+                   : gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns)));
     }
   }
 }
@@ -588,6 +610,7 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
     gemm_panel((gemm_tile){.a = gemm_a_at(g, 0, inner),
                            .a_row = p.a_row,
                            .a_inner = p.a_inner,
+                           .a_strip = GEMM_STRIP * p.a_row,
                            .b = panel,
                            .b_stride = RPI_LANES,
                            .inner = depth,
@@ -595,15 +618,8 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
                            .start_stride = g->c_stride,
                            .c = c,
                            .c_stride = g->c_stride},
-               GEMM_STRIP * p.a_row, at.rows, rest, (gemm_ahead){0}, (gemm_ahead){0});
+               at.rows, rest, (gemm_ahead){0}, (gemm_ahead){0});
   }
-}
-
-static int64_t gemm_parts(int64_t length, int64_t part) { return (length + part - 1) / part; }
-
-/* The length of nearly equal parts of at most `most`, in whole steps. */
-static int64_t gemm_part(int64_t length, int64_t most, int64_t step) {
-  return rpi_round_up(gemm_parts(length, gemm_parts(length, most)), step);
 }
 
 /* BLAS counts in int, and has opinions on an empty sum. */

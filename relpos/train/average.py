@@ -40,13 +40,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
     if path.exists():
         raise FileExistsError(f"{path}: is there already")
     model = Transformer(config, tokens=config.max_length, sentences=1, training=False)
-    sums = {name: np.zeros(x.shape, np.float64) for name, x in model.parameters.items()}
-    for each in checked:
-        model.restore(each.folder / MODEL)
-        for name, weights in model.parameters.items():
-            sums[name] += weights
-    for name, weights in model.parameters.items():
-        weights[...] = sums[name] / len(checked)
+    put_mean(model, [each.folder / MODEL for each in checked])
 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
@@ -63,6 +57,17 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return path / MODEL
+
+
+def put_mean(model: Transformer, files: Sequence[Path]) -> None:
+    """Gives a model the mean of the weights in files, summed in float64."""
+    sums = {name: np.zeros(x.shape, np.float64) for name, x in model.parameters.items()}
+    for file in files:
+        model.restore(file)
+        for name, weights in model.parameters.items():
+            sums[name] += weights
+    for name, weights in model.parameters.items():
+        weights[...] = sums[name] / len(files)
 
 
 def check_same(one: Config, other: Config, here: Path, there: Path) -> None:

@@ -4,6 +4,7 @@
     run/
       step-000001000/           one checkpoint
         model.safetensors       the weights, with the configuration
+        average.safetensors     the average of the weights, likewise, where config.ema is not 0
         optimizer.safetensors   moments, averages and counters
         config.json             the configuration once more, to be read by people
         state.json              step, attempt, epoch, place in the data, seeds, what the build was
@@ -36,6 +37,7 @@ from relpos.library import build_info
 from relpos.model import Transformer
 
 MODEL = "model.safetensors"
+AVERAGE = "average.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONFIG = "config.json"
 STATE = "state.json"
@@ -100,6 +102,12 @@ class Checkpoint:
     def config(self) -> Config:
         """The configuration that the weights carry."""
         return Config.load(self.folder / MODEL)
+
+    @property
+    def average(self) -> Path | None:
+        """The file with the average of the weights, to be loaded as weights, if there is one."""
+        path = self.folder / AVERAGE
+        return path if path.is_file() else None
 
     @property
     def tokenizer(self) -> Path | None:
@@ -260,6 +268,8 @@ def _write(
     partial: Path, model: Transformer, state: dict[str, Any], tokenizer: Saves | None
 ) -> None:
     model.save(partial / MODEL)
+    if len(model.averages) > 0:
+        model.save(partial / AVERAGE, "average")
     model.save(partial / OPTIMIZER, "optimizer")
     write_json(partial / CONFIG, dataclasses.asdict(model.config))
     write_json(partial / STATE, state)

@@ -100,7 +100,8 @@ class Trainer:
         `relpos.data.read_pairs` and `read_lines` give, or any iterable that may be gone through
         more than once; or a TokenCache.
     folder: str or PathLike. Where all of the run lies.
-    validation: as data; None: there is none.
+    validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
+        weights that is validated, and that the best checkpoint is the best by.
     subwords: Subwords, or a function that makes them, which is called where the run has none yet.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size.
@@ -358,13 +359,17 @@ class Trainer:
         return None
 
     def validate(self) -> Validation:
-        """The model as it is, on all of the validation data, without dropout."""
+        """The model as it is, on all of the validation data, without dropout.
+
+        Where it keeps an average of the weights, with that.
+        """
         if self._validation is None:
             raise ValueError("validation: there is none")
         nll = hits = 0.0
         tokens = 0
+        average = len(self.model.averages) > 0
         for batch in self._validation:
-            result = self.model.forward(batch)
+            result = self.model.forward(batch, average=average)
             tokens += result.tokens
             nll += result.nll * result.tokens
             hits += result.accuracy * result.tokens

@@ -1,35 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `relpos train`, `relpos demo` and the rest.
-
-    cc program.c $(python -m relpos --cflags --libs)
-
-A sub-command imports what it needs when it runs, so that flags are printed at once.
-"""
+"""`relpos demo`, `relpos train`, and what looks after a run: `average` and `plot`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from relpos import _core, library
-
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-
-_DESCRIPTION = """\
-Transformers with relative positions: trains them, and says how to link with libcore.
-
-  relpos demo                                     see it work, in about a minute
-  relpos train --source train.en --target train.de --output run
-  relpos average run                              the mean of its last checkpoints
-  relpos plot run                                 its curves
-"""
+from relpos.cli.arguments import (
+    INTERRUPTED,
+    USAGE,
+    add_command,
+    add_progress,
+    add_threads,
+    count,
+    minutes,
+    use_threads,
+)
 
 _TRAIN_NEXT = """\
 relpos train: what to train on? For a translation model, for example
@@ -43,134 +33,12 @@ and for a language model, a decoder alone,
 
 `relpos train --help` lists the rest."""
 
-Run = Callable[[argparse.Namespace], int]
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; what goes wrong is a sentence on standard error and a status of 1."""
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
-    run: Run = options.run
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        try:
-            return run(options)
-        except KeyboardInterrupt:
-            print("relpos: interrupted", file=sys.stderr)
-            return INTERRUPTED
-        except BrokenPipeError:
-            # Whoever read the output has gone; nothing more is to be written, at exit neither.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
-        except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
-            print(f"relpos: {_sentence(error)}", file=sys.stderr)
-            return FAILED
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"relpos: warning: {message}", file=sys.stderr)
-
-
-# --------------------------------------------------------------------------------------------------
-# Arguments
-# --------------------------------------------------------------------------------------------------
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="relpos",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=lambda options: _about(options, parser))
-    parser.add_argument("--cflags", action="store_true", help="flags for the C compiler")
-    parser.add_argument("--libs", action="store_true", help="flags for the linker")
-    parser.add_argument("--version", action="store_true", help="the version")
-    parser.add_argument("--build-info", action="store_true", help="the build, as JSON")
-    commands = parser.add_subparsers(title="commands", metavar="command")
+def add_commands(commands: Any) -> None:
     _add_demo(commands)
     _add_train(commands)
     _add_average(commands)
     _add_plot(commands)
-    return parser
-
-
-def _add_command(
-    commands: Any, name: str, what: str, more: str, run: Run, usage: str | None = None
-) -> Any:
-    command = commands.add_parser(
-        name,
-        usage=usage,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.\n\n{more}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=run)
-    return command
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return value
-
-
-def _minutes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
-    return value
-
-
-def _add_progress(command: Any) -> None:
-    command.add_argument(
-        "--progress",
-        choices=("auto", "bar", "lines", "none"),
-        default="auto",
-        help="a bar on a terminal and lines elsewhere (auto), or what you say",
-    )
-
-
-def _add_threads(command: Any) -> None:
-    command.add_argument(
-        "--threads", type=_count, metavar="N", help="threads to compute with (all cores)"
-    )
-
-
-def _use_threads(options: argparse.Namespace) -> None:
-    if options.threads is not None:
-        library.set_threads(options.threads)
-
-
-# --------------------------------------------------------------------------------------------------
-# About the build
-# --------------------------------------------------------------------------------------------------
-
-
-def _about(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Compiler and linker flags on one line, then the rest."""
-    if not (options.cflags or options.libs or options.version or options.build_info):
-        parser.print_help()
-        return USAGE
-    flags = []
-    if options.cflags:
-        flags.append(library.cflags())
-    if options.libs:
-        flags.append(library.libs())
-    if flags:
-        print(*flags)
-    if options.version:
-        print(_core.VERSION)
-    if options.build_info:
-        print(json.dumps(library.build_info(), indent=2))
-    return 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,7 +47,7 @@ def _about(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _add_demo(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "demo",
         "learn to translate the names of numbers, in about a minute",
@@ -195,7 +63,7 @@ def _add_demo(commands: Any) -> None:
     )
     command.add_argument("--seed", type=int, default=1, metavar="N", help="of everything (1)")
     command.add_argument(
-        "--steps", type=_count, default=1600, metavar="N", help="updates of training (1600)"
+        "--steps", type=count, default=1600, metavar="N", help="updates of training (1600)"
     )
     command.add_argument(
         "--output",
@@ -204,14 +72,14 @@ def _add_demo(commands: Any) -> None:
         metavar="DIR",
         help="where weights and a picture of attention go (relpos-demo)",
     )
-    _add_threads(command)
-    _add_progress(command)
+    add_threads(command)
+    add_progress(command)
 
 
 def _demo(options: argparse.Namespace) -> int:
     from relpos import demo
 
-    _use_threads(options)
+    use_threads(options)
     demo.run(
         steps=options.steps,
         seed=options.seed,
@@ -244,7 +112,7 @@ _LOOP: dict[str, tuple[type, str, str]] = {
 
 
 def _add_train(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "train",
         "train a model on text files",
@@ -272,7 +140,7 @@ def _add_train(commands: Any) -> None:
         help="bpe or unigram of sentencepiece, words, or the folder of a saved vocabulary (bpe)",
     )
     data.add_argument(
-        "--vocabulary", type=_count, metavar="N", help="tokens of a new one (the preset's)"
+        "--vocabulary", type=count, metavar="N", help="tokens of a new one (the preset's)"
     )
     model = command.add_argument_group("model")
     model.add_argument(
@@ -295,7 +163,7 @@ def _add_train(commands: Any) -> None:
     model.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and order (1)")
     loop = command.add_argument_group("training")
     for name, (kind, letter, what) in _LOOP.items():
-        check = _count if kind is int else _minutes
+        check = count if kind is int else minutes
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
     run = command.add_argument_group("run")
     run.add_argument(
@@ -306,10 +174,15 @@ def _add_train(commands: Any) -> None:
     )
     run.add_argument("--recompute", action="store_true", help="less memory, more time")
     run.add_argument(
+        "--profile",
+        action="store_true",
+        help="at the end, a table of where the time went, by operation and kind of layer",
+    )
+    run.add_argument(
         "--tensorboard", action="store_true", help="event files for TensorBoard, in DIR/events"
     )
-    _add_threads(run)
-    _add_progress(run)
+    add_threads(run)
+    add_progress(run)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -333,10 +206,11 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _train_on(options: argparse.Namespace, pairs: bool) -> int:
-    _use_threads(options)
+    use_threads(options)
     config, loop = configured(options)
 
     from relpos import data
+    from relpos.model import profile
     from relpos.train.trainer import Trainer
 
     side = "" if pairs else "text"
@@ -368,10 +242,13 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
     say(f"{numbers:,} weights: {trainer.config!r}")
     if trainer.resumed is not None:
         say(f"going on from {trainer.resumed.folder}")
-    outcome = trainer.train()
+    with profile(trainer.model) if options.profile else nullcontext() as profiled:
+        outcome = trainer.train()
     best = ""
     if outcome.best_step is not None:
         best = f", best validation {outcome.best:.4f} at step {outcome.best_step:,}"
+    if profiled is not None:
+        print(profiled.table(profiled.over_layers()))
     say(f"{_ENDED[outcome.reason]} at step {outcome.step:,}{best}: {outcome.checkpoint.folder}")
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
@@ -442,16 +319,23 @@ def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        tomllib = importlib.import_module("tomllib")
-    except ImportError:  # Python 3.10
-        raise ImportError("--config takes Python 3.11 or later; --set does the same") from None
+    tomllib = _toml_reader()
     with path.open("rb") as file:
         try:
             table: dict[str, Any] = tomllib.load(file)
             return table
         except ValueError as error:
             raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def _toml_reader() -> Any:
+    """Python's own from 3.11 on, before that the package which that was made from."""
+    for name in ("tomllib", "tomli"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError("--config: takes tomli before Python 3.11, `pip install 'relpos[train]'`")
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -471,7 +355,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _add_average(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "average",
         "the mean of a run's last checkpoints",
@@ -480,7 +364,7 @@ def _add_average(commands: Any) -> None:
         _average,
     )
     command.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder")
-    command.add_argument("--last", type=_count, default=20, metavar="N", help="how many (20)")
+    command.add_argument("--last", type=count, default=20, metavar="N", help="how many (20)")
     command.add_argument(
         "--output", type=Path, metavar="DIR", help="a new folder (RUN/average-STEP)"
     )
@@ -506,7 +390,7 @@ def _average(options: argparse.Namespace) -> int:
 
 
 def _add_plot(commands: Any) -> None:
-    command = _add_command(
+    command = add_command(
         commands,
         "plot",
         "draw the curves of runs",

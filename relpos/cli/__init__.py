@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `relpos train`, `relpos translate` and the rest.
+
+    cc program.c $(python -m relpos --cflags --libs)
+
+A sub-command imports what it needs when it runs, so that flags are printed at once.
+
+    arguments.py    what the commands share
+    training.py     demo, train, average, plot
+    decoding.py     translate, generate
+    evaluating.py   evaluate
+    lines.py        lines in, lines out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from relpos import _core, library
+from relpos.cli import decoding, evaluating, training
+from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run
+
+_DESCRIPTION = """\
+Transformers with relative positions: trains them, and says how to link with libcore.
+
+  relpos demo                                     see it work, in about a minute
+  relpos train --source train.en --target train.de --output run
+  relpos translate run test.en                    a translation for each line
+  relpos evaluate run --source test.en --reference test.de
+  relpos average run                              the mean of its last checkpoints
+  relpos plot run                                 its curves
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; what goes wrong is a sentence on standard error and a status of 1."""
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+    run: Run = options.run
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return run(options)
+        except KeyboardInterrupt:
+            print("relpos: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            # Whoever read the output has gone; nothing more is to be written, at exit neither.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
+        except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
+            print(f"relpos: {_sentence(error)}", file=sys.stderr)
+            return FAILED
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"relpos: warning: {message}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+# --------------------------------------------------------------------------------------------------
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="relpos",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=lambda options: _about(options, parser))
+    parser.add_argument("--cflags", action="store_true", help="flags for the C compiler")
+    parser.add_argument("--libs", action="store_true", help="flags for the linker")
+    parser.add_argument("--version", action="store_true", help="the version")
+    parser.add_argument("--build-info", action="store_true", help="the build, as JSON")
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    training.add_commands(commands)
+    decoding.add_commands(commands)
+    evaluating.add_commands(commands)
+    return parser
+
+
+# --------------------------------------------------------------------------------------------------
+# About the build
+# --------------------------------------------------------------------------------------------------
+
+
+def _about(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Compiler and linker flags on one line, then the rest."""
+    if not (options.cflags or options.libs or options.version or options.build_info):
+        parser.print_help()
+        return USAGE
+    flags = []
+    if options.cflags:
+        flags.append(library.cflags())
+    if options.libs:
+        flags.append(library.libs())
+    if flags:
+        print(*flags)
+    if options.version:
+        print(_core.VERSION)
+    if options.build_info:
+        print(json.dumps(library.build_info(), indent=2))
+    return 0

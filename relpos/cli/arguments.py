@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: how one is added, and the options that several have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from relpos import library
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Any, name: str, what: str, more: str, run: Run, usage: str | None = None
+) -> Any:
+    command = commands.add_parser(
+        name,
+        usage=usage,
+        help=what,
+        description=f"{what[0].upper()}{what[1:]}.\n\n{more}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+def minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
+    return value
+
+
+def add_progress(command: Any, elsewhere: str = "lines") -> None:
+    command.add_argument(
+        "--progress",
+        choices=("auto", "bar", "lines", "none"),
+        default="auto",
+        help=f"a bar on a terminal and {elsewhere} elsewhere (auto), or what you say",
+    )
+
+
+def add_threads(command: Any) -> None:
+    command.add_argument(
+        "--threads", type=count, metavar="N", help="threads to compute with (all cores)"
+    )
+
+
+def use_threads(options: argparse.Namespace) -> None:
+    if options.threads is not None:
+        library.set_threads(options.threads)

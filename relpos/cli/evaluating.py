@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`relpos evaluate`: how good a model is, or a translation that is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from relpos.cli.arguments import FAILED, USAGE, add_command
+from relpos.cli.decoding import add_running, add_sampling, add_search, load, search_of, shown
+
+_EVALUATE_NEXT = """\
+relpos evaluate: what is missing is {missing}. To translate and compare,
+
+  relpos evaluate run --source test.en --reference test.de
+
+and to compare a translation that is there,
+
+  relpos evaluate --hypothesis output.de --reference test.de
+
+`relpos evaluate --help` lists the rest."""
+
+
+def add_commands(commands: Any) -> None:
+    command = add_command(
+        commands,
+        "evaluate",
+        "BLEU, chrF and perplexity of a model, or of a translation that is there",
+        "Translates --source and compares with --reference. BLEU and chrF are sacrebleu's, with\n"
+        "their signatures; perplexity and accuracy are those of the reference's tokens, each given\n"
+        "the ones before it. BLEU by the length of the source tells what becomes of long sentences.",
+        _evaluate,
+        usage="relpos evaluate [MODEL...] --source FILE --reference FILE [options]",
+    )
+    command.add_argument("models", nargs="*", metavar="MODEL", help="as for `relpos translate`")
+    data = command.add_argument_group("data")
+    data.add_argument("--source", metavar="FILE", help="what is translated")
+    data.add_argument(
+        "--reference", nargs="+", default=[], metavar="FILE", help="how it should be; or several"
+    )
+    data.add_argument(
+        "--hypothesis", metavar="FILE", help="a translation that is there, instead of a new one"
+    )
+    scores = command.add_argument_group("scores")
+    scores.add_argument("--lowercase", action="store_true", help="BLEU of lower case beside it")
+    scores.add_argument(
+        "--tokenize", default="13a", metavar="KIND", help="of BLEU: 13a, intl, char, none... (13a)"
+    )
+    scores.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=(10, 20, 30, 40, 50),
+        metavar="N,N,...",
+        help="where ranges of words of the source end (10,20,30,40,50)",
+    )
+    scores.add_argument("--plot", type=Path, metavar="FILE", help="a picture of BLEU by length")
+    scores.add_argument("--json", action="store_true", help="all of it as JSON")
+    command.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where the translations go (nowhere)"
+    )
+    add_search(command, lengths="those of the source and --max-more")
+    add_sampling(command)
+    add_running(command)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    ends = tuple(int(part) for part in text.split(","))
+    if sorted(set(ends)) != list(ends) or ends[0] < 1:
+        raise argparse.ArgumentTypeError(f"expected rising numbers from 1 on, got {text}")
+    return ends
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if options.models and options.hypothesis is not None:
+        print("relpos evaluate: give a model or --hypothesis, not both", file=sys.stderr)
+        return USAGE
+    missing = []
+    if not options.models and options.hypothesis is None:
+        missing.append("a model, or --hypothesis" + ("" if options.reference else ","))
+    elif options.models and options.source is None:
+        missing.append("--source")
+    if not options.reference:
+        missing.append("--reference")
+    if missing:
+        print(_EVALUATE_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
+        return USAGE
+    from relpos import evaluation
+    from relpos.cli.lines import lines_in, one_line, written
+
+    evaluation.check_installed(plot=options.plot is not None)
+    references = [lines_in([file]) for file in options.reference]
+    sources = None if options.source is None else lines_in([options.source])
+    inputs = [*filter(None, (options.source, options.hypothesis)), *options.reference]
+    failed, translator = False, None
+    if options.hypothesis is not None:
+        said = lines_in([options.hypothesis])
+    else:
+        assert sources is not None
+        evaluation.check_counts(None, references, sources)
+        translator = load(options.models, options)
+        if translator.generates:
+            raise ValueError("this model has no encoder, there is nothing to compare")
+        search = search_of(options, translator)
+        with shown(options.progress, quiet=False) as tell:
+            found = translator.translate_all(sources, search=search, progress=tell)
+        failed = any(each.failed for each in found)
+        said = [one_line(each.text) for each in found]
+    if options.output is not None:
+        with written(options.output, inputs) as write:
+            for line in said:
+                write(line)
+    result = evaluation.evaluate(
+        said, references, sources, translator=translator,
+        lowercase=options.lowercase, tokenize=options.tokenize, lengths=options.lengths,
+    )  # fmt: skip
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        print(result)
+    if options.plot is not None:
+        evaluation.plot(result, options.plot)
+    return FAILED if failed else 0

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines in, lines out: files and standard input, in lists as long as what is there already."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from relpos.data.text import BYTE_ORDER_MARK, lines_of
+
+STANDARD = "-"  # standard input
+_CHUNK = 1 << 16
+
+
+def windows_of(files: Sequence[str], most: int) -> Iterator[list[str]]:
+    """The lines of files one after the other, "-" or none being standard input, `most` at a time.
+
+    Of a pipe or terminal: those that have arrived, so that nobody who writes slowly waits for an
+    answer.
+    """
+    for file in files or (STANDARD,):
+        if file == STANDARD:
+            yield from arriving(sys.stdin.fileno(), "standard input", most)
+        elif stat.S_ISREG(os.stat(file).st_mode):
+            with closing(lines_of(file)) as lines:
+                while window := list(islice(lines, most)):
+                    yield window
+        else:
+            with open(file, "rb", buffering=0) as stream:
+                yield from arriving(stream.fileno(), file, most)
+
+
+def lines_in(files: Sequence[str]) -> list[str]:
+    """Every line of files, the empty ones too."""
+    return [line for window in windows_of(files, 1 << 20) for line in window]
+
+
+def arriving(descriptor: int, name: str, most: int) -> Iterator[list[str]]:
+    """Lines of a stream, at least one at a time, and of those that are there about `most`."""
+    number, rest, ended = 0, b"", False
+    while not ended:
+        lines: list[bytes] = []
+        while not ended and (not lines or (len(lines) < most and _ready(descriptor))):
+            piece = os.read(descriptor, _CHUNK)
+            ended = not piece
+            *whole, rest = (rest + piece).split(b"\n")
+            lines += whole
+        if ended and rest:
+            lines.append(rest)
+        if lines:
+            yield [_text(line, number, name) for number, line in enumerate(lines, number + 1)]
+        number += len(lines)
+
+
+def _ready(descriptor: int) -> bool:
+    return bool(select.select((descriptor,), (), (), 0)[0])
+
+
+def _text(line: bytes, number: int, name: str) -> str:
+    try:
+        text = line.decode().removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: line {number:,}, byte {error.start + 1} of it: {line[error.start]:#04x} is "
+            f"not UTF-8 here ({error.reason})"
+        ) from None
+    return text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
+
+
+def one_line(text: str) -> str:
+    """Text as a column of a line: what would end either is a space."""
+    return text.translate(_SPACES)
+
+
+_SPACES = {ord(each): " " for each in "\n\r\t"}
+
+
+class Writer:
+    """Writes lines as UTF-8, whatever the terminal thinks; each is there at once."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+
+    def __call__(self, line: str) -> None:
+        self._stream.write(f"{line}\n".encode())
+        self._stream.flush()
+
+
+@contextmanager
+def written(output: Path | None, inputs: Sequence[str]) -> Iterator[Writer]:
+    """Where lines go: a file, which is none of the inputs, or standard output."""
+    if output is None:
+        sys.stdout.flush()
+        yield Writer(sys.stdout.buffer)
+        return
+    for file in inputs:
+        if file != STANDARD and output.exists() and os.path.samefile(file, output):
+            raise ValueError(f"--output: {output} is read as well")
+    with output.open("wb") as stream:
+        yield Writer(stream)

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good translations are: BLEU and chrF by sacrebleu, perplexity, and BLEU by length.
+
+result = relpos.evaluation.evaluate(translations, [references], sources)
+print(result)
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relpos.translator import Translator
+
+LENGTHS = (10, 20, 30, 40, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A score of a whole text.
+
+    name: str, as "BLEU". value: float, of 100. signature: str, which says how it was computed.
+    more: str. Of BLEU its precisions and lengths.
+    """
+
+    name: str
+    value: float
+    signature: str
+    more: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """BLEU of the sentences whose sources have from `least` to `most` words (None: and more).
+
+    sentences: int. bleu: float. length_ratio: float. Words of the translations to those of the
+        references.
+    """
+
+    least: int
+    most: int | None
+    sentences: int
+    bleu: float
+    length_ratio: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.least} and more" if self.most is None else f"{self.least} to {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """What a model thinks of the references, each token given those before it.
+
+    nll: float. The mean of -log p. perplexity: float, its exponential. accuracy: float. The share
+        of tokens that had the highest score. tokens: int, the ends counted.
+    """
+
+    nll: float
+    perplexity: float
+    accuracy: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What `evaluate` found; `str` is a table of it."""
+
+    sentences: int
+    metrics: tuple[Metric, ...]
+    likelihood: Likelihood | None
+    by_length: tuple[Range, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain lists and dictionaries."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [f"{self.sentences:,} {'sentence' if self.sentences == 1 else 'sentences'}", ""]
+        width = max(len(each.name) for each in self.metrics)
+        for each in self.metrics:
+            rows.append(f"{each.name:{width}}  {each.value:6.2f}  {each.signature}")
+            if each.more:
+                rows.append(f"{'':{width}}          {each.more}")
+        if self.likelihood is not None:
+            it = self.likelihood
+            rows += [
+                "",
+                f"perplexity {it.perplexity:.4g}, accuracy {it.accuracy:.2%} of {it.tokens:,} tokens "
+                "of the reference",
+            ]
+        if self.by_length:
+            rows += ["", f"{'words of source':>15}  {'sentences':>9}  {'BLEU':>6}  length ratio"]
+            for part in self.by_length:
+                rows.append(
+                    f"{part.name:>15}  {part.sentences:9,}  {part.bleu:6.2f}  "
+                    f"{part.length_ratio:12.3f}"
+                )
+        return "\n".join(rows)
+
+
+def evaluate(
+    translations: Sequence[str],
+    references: Sequence[Sequence[str]],
+    sources: Sequence[str] | None = None,
+    *,
+    translator: Translator | None = None,
+    lowercase: bool = False,
+    tokenize: str = "13a",
+    lengths: Sequence[int] = LENGTHS,
+) -> Evaluation:
+    """Compares translations with references.
+
+    translations: str each.
+    references: lists of str, of each of which line i is one way to say translation i.
+    sources: str each; None: there is no BLEU by length.
+    translator: Translator. Its perplexity and accuracy on the first references, if given.
+    lowercase: bool. BLEU of lower case beside the other.
+    tokenize: str. Of BLEU, as sacrebleu names it.
+    lengths: int each. Where ranges of words of the source end.
+    """
+    check_counts(translations, references, sources)
+    metrics = [bleu(translations, references, tokenize=tokenize)]
+    if lowercase:
+        metrics.append(bleu(translations, references, tokenize=tokenize, lowercase=True))
+    metrics.append(chrf(translations, references))
+    likelihood: Likelihood | None = None
+    ranges: tuple[Range, ...] = ()
+    if translator is not None and sources is not None:
+        likelihood = likelihood_of(translator, sources, references[0])
+    if sources is not None:
+        ranges = by_length(translations, references, sources, lengths=lengths, tokenize=tokenize)
+    return Evaluation(len(translations), tuple(metrics), likelihood, ranges)
+
+
+def bleu(
+    translations: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    lowercase: bool = False,
+    tokenize: str = "13a",
+) -> Metric:
+    """BLEU of a text, with its signature."""
+    metrics = _sacrebleu().metrics
+    known = metrics.BLEU.TOKENIZERS
+    if tokenize not in known:
+        raise ValueError(f"tokenize: expected {', '.join(known)}, got {tokenize}")
+    # force: without sacrebleu's advice about text that is tokenised, which once is enough.
+    metric = metrics.BLEU(lowercase=lowercase, tokenize=tokenize, force=lowercase)
+    score = metric.corpus_score(list(translations), [list(each) for each in references])
+    precisions = "/".join(f"{each:.1f}" for each in score.precisions)
+    more = (
+        f"{precisions}, brevity {score.bp:.3f}, {score.sys_len:,} words to {score.ref_len:,} of the "
+        "reference"
+    )
+    name = "BLEU, lower case" if lowercase else "BLEU"
+    return Metric(name, float(score.score), str(metric.get_signature()), more)
+
+
+def chrf(translations: Sequence[str], references: Sequence[Sequence[str]]) -> Metric:
+    """chrF2 of a text, with its signature."""
+    metric = _sacrebleu().metrics.CHRF()
+    score = metric.corpus_score(list(translations), [list(each) for each in references])
+    return Metric("chrF2", float(score.score), str(metric.get_signature()))
+
+
+def by_length(
+    translations: Sequence[str],
+    references: Sequence[Sequence[str]],
+    sources: Sequence[str],
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    tokenize: str = "13a",
+) -> tuple[Range, ...]:
+    """BLEU of the sentences of each range of lengths, where there are any."""
+    metric = _sacrebleu().metrics.BLEU(tokenize=tokenize, force=True)
+    words = [len(source.split()) for source in sources]
+    ranges = []
+    for above, most in pairwise((-1, *lengths, math.inf)):
+        chosen = [i for i, count in enumerate(words) if above < count <= most]
+        if not chosen:
+            continue
+        score = metric.corpus_score(
+            [translations[i] for i in chosen], [[each[i] for i in chosen] for each in references]
+        )
+        ratio = score.sys_len / max(score.ref_len, 1)
+        last = None if most == math.inf else int(most)
+        least = 0 if above < 0 and min(words) == 0 else max(int(above) + 1, 1)
+        ranges.append(Range(least, last, len(chosen), float(score.score), ratio))
+    return tuple(ranges)
+
+
+def likelihood_of(
+    translator: Translator, sources: Sequence[str], references: Sequence[str]
+) -> Likelihood | None:
+    """Perplexity and accuracy of a model; pairs of which a side is empty don't count."""
+    pairs = [(x, y) for x, y in zip(sources, references, strict=True) if x.strip() and y.strip()]
+    scores = translator.score([x for x, _ in pairs], [y for _, y in pairs])
+    whole = [each for each in scores if not each.failed]
+    tokens = sum(each.tokens.size for each in whole)
+    if tokens == 0:
+        return None
+    nll = -sum(each.log_probability for each in whole) / tokens
+    hits = sum(int(each.hits.sum()) for each in whole)
+    return Likelihood(nll, math.exp(min(nll, 700.0)), hits / tokens, tokens)
+
+
+def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
+    """Draws BLEU by length into a file, whose ending says its kind."""
+    if not evaluation.by_length:
+        raise ValueError("plot: there is no BLEU by length without sources")
+    figures = _matplotlib()
+    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    ranges = evaluation.by_length
+    bars = axes.bar([each.name for each in ranges], [each.bleu for each in ranges], color="C0")
+    axes.bar_label(bars, [f"{each.bleu:.1f}\n{each.sentences:,} sentences" for each in ranges])
+    axes.margins(y=0.15)
+    axes.set_xlabel("words of the source")
+    axes.set_ylabel("BLEU")
+    axes.set_title(f"BLEU {evaluation.metrics[0].value:.2f}, by length")
+    target = Path(path)
+    figure.savefig(target, dpi=100)
+    return target
+
+
+def check_counts(
+    translations: Sequence[str] | None,
+    references: Sequence[Sequence[str]],
+    sources: Sequence[str] | None,
+) -> None:
+    """Refuses texts that are not as long as each other, and empty ones."""
+    if not references:
+        raise ValueError("references: expected one text or several, got none")
+    expected = len(references[0])
+    for name, lines in (
+        ("references[0]", references[0]),
+        *((f"references[{i}]", each) for i, each in enumerate(references)),
+        ("sources", sources),
+        ("translations", translations),
+    ):
+        if lines is not None and len(lines) != expected:
+            raise ValueError(
+                f"{name}: {len(lines):,} lines, the reference has {expected:,}: line i of one must "
+                "be line i of the other"
+            )
+    if expected == 0:
+        raise ValueError("references: expected a line at least, got none")
+
+
+def check_installed(*, plot: bool = False) -> None:
+    """Says what is missing before hours of work."""
+    _sacrebleu()
+    if plot:
+        _matplotlib()
+
+
+def _sacrebleu() -> Any:
+    try:
+        module = importlib.import_module("sacrebleu")
+        importlib.import_module("sacrebleu.metrics")
+        return module
+    except ImportError:
+        raise ImportError("evaluate: takes sacrebleu, `pip install 'relpos[train]'`") from None
+
+
+def _matplotlib() -> Any:
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ImportError("plot: takes matplotlib, `pip install 'relpos[viz]'`") from None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved models as people name them: a checkpoint, a run, a mean, or a file of weights.
+
+A model of gigabytes is to answer at once, so that files are checked by their sizes, and by what
+reading them finds, not by their SHA-256 as training does.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relpos.config import Config
+from relpos.data.subwords import Subwords, check_vocabulary, load_subwords
+from relpos.model import Transformer
+from relpos.position.arrays import check_count
+from relpos.train.average import check_same, put_mean
+from relpos.train.checkpoint import (
+    AVERAGE,
+    MANIFEST,
+    MODEL,
+    STATE,
+    TOKENIZER,
+    CheckpointError,
+    CheckpointWarning,
+    checkpoints,
+    flaw,
+)
+
+SENTENCES = 512  # the most of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """weights: Path each; of several the mean is meant. tokenizer: Path, their vocabulary."""
+
+    weights: tuple[Path, ...]
+    tokenizer: Path
+
+
+def find_model(path: str | os.PathLike[str], average: int | None = None) -> Saved:
+    """What a path means.
+
+    path: str or PathLike. The folder of a checkpoint, of `relpos average`, of a run (its newest
+        whole checkpoint), or a file of weights. Of a folder the running average, if there is one.
+    average: int. The mean of so many of a run's last checkpoints.
+    """
+    where = Path(path)
+    if average is not None:
+        check_count("average", average, 1)
+    if where.is_dir() and not (where / MODEL).exists() and (in_run := checkpoints(where)):
+        weights: tuple[Path, ...] = ()
+        for each in reversed(in_run):
+            if (why := flaw(each.folder, thorough=False)) is not None:
+                message = f"{each.folder}: passed over: {why}"
+                warnings.warn(message, CheckpointWarning, stacklevel=2)
+            elif len(weights) < (average or 1):
+                weights = (each.folder / MODEL, *weights)
+        if not weights:
+            raise CheckpointError(f"{where}: none of its checkpoints is whole")
+        newest = weights[-1].parent
+        return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
+    if average is not None:
+        raise ValueError(f"{where}: is no run, whose last checkpoints could be averaged")
+    if where.is_file():
+        return Saved((where,), where.parent / TOKENIZER)
+    if not where.is_dir():
+        raise FileNotFoundError(f"{where}: there is no such model")
+    if (where / MANIFEST).exists() or (where / STATE).exists():
+        if (why := flaw(where, thorough=False)) is not None:
+            raise CheckpointError(f"{where}: {why}")
+    elif not (where / MODEL).is_file():
+        raise CheckpointError(f"{where}: no model here: neither {MODEL} nor a checkpoint of a run")
+    return Saved((_best_of(where),), where / TOKENIZER)
+
+
+def _best_of(folder: Path) -> Path:
+    """The running average of the weights, where training has kept one: it is what was validated."""
+    return folder / AVERAGE if (folder / AVERAGE).is_file() else folder / MODEL
+
+
+def load_model(
+    saved: Saved, *, tokenizer: Any = None, batch_tokens: int
+) -> tuple[Transformer, Subwords]:
+    """The model, for work without training, and its vocabulary.
+
+    tokenizer: the vocabulary itself, where it is an object of the user's own.
+    batch_tokens: int. The most of a batch on each side; a single sentence always fits.
+    """
+    if not saved.tokenizer.is_dir():
+        raise FileNotFoundError(
+            f"{saved.tokenizer}: the vocabulary is not there; it lies beside the weights, as "
+            "`relpos train` leaves it"
+        )
+    subwords = load_subwords(saved.tokenizer, tokenizer=tokenizer)
+    config = Config.load(saved.weights[-1])
+    check_vocabulary(subwords, config)
+    tokens = max(batch_tokens, config.max_length)
+    if len(saved.weights) == 1:
+        [file] = saved.weights
+        model = Transformer.load(file, tokens=tokens, sentences=SENTENCES, training=False)
+        return model, subwords
+    for each in saved.weights:
+        check_same(config, Config.load(each), saved.weights[-1], each)
+    model = Transformer(config, tokens=tokens, sentences=SENTENCES, training=False)
+    put_mean(model, saved.weights)
+    return model, subwords

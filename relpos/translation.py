@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Translator gives: translations, scores and alignments of lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from relpos.position.arrays import Array
+
+
+class TranslationWarning(UserWarning):
+    """Something is amiss with a line, and the others are translated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """One of the things that may be said.
+
+    text: str. tokens: int32 (n,), without begin and end.
+    score: float. After penalties. log_probability: float. Of the tokens that were searched.
+    finished: bool. False: it was cut off where it became too long.
+    links: (i, j) each, as of `Alignment`, where they were asked for.
+    """
+
+    text: str
+    tokens: npt.NDArray[np.int32]
+    score: float
+    log_probability: float
+    finished: bool
+    links: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def pharaoh(self) -> str:
+        """The links as "0-0 1-2"."""
+        return _pharaoh(self.links)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Translation:
+    """What became of a line.
+
+    line: int. Its number, from 1.
+    n_best: Candidate each, from the best on. None: the line is empty, or it failed.
+    cut: int. Tokens of the line that were left out, because it is too long.
+    unknown: int. Tokens of the line that are the vocabulary's unknown.
+    failed: bool. The model's numbers were not finite.
+    """
+
+    line: int
+    n_best: tuple[Candidate, ...] = ()
+    cut: int = 0
+    unknown: int = 0
+    failed: bool = False
+
+    @property
+    def text(self) -> str:
+        """The best; empty where there is none."""
+        return self.n_best[0].text if self.n_best else ""
+
+    @property
+    def score(self) -> float:
+        """Of the best; 0 for an empty line, NaN where it failed."""
+        return self.n_best[0].score if self.n_best else np.nan if self.failed else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """What the model thinks of a target that was given, the end counted among its tokens.
+
+    line: int. Its number, from 1.
+    log_probability: float. Of the whole.
+    tokens: float32 (n + 1,). log p of each token.
+    hits: bool (n + 1,). Whether it had the highest score of all.
+    """
+
+    line: int
+    log_probability: float
+    tokens: Array
+    hits: npt.NDArray[np.bool_]
+
+    @property
+    def failed(self) -> bool:
+        """The model's numbers were not finite."""
+        return not np.isfinite(self.log_probability)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alignment:
+    """Which source tokens the model looks at when it says a target token.
+
+    line: int. Its number, from 1.
+    weights: float32 (n + 1, m). Row j: where it looks when it says target token j; the last row is
+        that of the end.
+    links: (i, j) each. Source word i, which target word j looks at most; words are numbered from 0
+        and stand between white space. With a vocabulary of your own they are tokens.
+    """
+
+    line: int
+    weights: Array
+    links: tuple[tuple[int, int], ...]
+
+    @property
+    def pharaoh(self) -> str:
+        """The links as "0-0 1-2"."""
+        return _pharaoh(self.links)
+
+
+def _pharaoh(links: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{i}-{j}" for i, j in links)

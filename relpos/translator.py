@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From text to text: translations, continuations, scores and alignments by a trained model.
+
+    translator = relpos.Translator.load("run")
+    translator.translate(["Two dogs run through the snow."])
+
+A checkpoint knows its vocabulary, so that a folder is all it takes. docs/translation.md says more.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise, repeat
+from typing import Any
+
+import numpy as np
+
+from relpos.batch import Batch
+from relpos.data.batches import cut
+from relpos.data.subwords import SentencePiece, Subwords, check_vocabulary
+from relpos.model import Transformer
+from relpos.position.arrays import Array, check_count
+from relpos.saved import find_model, load_model
+from relpos.search import Decoder, Hypothesis, Search
+from relpos.translation import Alignment, Candidate, Score, Translation, TranslationWarning
+
+BATCH_TOKENS = 2048
+WINDOW = 2048  # lines that are read ahead, to be sorted by length
+
+Progress = Callable[[int], object]  # is told how many lines are done
+Align = tuple[int, int | None]  # a layer, and a head or the mean of all
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line on its way through the model."""
+
+    line: int
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)  # what is forced, or given
+    cut: int = 0
+    unknown: int = 0
+
+
+class Translator:
+    """A model, or several of one vocabulary, that translate text; or a decoder alone that goes on
+    from it.
+
+        translator = relpos.Translator.load("run", average=5)
+        for translation in translator.stream(lines, search=relpos.Search(beam=8)):
+            print(translation.text, translation.score)
+
+    models: Transformer, or several, whose probabilities are averaged.
+    subwords: Subwords. The vocabulary they were trained with.
+
+    A line that is too long is cut at the model's max_length and the rest of it left out; one on
+    which the model's numbers are not finite gives "". A TranslationWarning names such a line, and
+    the others are translated.
+    """
+
+    def __init__(self, models: Transformer | Sequence[Transformer], subwords: Subwords) -> None:
+        self.models = (models,) if isinstance(models, Transformer) else tuple(models)
+        self.subwords = subwords
+        self._decoder = Decoder(*self.models)
+        for model in self.models:
+            check_vocabulary(subwords, model.config)
+        self.max_length = min(model.config.max_length for model in self.models)
+        self._tokens = min(model.limits[0] for model in self.models)
+        self._sentences = min(model.limits[1] for model in self.models)
+        self.max_length = min(self.max_length, self._tokens)
+        self.generates = self.models[0].config.encoder.layers == 0
+
+    @classmethod
+    def load(
+        cls,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        average: int | None = None,
+        tokenizer: Any = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> Translator:
+        """From a checkpoint, a run (its newest checkpoint), or a file of weights with its vocabulary
+        beside it; from several, an ensemble.
+
+        paths: str or PathLike, or several.
+        average: int. The mean of so many of a run's last checkpoints.
+        tokenizer: the vocabulary itself, where it is an object of your own.
+        batch_tokens: int. The most source tokens that are translated at the same time.
+        """
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not given:
+            raise ValueError("paths: expected a folder or several, got none")
+        check_count("batch_tokens", batch_tokens, 1)
+        models, found = [], None
+        for path in given:
+            model, subwords = load_model(
+                find_model(path, average), tokenizer=tokenizer, batch_tokens=batch_tokens
+            )
+            if found is not None and subwords.fingerprint() != found.fingerprint():
+                raise ValueError(
+                    f"{os.fspath(path)}: has another vocabulary than {os.fspath(given[0])}: the "
+                    "models of an ensemble share one"
+                )
+            found = subwords
+            models.append(model)
+        assert found is not None
+        return cls(models, found)
+
+    # ---- translating -----------------------------------------------------------------------------
+
+    def translate(
+        self,
+        sentences: Iterable[str],
+        *,
+        search: Search | None = None,
+        batch_tokens: int | None = None,
+        prefixes: Iterable[str] | None = None,
+        progress: Progress | None = None,
+    ) -> list[str]:
+        """The translations of sentences, in their order; "" of an empty one.
+
+        sentences: str each.
+        search: Search. None: Search().
+        batch_tokens: int. The most source tokens that are translated at the same time.
+        prefixes: str each. What each translation begins with.
+        progress: is called with the number of sentences that are done.
+        """
+        found = self.translate_all(
+            sentences, search=search, batch_tokens=batch_tokens, prefixes=prefixes,
+            progress=progress,
+        )  # fmt: skip
+        return [each.text for each in found]
+
+    def translate_all(
+        self,
+        sentences: Iterable[str],
+        *,
+        search: Search | None = None,
+        batch_tokens: int | None = None,
+        prefixes: Iterable[str] | None = None,
+        align: Align | None = None,
+        progress: Progress | None = None,
+    ) -> list[Translation]:
+        """As `translate`, with scores, tokens and n-best lists.
+
+        align: (layer, head). Links of words too, by the decoder's attention there: as of `align`.
+        """
+        if isinstance(sentences, str):
+            raise TypeError("sentences: expected several str, got one str")
+        return list(
+            self.stream(
+                sentences,
+                search=search,
+                batch_tokens=batch_tokens,
+                prefixes=prefixes,
+                align=align,
+                progress=progress,
+            )
+        )
+
+    def stream(
+        self,
+        lines: Iterable[str],
+        *,
+        search: Search | None = None,
+        batch_tokens: int | None = None,
+        prefixes: Iterable[str] | None = None,
+        align: Align | None = None,
+        progress: Progress | None = None,
+        window: int = WINDOW,
+    ) -> Iterator[Translation]:
+        """Translations in the order of the lines, while they are read.
+
+        lines: str each, without end if need be.
+        window: int. So many are read ahead and sorted by length, so that a batch holds equals.
+
+        The rest as in `translate_all`.
+        """
+        if self.generates:
+            raise ValueError("model: has no encoder, it goes on from text: generate() does that")
+        check_count("window", window, 1)
+        each = iter(lines)
+        windows = iter(lambda: list(islice(each, window)), [])
+        return self.in_windows(
+            windows, search=search, batch_tokens=batch_tokens, prefixes=prefixes, align=align,
+            progress=progress,
+        )  # fmt: skip
+
+    def in_windows(
+        self,
+        windows: Iterable[Sequence[str]],
+        *,
+        search: Search | None = None,
+        batch_tokens: int | None = None,
+        prefixes: Iterable[str] | None = None,
+        align: Align | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[Translation]:
+        """As `stream`, where the caller says how far to read ahead: by lists of lines, each of which
+        is translated before the next one is asked for. A decoder alone goes on from each line."""
+        if self.generates and (prefixes is not None or align is not None):
+            raise ValueError(f"{'align' if prefixes is None else 'prefixes'}: there is no source")
+        how = self._checked(Search() if search is None else search)
+        budget = self._budget(batch_tokens)
+        return self._searched(windows, prefixes, how, budget, align, progress)
+
+    def generate(
+        self,
+        prompts: Iterable[str],
+        *,
+        search: Search | None = None,
+        batch_tokens: int | None = None,
+        progress: Progress | None = None,
+        window: int = WINDOW,
+    ) -> Iterator[Translation]:
+        """What a decoder alone, a language model, says after each prompt; the prompt is part of it.
+
+        prompts: str each. An empty one lets it begin by itself.
+
+        The rest as in `stream`.
+        """
+        if not self.generates:
+            raise ValueError("model: has an encoder, it translates: translate() does that")
+        check_count("window", window, 1)
+        each = iter(prompts)
+        windows = iter(lambda: list(islice(each, window)), [])
+        return self.in_windows(windows, search=search, batch_tokens=batch_tokens, progress=progress)
+
+    def _checked(self, how: Search) -> Search:
+        """The search with the vocabulary's tokens, if this model can make it."""
+        if not isinstance(how, Search):
+            raise TypeError(f"search: expected relpos.Search, got {type(how).__name__}")
+        vocabulary = self.models[0].config.target_vocabulary
+        for name in ("beam", "top_k") if how.sample else ("beam", "n_best"):
+            if getattr(how, name) > vocabulary:
+                raise ValueError(
+                    f"{name}: expected at most {vocabulary:,}, the tokens of the vocabulary, "
+                    f"got {getattr(how, name):,}"
+                )
+        if how.rows > self._tokens:
+            raise ValueError(
+                f"{'n_best' if how.sample else 'beam'}: expected at most {self._tokens:,}, which "
+                f"this model was made for, got {how.rows:,}"
+            )
+        how = replace(how, begin=self.subwords.bos, end=self.subwords.eos)
+        if len({*how.suppressed, how.end}) == vocabulary:
+            raise ValueError("suppressed: expected tokens that leave others to be said, got all")
+        return how
+
+    def _searched(
+        self,
+        windows: Iterable[Sequence[str]],
+        prefixes: Iterable[str] | None,
+        how: Search,
+        budget: int,
+        align: Align | None,
+        progress: Progress | None,
+    ) -> Iterator[Translation]:
+        forced = repeat("") if prefixes is None else iter(prefixes)
+        read = done = unknown = touched = 0
+        for window in windows:
+            if self.generates:
+                lines = self._encoded(read, None, window)
+            else:
+                begins = list(islice(forced, len(window)))
+                if len(begins) < len(window):
+                    raise ValueError(
+                        f"prefixes: expected one for each sentence, got {read + len(begins):,}"
+                    )
+                lines = self._encoded(read, window, begins)
+            read += len(lines)
+            unknown += sum(line.unknown for line in lines)
+            touched += sum(line.unknown > 0 for line in lines)
+            for each in _in_order(self._window(lines, how, budget, align), done):
+                done = each.line
+                if each.failed:
+                    _warn(f"line {done:,}: the model's numbers are not finite, no translation")
+                if progress is not None:
+                    progress(done)
+                yield each
+        if unknown > 0:
+            _warn(
+                f"{unknown:,} {'token' if unknown == 1 else 'tokens'} in {touched:,} "
+                f"{'line' if touched == 1 else 'lines'} unknown to the vocabulary"
+            )
+
+    def _window(
+        self, lines: list[_Line], how: Search, budget: int, align: Align | None
+    ) -> Iterator[Translation]:
+        """Those of a window, as they are done."""
+        full = []
+        for line in lines:
+            if line.source or self.generates:
+                full.append(line)
+            else:
+                yield Translation(line.line)
+        for batch in self._batches(full, budget, how.rows):
+            results = self._decoder.search(self._packed(batch, forced=True), how)
+            several = [list(map(self._candidate, found)) for found in results]
+            if align is not None:
+                self._link(batch, several, *align)
+            for line, found in zip(batch, several, strict=True):
+                yield Translation(line.line, tuple(found), line.cut, line.unknown, not found)
+
+    def _candidate(self, found: Hypothesis) -> Candidate:
+        text = self.subwords.decode(found.tokens.tolist())
+        return Candidate(text, found.tokens, found.score, found.log_probability, found.finished)
+
+    def _link(
+        self, batch: list[_Line], several: list[list[Candidate]], layer: int, head: int | None
+    ) -> None:
+        """Puts links into the candidates of each line."""
+        whose: list[tuple[list[Candidate], int]] = []
+        lines: list[_Line] = []
+        for line, found in zip(batch, several, strict=True):
+            for rank, each in enumerate(found):
+                said = each.tokens[: self.max_length - 1].tolist()
+                lines.append(_Line(len(lines) + 1, line.source, said))
+                whose.append((found, rank))
+        for (found, rank), alignment in zip(whose, self._aligned(lines, layer, head), strict=True):
+            found[rank] = replace(found[rank], links=alignment.links)
+
+    # ---- targets that are given --------------------------------------------------------------------
+
+    def score(
+        self,
+        sources: Iterable[str] | None,
+        targets: Iterable[str],
+        *,
+        batch_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[Score]:
+        """How probable targets are, each token given those before it.
+
+        sources, targets: str each, as many; sources None for a decoder alone.
+        """
+        lines = self._given(sources, targets)
+        found: list[Score] = [Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool))] * len(
+            lines
+        )
+        done = 0
+        for batch in self._batches(lines, self._budget(batch_tokens), 1):
+            packed = self._packed(batch)
+            several = [model.scores(packed) for model in self.models]
+            for b, line in enumerate(batch):
+                tokens = several[0][b][0]
+                for other in several[1:]:
+                    tokens = np.logaddexp(tokens, other[b][0])
+                tokens = tokens - np.float32(np.log(len(several)))
+                total = float(tokens.sum(dtype=np.float64))
+                found[line.line - 1] = Score(line.line, total, tokens, several[0][b][1])
+            done += len(batch)
+            if progress is not None:
+                progress(done)
+        for each in found:
+            if each.failed:
+                _warn(f"line {each.line:,}: the model's numbers are not finite, no score")
+        return found
+
+    def align(
+        self,
+        sources: Iterable[str],
+        targets: Iterable[str],
+        *,
+        layer: int = -1,
+        head: int | None = None,
+        batch_tokens: int | None = None,
+    ) -> list[Alignment]:
+        """Which words of the sources belong to which of the targets, by the decoder's attention.
+
+        sources, targets: str each, as many.
+        layer: int. Of the decoder; negative ones count from the last.
+        head: int. One head; None: the mean of all.
+        """
+        if self.generates:
+            raise ValueError("model: has no encoder, there is nothing to align to")
+        return self._aligned(self._given(sources, targets), layer, head, batch_tokens)
+
+    def _aligned(
+        self, lines: list[_Line], layer: int, head: int | None, batch_tokens: int | None = None
+    ) -> list[Alignment]:
+        found: list[Alignment] = [Alignment(0, np.zeros((0, 0), np.float32), ())] * len(lines)
+        for batch in self._batches(lines, self._budget(batch_tokens), 1):
+            packed = self._packed(batch)
+            several = [model.alignments(packed, layer, head) for model in self.models]
+            for b, line in enumerate(batch):
+                weights: Array = np.stack([each[b] for each in several]).mean(axis=0)
+                found[line.line - 1] = Alignment(line.line, weights, self._links(line, weights))
+        return found
+
+    def _links(self, line: _Line, weights: Array) -> tuple[tuple[int, int], ...]:
+        if not line.source or not line.target:
+            return ()
+        words, said = words_of(self.subwords, line.source), words_of(self.subwords, line.target)
+        best = weights[:-1].argmax(axis=1).tolist()
+        return tuple(sorted({(words[i], said[j]) for j, i in enumerate(best)}))
+
+    def _given(self, sources: Iterable[str] | None, targets: Iterable[str]) -> list[_Line]:
+        texts = list(targets)
+        if (sources is None) != self.generates:
+            raise ValueError(
+                "sources: expected None for a decoder alone" if self.generates
+                else "sources: expected one for each target, got None"
+            )  # fmt: skip
+        origins = None if sources is None else list(sources)
+        if origins is not None and len(origins) != len(texts):
+            raise ValueError(
+                f"targets: expected {len(origins):,} as in sources, got {len(texts):,}"
+            )
+        return self._encoded(0, origins, texts)
+
+    # ---- lines to batches --------------------------------------------------------------------------
+
+    def _encoded(
+        self, before: int, sources: Sequence[str] | None, targets: Sequence[str]
+    ) -> list[_Line]:
+        """Tokens of lines; what is too long is cut."""
+        lines = [_Line(before + i) for i in range(1, len(targets) + 1)]
+        if sources is not None:
+            self._encode("source", sources, lines, self.max_length)
+        self._encode("target", targets, lines, self.max_length - 1)
+        return lines
+
+    def _encode(self, side: str, texts: Sequence[str], lines: list[_Line], longest: int) -> None:
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"{side}s: expected str, got {type(text).__name__}")
+        if not any(texts):
+            return
+        unknown = self.subwords.unknown
+        for line, text, tokens in zip(lines, texts, self.subwords.encode_many(texts), strict=True):
+            if not text or text.isspace():
+                continue
+            if len(tokens) > longest:
+                _warn(
+                    f"line {line.line:,}: {len(tokens):,} tokens, of which the model takes "
+                    f"{longest:,}: the rest is left out"
+                )
+                line.cut += len(tokens) - longest
+                tokens = tokens[:longest]
+            line.unknown += tokens.count(unknown)
+            setattr(line, side, list(tokens))
+
+    def _budget(self, batch_tokens: int | None) -> int:
+        if batch_tokens is None:
+            return self._tokens
+        return min(max(check_count("batch_tokens", batch_tokens, 1), self.max_length), self._tokens)
+
+    def _batches(self, lines: list[_Line], budget: int, rows: int) -> Iterator[list[_Line]]:
+        """Lines by length, the longest first, in batches that the model has room for."""
+        if not lines:
+            return
+        order = sorted(lines, key=lambda line: (-len(line.source), -len(line.target)))
+        sizes = np.array([(len(line.source), len(line.target) + 1) for line in order]).T
+        sentences = max(1, min(self._sentences, self._tokens // rows))
+        for begin, end in pairwise(cut(sizes, budget, sentences)):
+            yield order[begin:end]
+
+    def _packed(self, lines: list[_Line], *, forced: bool = False) -> Batch:
+        """forced: targets are what is to be gone on from, not what the decoder reads."""
+        source = source_offsets = target = target_offsets = labels = None
+        if not self.generates:
+            source, source_offsets = _joined([line.source for line in lines])
+        if not forced:
+            bos, eos = [self.subwords.bos], [self.subwords.eos]
+            target, target_offsets = _joined([bos + line.target for line in lines])
+            labels, _ = _joined([line.target + eos for line in lines])
+        elif self.generates or any(line.target for line in lines):
+            target, target_offsets = _joined([line.target for line in lines])
+        return Batch(source, source_offsets, target, target_offsets, labels)
+
+    def __repr__(self) -> str:
+        many = f"{len(self.models)} models" if len(self.models) > 1 else "a model"
+        return f"<Translator: {many}, {self.subwords!r}>"
+
+
+def words_of(subwords: Subwords, tokens: Sequence[int]) -> list[int]:
+    """The number of the word, from 0, that each token belongs to."""
+    if not isinstance(subwords, SentencePiece):
+        return list(range(len(tokens)))
+    numbers, word = [], -1
+    for token in tokens:
+        if word < 0 or subwords.piece(token).startswith("▁"):
+            word += 1
+        numbers.append(word)
+    return numbers
+
+
+def _joined(sentences: list[list[int]]) -> tuple[Any, Any]:
+    offsets = np.zeros(len(sentences) + 1, np.int64)
+    np.cumsum([len(each) for each in sentences], out=offsets[1:])
+    return np.array([token for each in sentences for token in each], np.int32), offsets
+
+
+def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Translation]:
+    """Each as soon as those before it are there."""
+    waiting: dict[int, Translation] = {}
+    for each in translations:
+        waiting[each.line] = each
+        while (next_one := waiting.pop(done + 1, None)) is not None:
+            done += 1
+            yield next_one
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, TranslationWarning, stacklevel=2)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores are sacrebleu's, ranges are of the right sentences, perplexity is that of training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import text_files
+from relpos import Search, Translator, cli, evaluation
+from relpos.data import InOrder, TokenCache, read_lines, read_pairs
+from saved_models import VOCABULARY, random_model, save, spoil
+
+GOLDEN = Path(__file__).resolve().parent / "golden"
+MT, PE, SRC = (GOLDEN / f"mlqe.{kind}" for kind in ("mt", "pe", "src"))
+
+Capture = pytest.CaptureFixture[str]
+
+
+def relpos_says(capture: Capture, *arguments: Any, status: int = 0) -> str:
+    try:
+        found = cli.main([str(each) for each in arguments])
+    except SystemExit as exit_:
+        found = int(exit_.code or 0)
+    out, error = capture.readouterr()
+    assert found == status, error
+    return out if status == 0 else error
+
+
+def bleu_by_hand(hypotheses: list[str], references: list[str]) -> float:
+    """Papineni's formula over words as they stand, where every n-gram order has a match."""
+    matches, totals = np.zeros(4), np.zeros(4)
+    words = 0, 0
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        one, other = hypothesis.split(), reference.split()
+        words = words[0] + len(one), words[1] + len(other)
+        for n in range(1, 5):
+            grams = [tuple(one[i : i + n]) for i in range(len(one) - n + 1)]
+            wanted = [tuple(other[i : i + n]) for i in range(len(other) - n + 1)]
+            totals[n - 1] += len(grams)
+            matches[n - 1] += sum(min(grams.count(g), wanted.count(g)) for g in set(grams))
+    brevity = min(0.0, 1 - words[1] / words[0])
+    return 100 * math.exp(brevity + float(np.log(matches / totals).mean()))
+
+
+# ---- golden scores -------------------------------------------------------------------------------
+
+
+def test_golden_scores(capsys: Capture) -> None:
+    """As sacrebleu 2.6.0 gave them when these lines were chosen."""
+    given = ("evaluate", "--hypothesis", MT, "--reference", PE, "--source", SRC, "--json")
+    found = json.loads(relpos_says(capsys, *given, "--lowercase"))
+    scores = {each["name"]: each for each in found["metrics"]}
+    assert round(scores["BLEU"]["value"], 2) == 80.64
+    assert round(scores["BLEU, lower case"]["value"], 2) == 80.64
+    assert round(scores["chrF2"]["value"], 2) == 91.54
+    assert scores["BLEU"]["more"].startswith("94.3/84.3/78.4/72.9, brevity 0.982, 281 words to 286")
+    signature = r"nrefs:1\|case:(\w+)\|eff:no\|tok:13a\|smooth:exp\|version:[\d.]+"
+    assert re.fullmatch(signature, scores["BLEU"]["signature"])[1] == "mixed"  # type: ignore[index]
+    lower = re.fullmatch(signature, scores["BLEU, lower case"]["signature"])
+    assert lower is not None and lower[1] == "lc"
+    assert [(x["least"], x["most"], x["sentences"]) for x in found["by_length"]] == [
+        (1, 10, 5), (11, 20, 12), (21, 30, 3),
+    ]  # fmt: skip
+    assert [round(x["bleu"], 2) for x in found["by_length"]] == [93.75, 71.33, 92.78]
+    assert found["likelihood"] is None and found["sentences"] == 20
+
+
+def test_bleu_is_the_formula() -> None:
+    said, wanted = (list(read_lines(path)) for path in (MT, PE))
+    found = evaluation.bleu(said, [wanted], tokenize="none")
+    assert found.value == pytest.approx(bleu_by_hand(said, wanted), rel=1e-12)
+    upper = [line.translate({c: c - 32 for c in range(97, 123)}) for line in said]  # ß stays
+    assert evaluation.bleu(upper, [wanted]).value < 20
+    lower = evaluation.bleu(upper, [wanted], lowercase=True).value
+    assert lower == pytest.approx(evaluation.bleu(said, [wanted], lowercase=True).value)
+
+
+CORPORA = {
+    ("train", "mixed"): 70.73, ("dev", "mixed"): 69.05, ("test20", "mixed"): 72.67,
+    ("train", "lc"): 70.98, ("dev", "lc"): 69.30, ("test20", "lc"): 72.86,
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    "RELPOS_DATA" not in os.environ, reason="RELPOS_DATA names no folder of corpora"
+)
+@pytest.mark.parametrize(("part", "case"), CORPORA)
+def test_golden_scores_of_whole_corpora(part: str, case: str) -> None:
+    folder = Path(os.environ["RELPOS_DATA"]) / "mlqe-pe"
+    said, wanted = (list(read_lines(folder / f"{part}.en-de.{x}.gz")) for x in ("mt", "pe"))
+    found = evaluation.bleu(said, [wanted], lowercase=case == "lc")
+    assert round(found.value, 2) == CORPORA[part, case]
+
+
+# ---- ranges --------------------------------------------------------------------------------------
+
+
+def test_ranges() -> None:
+    sources = ["w " * n for n in (0, 1, 3, 4, 4, 9, 12)]
+    good = "one two three four five"
+    said = [good if n in (3, 4) else "no such thing at all" for n in range(7)]
+    found = evaluation.by_length(said, [[good] * 7], sources, lengths=(3, 4, 6, 10))
+    assert [(x.least, x.most, x.sentences) for x in found] == [
+        (0, 3, 3), (4, 4, 2), (7, 10, 1), (11, None, 1),
+    ]  # fmt: skip
+    assert [x.bleu > 99 for x in found] == [False, True, False, False]
+    assert [x.name for x in found] == ["0 to 3", "4 to 4", "7 to 10", "11 and more"]
+    table = str(evaluation.evaluate(said, [[good] * 7], sources, lengths=(3,)))
+    assert re.search(r"\n +0 to 3 +3 +\d+\.\d\d +1\.000\n +4 and more +4 +\d", table)
+
+
+def test_several_references() -> None:
+    said = ["one two three four five"]
+    one, other = ["one two three four six"], ["zero two three four five"]
+    both = evaluation.bleu(said, [one, other])
+    assert both.value > max(evaluation.bleu(said, [x]).value for x in (one, other))
+    assert both.signature.startswith("nrefs:2|")
+
+
+# ---- a model -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("evaluate") / "run", random_model())
+
+
+def test_perplexity_is_that_of_training(run: Path, tmp_path: Path) -> None:
+    """Validation of a training run has the same figures for the same text."""
+    source, target = text_files.write_pairs(tmp_path, "test", 40, seed=3)
+    cache = TokenCache.build(tmp_path / "cache", read_pairs(source, target), VOCABULARY)
+    nll, hits, count = 0.0, 0.0, 0
+    for batch in InOrder(cache, tokens=256, sentences=64, max_length=16):
+        result = random_model().forward(batch)
+        nll += result.nll * result.tokens
+        hits += result.accuracy * result.tokens
+        count += result.tokens
+    sources, targets = (list(read_lines(path)) for path in (source, target))
+    found = evaluation.likelihood_of(
+        Translator.load(run), ["", *sources, "do"], ["da", *targets, " "]
+    )
+    assert found is not None and found.tokens == count
+    assert found.nll == pytest.approx(nll / count, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(found.nll))
+    assert found.accuracy == pytest.approx(hits / count)
+    assert evaluation.likelihood_of(Translator.load(run), [""], ["da"]) is None
+
+
+def test_a_model_is_evaluated(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    source, target = text_files.write_pairs(tmp_path, "test", 30, seed=3)
+    output = tmp_path / "said"
+    given = ("--source", source, "--reference", target, "--max-length", 8, "--beam", 2)
+    said = relpos_says(capsys, "evaluate", run, *given, "-o", output, "--progress", "none")
+    expected = Translator.load(run).translate(
+        read_lines(source), search=Search(beam=2, max_length=8)
+    )
+    assert output.read_text().splitlines() == expected
+    score = evaluation.bleu(expected, [list(read_lines(target))])
+    assert said.startswith(f"30 sentences\n\nBLEU   {score.value:6.2f}  {score.signature}\n")
+    assert re.search(r"\nperplexity \d+(\.\d+)?, accuracy \d+\.\d\d% of \d+ tokens", said)
+    again = relpos_says(capsys, "evaluate", "--hypothesis", output, "--reference", target)
+    assert again.splitlines()[:4] == said.splitlines()[:4] and "perplexity" not in again
+
+
+def test_not_finite(capsys: Capture, tmp_path: Path) -> None:
+    model = random_model()
+    spoil(model, "do")
+    run = save(tmp_path / "run", model)
+    (tmp_path / "source").write_text("ba be\ndo\n")
+    (tmp_path / "target").write_text("be ba\ndo\n")
+    given = ("--source", tmp_path / "source", "--reference", tmp_path / "target")
+    said = relpos_says(capsys, "evaluate", run, *given, "--max-length", 8, status=1)
+    assert "relpos: warning: line 2: the model's numbers are not finite, no translation" in said
+
+
+def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "lengths.png"
+    given = ("evaluate", "--hypothesis", MT, "--reference", PE, "--plot", picture)
+    relpos_says(capsys, *given, "--source", SRC, "--lengths", "5,10,15,20")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "there is no BLEU by length" in relpos_says(capsys, *given, status=1)
+
+
+def test_no_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    given = ("--hypothesis", MT, "--reference", PE, "--source", SRC, "--plot", tmp_path / "x.png")
+    said = relpos_says(capsys, "evaluate", *given, status=1)
+    assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_what_to_type_next(capsys: Capture) -> None:
+    for given, missing in (
+        ((), "a model, or --hypothesis, and --reference"),
+        (("run",), "--source and --reference"),
+        (("--reference", "r"), "a model, or --hypothesis"),
+        (("run", "--reference", "r"), "--source"),
+    ):
+        said = relpos_says(capsys, "evaluate", *given, status=2)
+        assert f"what is missing is {missing}." in said
+        assert "relpos evaluate run --source test.en --reference test.de" in said
+    both = ("evaluate", "run", "--hypothesis", "h", "--reference", "r")
+    assert "give a model or --hypothesis" in relpos_says(capsys, *both, status=2)
+
+
+def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("one\n")
+    (tmp_path / "none").write_text("")
+    short = ("evaluate", "--hypothesis", tmp_path / "short")
+    said = relpos_says(capsys, *short, "--reference", PE, status=1)
+    assert said == (
+        "relpos: translations: 1 lines, the reference has 20: line i of one must be line i of the "
+        "other\n"
+    )
+    nothing = ("evaluate", "--hypothesis", tmp_path / "none", "--reference", tmp_path / "none")
+    assert "expected a line at least" in relpos_says(capsys, *nothing, status=1)
+    kind = (*short, "--reference", tmp_path / "short", "--tokenize", "words")
+    assert "tokenize: expected " in relpos_says(capsys, *kind, status=1)
+    missing = (*short, "--reference", tmp_path / "nowhere")
+    assert "nowhere: No such file" in relpos_says(capsys, *missing, status=1)
+    for wrong in ("5,5", "0,3", "a"):
+        said = relpos_says(capsys, *short, "--reference", PE, "--lengths", wrong, status=2)
+        assert "--lengths" in said
+    # The text is compared before the model is loaded.
+    given = ("--source", tmp_path / "short", "--reference", PE)
+    assert "sources: 1 lines" in relpos_says(capsys, "evaluate", tmp_path, *given, status=1)
+    alone = save(tmp_path / "alone", random_model(**{"encoder.layers": 0}))
+    given = ("--source", PE, "--reference", PE)
+    assert "has no encoder" in relpos_says(capsys, "evaluate", alone, *given, status=1)
+
+
+def test_without_sacrebleu(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    given = ("evaluate", "--hypothesis", MT, "--reference", PE)
+    said = relpos_says(capsys, *given, status=1)
+    assert said == "relpos: evaluate: takes sacrebleu, `pip install 'relpos[train]'`\n"
