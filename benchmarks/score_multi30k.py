@@ -22,6 +22,7 @@ from relpos.evaluation import bleu, evaluate
 from relpos.train.checkpoint import checkpoints, read_json
 
 RESULTS = Path(__file__).parent / "results" / "multi30k.jsonl"
+PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 CONFIGURATIONS = Path(__file__).parent / "multi30k"
 AVERAGED, BEAM, ALPHAS = 10, 4, (0.6, 1.0)
 
@@ -64,26 +65,67 @@ def score(run: Path, data: Path) -> dict[str, Any]:
     cased, lower, chrf = result.metrics
     numbers = sum(array.size for array in translator.models[0].parameters.values())
     assert result.likelihood is not None
-    return {
-        "run": run.name,
-        "configuration": f"benchmarks/multi30k/{name}.toml",
-        "seed": int(seed),
-        "weights": numbers,
-        **curve_of(run),
-        "averaged": [each.step for each in checkpoints(run)[-AVERAGED:]],
-        "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
-        "alpha": chosen,
-        "bleu": round(cased.value, 2),
-        "bleu_lowercase": round(lower.value, 2),
-        "chrf2": round(chrf.value, 2),
-        "signature": cased.signature,
-        "precisions": cased.more,
-        "perplexity_test": round(result.likelihood.perplexity, 3),
-        "by_length": {
-            each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
-        },
-        "trained_with": read_json(checkpoints(run)[-1].folder / "state.json").get("build", {}),
-    } | turns.machine() | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
+    return (
+        {
+            "run": run.name,
+            "configuration": f"benchmarks/multi30k/{name}.toml",
+            "seed": int(seed),
+            "weights": numbers,
+            **curve_of(run),
+            "averaged": [each.step for each in checkpoints(run)[-AVERAGED:]],
+            "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
+            "alpha": chosen,
+            "bleu": round(cased.value, 2),
+            "bleu_lowercase": round(lower.value, 2),
+            "chrf2": round(chrf.value, 2),
+            "signature": cased.signature,
+            "precisions": cased.more,
+            "perplexity_test": round(result.likelihood.perplexity, 3),
+            "by_length": {
+                each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
+            },
+            "trained_with": read_json(checkpoints(run)[-1].folder / "state.json").get("build", {}),
+        }
+        | turns.machine()
+        | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
+    )
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The lines as docs/results.md shows them."""
+    rows = [
+        "| run | positions | weights | steps | alpha | val | test | lower case | chrF2 | perplexity |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for line in lines:
+        rows.append(
+            f"| {line['run']} | {line['run'].rpartition('-')[0].rpartition('-')[2]} "
+            f"| {line['weights']:,} | {line['steps']:,} | {line['alpha']} "
+            f"| {max(line['bleu_val'].values()):.2f} | **{line['bleu']:.2f}** "
+            f"| {line['bleu_lowercase']:.2f} | {line['chrf2']:.2f} | {line['perplexity_test']:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+def lengths_table(lines: list[dict[str, Any]]) -> str:
+    """BLEU by words of the source."""
+    names = list(lines[0]["by_length"])
+    heads = [f"{name} ({lines[0]['by_length'][name][0]})" for name in names]
+    rows = ["| run | " + " | ".join(heads) + " |", "|---" * (len(names) + 1) + "|"]
+    for line in lines:
+        cells = [f"{line['by_length'][name][1]:.2f}" for name in names]
+        rows.append(f"| {line['run']} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def write_page(lines: list[dict[str, Any]]) -> None:
+    """Both tables, between their marks."""
+    page = PAGE.read_text()
+    for name, text in (("runs", table(lines)), ("lengths", lengths_table(lines))):
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        head, _, rest = page.partition(begin)
+        page = f"{head}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    PAGE.write_text(page)
 
 
 def main() -> int:
@@ -103,6 +145,7 @@ def main() -> int:
         print(f"{run.name}: BLEU {line['bleu']}, lower case {line['bleu_lowercase']}", flush=True)
         with RESULTS.open("a") as file:
             file.write(json.dumps(line) + "\n")
+    write_page([json.loads(line) for line in RESULTS.read_text().splitlines()])
     return 0
 
 
