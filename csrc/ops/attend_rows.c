@@ -8,13 +8,17 @@
  * relation mostly stand side by side (beyond the band they all do); what depends on the relation
  * alone is computed once for as many.
  *
- * A task is one head of one row, or a whole row where its mean probabilities are wanted. Keys come
- * in groups, whose scores are on the stack; a larger maximum rescales what is there.
+ * A task is some heads of some rows, about ATTEND_PAIRS pairs of query and key (smaller ones are
+ * not worth handing out), or whole rows where their mean probabilities are wanted. Keys come in
+ * groups, whose scores are on the stack; a larger maximum rescales what is there. Keys lie
+ * anywhere, so that the processor cannot guess the next one: it is asked for ahead.
  */
 #include "base/threads.h"
 #include "ops/attention.h"
 
 #define ATTEND_GROUP 256
+#define ATTEND_PAIRS 1024
+#define ATTEND_AHEAD 2 /* keys */
 
 /* One head's parts of the formula. */
 typedef struct attend_head {
@@ -74,13 +78,25 @@ static real attend_relation(const attend_head *h, const real *q, int64_t d, atte
   return sum;
 }
 
+/* Asks for a key and its value: for one head a few lines each. */
+RPI_INLINE void attend_ask(const real *k, int64_t to_value, int64_t D) {
+  for (int64_t c = 0; c < D; c += 64 / RPI_REAL_BYTES) {
+    __builtin_prefetch(k + c, 0, 3);
+    __builtin_prefetch(k + to_value + c, 0, 3);
+  }
+}
+
 /* Scores of keys first to first + count - 1, in units of log 2; the query is at `at`. */
 static void attend_scores(const attend_head *h, const real *q, const real *const *keys,
-                          int64_t shift, int64_t at, int64_t first, int64_t count, real *s) {
+                          int64_t shift, int64_t to_value, int64_t at, int64_t first, int64_t count,
+                          real *s) {
   attend_last last = {.row = {-1, -1}}; /* no relation, which gives 0 */
   for (int64_t j = 0; j < count; j++) {
     const real *const k = keys[first + j] + shift;
     const int64_t d = first + j - at;
+    if (j + ATTEND_AHEAD < count) {
+      attend_ask(keys[first + j + ATTEND_AHEAD] + shift, to_value, h->D);
+    }
     real sum = dot(q, k, h->D);
     if (h->keys != 0) sum += attend_relation(h, q, d, &last);
     for (int t = 0; t < h->queries; t++) {
@@ -136,7 +152,7 @@ static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
     real s[ATTEND_GROUP];
     count = rpi_min(ATTEND_GROUP, keys - first);
-    attend_scores(h, q, a->keys[row], a->shift + column, at, first, count, s);
+    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count, s);
     real max = all.max;
     for (int64_t j = 0; j < count; j++) max = s[j] > max ? s[j] : max;
     if (max > all.max) {
@@ -167,33 +183,48 @@ static void attend_add_mean(const rpi_attend_rows_args *a, const attend_head *h,
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
     real s[ATTEND_GROUP];
     count = rpi_min(ATTEND_GROUP, keys - first);
-    attend_scores(h, q, a->keys[row], a->shift + column, at, first, count, s);
+    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count, s);
     for (int64_t j = 0; j < count; j++) a->mean[row][first + j] += share * rpi_exp2(s[j] - all.max);
   }
 }
 
-static void attend_head_task(void *context, int64_t task, int worker) {
+/* One call, and how many heads of rows, or rows, a task has. */
+typedef struct attend_job {
+  rpi_attend_rows_args args;
+  int64_t items, each;
+} attend_job;
+
+static void attend_heads_task(void *context, int64_t task, int worker) {
   (void)worker;
-  const rpi_attend_rows_args *const a = context;
-  const int64_t H = a->shape->H, row = task / H, head = task % H;
-  const attend_head h = attend_head_of(a->shape, head);
-  attend_one(a, &h, row, head);
+  const attend_job *const job = context;
+  const int64_t H = job->args.shape->H, end = rpi_min((task + 1) * job->each, job->items);
+  for (int64_t item = task * job->each; item < end; item++) {
+    const attend_head h = attend_head_of(job->args.shape, item % H);
+    attend_one(&job->args, &h, item / H, item % H);
+  }
 }
 
-static void attend_row_task(void *context, int64_t row, int worker) {
+static void attend_mean_task(void *context, int64_t task, int worker) {
   (void)worker;
-  const rpi_attend_rows_args *const a = context;
-  for (int64_t j = 0; j < a->counts[row]; j++) a->mean[row][j] = 0;
-  for (int64_t head = 0; head < a->shape->H; head++) {
-    const attend_head h = attend_head_of(a->shape, head);
-    attend_add_mean(a, &h, row, head, attend_one(a, &h, row, head));
+  const attend_job *const job = context;
+  const rpi_attend_rows_args *const a = &job->args;
+  const int64_t end = rpi_min((task + 1) * job->each, job->items);
+  for (int64_t row = task * job->each; row < end; row++) {
+    for (int64_t j = 0; j < a->counts[row]; j++) a->mean[row][j] = 0;
+    for (int64_t head = 0; head < a->shape->H; head++) {
+      const attend_head h = attend_head_of(a->shape, head);
+      attend_add_mean(a, &h, row, head, attend_one(a, &h, row, head));
+    }
   }
 }
 
 static rp_status attend_rows(const rpi_attend_rows_args *args) {
-  rpi_attend_rows_args a = *args;
   const bool mean = args->mean != NULL;
-  rpi_parallel_for(mean ? a.rows : a.rows * a.shape->H, rp_get_threads(),
-                   mean ? attend_row_task : attend_head_task, &a);
+  attend_job job = {.args = *args, .items = mean ? args->rows : args->rows * args->shape->H};
+  int64_t pairs = 0;
+  for (int64_t r = 0; r < args->rows; r++) pairs += args->counts[r] * args->shape->H;
+  job.each = rpi_max(job.items * ATTEND_PAIRS / rpi_max(pairs, 1), 1);
+  const int64_t tasks = (job.items + job.each - 1) / job.each;
+  rpi_parallel_for(tasks, rp_get_threads(), mean ? attend_mean_task : attend_heads_task, &job);
   return RP_OK;
 }
