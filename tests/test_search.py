@@ -187,6 +187,35 @@ def test_draws_are_of_the_seed() -> None:
         assert best.tokens.tolist() == greedy(model, tokens(line), 8)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.001, "min_length": 3},  # the end outweighs all else beyond any float
+        {"temperature": 1e-6, "suppressed": (4, 5, 6)},
+        {"temperature": 1e300, "suppressed": (5,)},  # all are alike, and one is banned
+        {"temperature": 1e-300},
+        {"max_length": 3, "max_more": 0, "temperature": 0.01, "top_p": 1e-12},
+    ],
+    ids=str,
+)
+def test_every_draw_has_a_result(changes: dict[str, Any]) -> None:
+    """However far what is banned is ahead of what may be said."""
+    model = random_model()
+    model.parameters[output_of(model)][2] *= 40  # the end is very likely, or very unlikely
+    search = Search(sample=True, n_best=3, seed=5, **({"max_length": 6} | changes))
+    for found in model.search(sources(), search):
+        assert len(found) == 3
+        for each in found:
+            assert np.isfinite(each.score) and each.log_probability <= 0
+            assert not {*search.suppressed} & {*each.tokens.tolist()}
+            assert search.min_length <= len(each.tokens) <= search.max_length
+
+
+def test_draws_of_what_is_full_already() -> None:
+    for found in random_model().search(sources(), Search(sample=True, n_best=3, max_more=0)):
+        assert len(found) == 3
+
+
 def test_what_is_not_finite_has_no_result() -> None:
     model = random_model()
     before = model.search(sources(), Search(max_length=8))
@@ -219,6 +248,16 @@ def test_step_by_step() -> None:
     logits = decoder.step([3, 3, 4])
     for row, said in zip(logits, ([6, 7, 3], [6, 8, 3], [5, 9, 4]), strict=True):
         np.testing.assert_allclose(row, next_logits(model, line, said), atol=1e-5, rtol=1e-5)
+
+
+def test_a_beginning_of_nothing_goes_on_with_nothing() -> None:
+    model = random_model()
+    decoder = relpos.Decoder(model)
+    nothing = relpos.Batch([], [0], [], [0])
+    for _ in range(2):
+        assert decoder.begin(nothing, most_rows=4).shape == (0, model.config.target_vocabulary)
+        assert decoder.step([]).shape == (0, model.config.target_vocabulary)
+        decoder.begin(sources(prefixes=["ba"] * len(LINES)), most_rows=8)
 
 
 def test_an_ensemble_has_the_mean_probabilities() -> None:

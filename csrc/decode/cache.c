@@ -232,7 +232,7 @@ static rp_status step(rpi_cache *c, const int32_t *tokens) {
 rp_status rpi_cache_step(rpi_cache *c, int64_t rows, const int32_t *parents,
                          const int32_t *tokens) {
   reorder(c, rows, parents);
-  return step(c, tokens);
+  return rows == 0 ? RP_OK : step(c, tokens); /* of no sentences nothing was made ready */
 }
 
 /* ---- a beginning ----------------------------------------------------------- */

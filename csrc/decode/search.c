@@ -39,6 +39,7 @@
 typedef long long wide; /* for printf */
 
 #define FIRST_LISTED ((int64_t)128) /* likeliest classes a draw looks at first, before all */
+#define LITTLE_LEFT 0x1p-60         /* a share below which floats lose some of what it is made of */
 #define DRAW_SITE 0x64726177u       /* the last word of a draw's counter */
 
 /* ---- memory ---------------------------------------------------------------- */
@@ -180,7 +181,7 @@ typedef struct search {
   int32_t *parents, *words; /* [rows]: a step's arguments */
   int64_t *offsets;         /* [sentences + 1], and ids: what the caches begin with */
   int32_t *ids;
-  int32_t *all_tokens; /* [vocabulary]: sampling, where the first list was too short */
+  int32_t *all_tokens; /* [vocabulary]: sampling, where the first list does not tell */
   double *all_log_probabilities;
   int32_t *drawn; /* [sentences][width]: what each draw says, -1: nothing */
   double *drawn_log;
@@ -232,7 +233,7 @@ static void carve(search *s, rpi_arena *arena) {
   s->words = rpi_arena_take(arena, rows, sizeof *s->words);
   s->offsets = rpi_arena_take(arena, S + 1, sizeof *s->offsets);
   s->ids = rpi_arena_take(arena, forced + S, sizeof *s->ids);
-  const int64_t all = q->sample && s->listed < s->d->vocabulary ? s->d->vocabulary : 0;
+  const int64_t all = q->sample ? s->d->vocabulary : 0;
   s->all_tokens = rpi_arena_take(arena, all, sizeof *s->all_tokens);
   s->all_log_probabilities = rpi_arena_take(arena, all, sizeof *s->all_log_probabilities);
   s->drawn = rpi_arena_take(arena, q->sample ? rows : 0, sizeof *s->drawn);
@@ -390,18 +391,21 @@ static rp_status draw_row(search *s, int64_t r, double left, real *logits) {
   const int32_t *const tokens = s->tokens + r * s->listed;
   const list some = {tokens, s->log_probabilities + r * s->listed, s->listed,
                      s->listed == s->d->vocabulary, left};
+  /* Beside what is banned all the rest may be next to nothing, or nothing that a float can be: then
+   * only a list of the rest alone tells its classes apart. */
+  const bool little = !(left >= LITTLE_LEFT);
   list all = {.count = 0};
   for (int64_t i = first; i < end; i++) {
     const double u = uniform(s, b, i);
-    const list *from = &some;
-    double more = 0;
-    int64_t place = place_of(s->q, from, u);
-    if (place == DRAW_BEYOND) {
+    int64_t place = little ? DRAW_BEYOND : place_of(s->q, &some, u);
+    const bool beyond = place == DRAW_BEYOND;
+    if (beyond) {
       if (all.count == 0) RPI_TRY(list_all(s, logits, &all));
-      from = &all;
-      more = log(left);
-      place = place_of(s->q, from, u);
+      place = place_of(s->q, &all, u);
     }
+    const list *const from = beyond ? &all : &some;
+    /* the likeliest is the first of both */
+    const double more = beyond ? some.log_probabilities[0] - all.log_probabilities[0] : 0;
     s->drawn[b * s->width + i] = place < 0 ? -1 : from->tokens[place];
     s->drawn_log[b * s->width + i] = place < 0 ? 0 : from->log_probabilities[place] + more;
   }
@@ -525,7 +529,11 @@ static void go_on(search *s, sentence *at) {
   if (!is_finite(s, at)) {
     at->kept = 0;
   } else if (at->count < at->forced) {
-    take(s, at->first, s->forced->ids[s->forced->offsets[b] + at->count], 0, -1);
+    /* the last that there is room for ends every draw */
+    const int64_t times = s->q->sample && at->count + 1 >= at->most ? s->width : 1;
+    for (int64_t i = 0; i < times; i++) {
+      take(s, at->first, s->forced->ids[s->forced->offsets[b] + at->count], 0, -1);
+    }
   } else if (s->q->sample) {
     sample(s, at);
   } else {
@@ -627,7 +635,9 @@ static void close_at_once(search *s) {
   for (int64_t b = 0; b < s->sentences; b++) {
     sentence *const at = &s->at[b];
     if (at->count < at->most) continue;
-    keep(s, at->first, (closed){.node = -1, .count = at->count});
+    for (int64_t i = 0; i < (s->q->sample ? s->width : 1); i++) {
+      keep(s, at->first, (closed){.node = -1, .count = at->count});
+    }
     at->rows = 0;
   }
 }

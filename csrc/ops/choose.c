@@ -91,8 +91,9 @@ static void choose_row(const rpi_choose_args *a, int64_t row) {
   real *const x = a->logits + row * a->stride;
   const choose_heap heap = {a->log_probabilities + row * a->most, a->tokens + row * a->most};
   const double inverse = 1 / a->temperature;
-  /* beyond 2^64 a temperature is no different from 0, and 0 times it stays 0 */
-  const real factor = (real)fmin(1.44269504088896340736 * inverse, 0x1p64);
+  /* A factor beyond 2^64 is no different from infinity, and 0 times it stays 0; one below 2^-126 is
+   * no different from 0, and times -infinity, what is banned, stays that. */
+  const real factor = (real)fmax(fmin(1.44269504088896340736 * inverse, 0x1p64), 0x1p-126);
   const real highest = cross_highest(x, a->classes);
   const double sum = choose_sum(x, a->classes, highest, factor);
   for (int64_t i = 0; i < a->most; i++) {
