@@ -217,7 +217,7 @@ static PyObject *model_set_counters(PyObject *self, PyObject *args) {
 
 /* (path, what), what one of SAVE_..., for rp_model_save or rp_model_load */
 static PyObject *with_file(PyObject *self, PyObject *args, const char *format,
-                           rp_status (*call)(rp_model *, const char *, int)) {
+                           rp_status (*rp_file_call)(rp_model *, const char *, int)) {
   rp_model *const core = core_of(self);
   PyObject *path;
   int what;
@@ -225,7 +225,7 @@ static PyObject *with_file(PyObject *self, PyObject *args, const char *format,
   if (!PyArg_ParseTuple(args, format, PyUnicode_FSConverter, &path, &what)) return NULL;
   const char *const bytes = PyBytes_AsString(path);
   Py_BEGIN_ALLOW_THREADS
-  status = call(core, bytes, what);
+  status = rp_file_call(core, bytes, what);
   Py_END_ALLOW_THREADS
   Py_DECREF(path);
   return none_or_error(self, status);
