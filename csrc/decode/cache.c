@@ -126,10 +126,8 @@ static rp_status lengthen(rpi_cache *c) {
   int64_t wanted = 2 * c->list_room;
   if (wanted > c->start.most_length) wanted = c->start.most_length;
   rpi_room other = {NULL, 0}; /* in place of the list that is not in use */
-  int64_t numbers = 0;
-  RPI_CHECK(rpi_multiply(c->start.most_rows, wanted, &numbers), RP_ERROR_SHAPE,
-            "decoder: its memory overflows");
-  RPI_TRY(rpi_room_need(&other, numbers, sizeof(real *)));
+  const int64_t bytes = wanted * (int64_t)sizeof(real *);
+  RPI_TRY(rpi_room_need(&other, c->start.most_rows, bytes));
   for (int64_t r = 0; r < c->rows; r++) {
     memcpy((real **)other.memory + r * wanted, list_at(c, c->now, r),
            (size_t)counts[r] * sizeof(real *));
@@ -137,7 +135,7 @@ static rp_status lengthen(rpi_cache *c) {
   rpi_release(c->lists[c->now].memory);
   c->lists[c->now] = other;
   c->list_room = wanted;
-  return rpi_room_need(&c->lists[1 - c->now], numbers, sizeof(real *));
+  return rpi_room_need(&c->lists[1 - c->now], c->start.most_rows, bytes);
 }
 
 /* Rows become those that go on from `parents`. */
@@ -199,9 +197,9 @@ static rp_status advance(rpi_cache *c, arguments *a) {
     a->places[r] = counts[r];
     list_at(c, c->now, r)[counts[r]++] = a->to[r];
     a->self[r] = (const real *const *)list_at(c, c->now, r);
+    a->cross_counts[r] = source[owner + 1] - source[owner];
     if (c->source_rows == 0) continue;
     a->cross[r] = (const real *const *)c->cross_places.memory + source[owner];
-    a->cross_counts[r] = source[owner + 1] - source[owner];
     if (c->start.attention) a->mean[r] = attention + r * c->longest_source;
   }
   a->offsets[c->rows] = c->rows;
@@ -211,7 +209,6 @@ static rp_status advance(rpi_cache *c, arguments *a) {
 static rp_status step(rpi_cache *c, const int32_t *tokens) {
   arguments a = arguments_of(c);
   RPI_TRY(advance(c, &a));
-  for (int64_t r = 0; c->source_rows == 0 && r < c->rows; r++) a.cross_counts[r] = 0;
   const bool attention = c->start.attention && c->source_rows != 0;
   const rpi_kept kept = {.to = a.to,
                          .shift = c->block_rows * c->token,
@@ -287,10 +284,8 @@ static rp_status encode(rpi_cache *c, rpi_run *run) {
     if (length > c->longest_source) c->longest_source = length;
   }
   if (c->start.attention) {
-    int64_t numbers = 0;
-    RPI_CHECK(rpi_multiply(c->start.most_rows, c->longest_source, &numbers), RP_ERROR_SHAPE,
-              "decoder: its memory overflows");
-    RPI_TRY(rpi_room_need(&c->attention, numbers, sizeof(real)));
+    const int64_t bytes = c->longest_source * (int64_t)sizeof(real);
+    RPI_TRY(rpi_room_need(&c->attention, c->start.most_rows, bytes));
   }
   if (c->source_rows == 0) return RP_OK;
   RPI_TRY(rpi_room_need(&c->cross, c->layers * c->source_rows * c->token, sizeof(real)));
@@ -363,11 +358,8 @@ static rp_status need_rows(rpi_cache *c, const rpi_side *target) {
     longest = length > longest ? length : longest;
   }
   c->list_room = longest + 64 < c->start.most_length ? longest + 64 : c->start.most_length;
-  int64_t numbers = 0;
-  RPI_CHECK(rpi_multiply(most, c->list_room, &numbers), RP_ERROR_SHAPE,
-            "decoder: its memory overflows");
   for (int i = 0; i < 2; i++) {
-    RPI_TRY(rpi_room_need(&c->lists[i], numbers, sizeof(real *)));
+    RPI_TRY(rpi_room_need(&c->lists[i], most, c->list_room * (int64_t)sizeof(real *)));
     RPI_TRY(rpi_room_need(&c->counts[i], most, sizeof(int64_t)));
     RPI_TRY(rpi_room_need(&c->owners[i], most, sizeof(int32_t)));
   }

@@ -33,14 +33,7 @@ typedef struct attend_head {
 static int attend_parts(const rp_relation *relations, int64_t head, band_part *to) {
   int count = 0;
   for (int t = 0; t < RP_TERMS; t++) {
-    const rp_relation *const r = &relations[t];
-    if (!r->table) continue;
-    to[count++] = (band_part){.table = r->table + head * r->head_stride,
-                              .stride = r->row_stride,
-                              .left = r->left,
-                              .right = r->right,
-                              .buckets = r->buckets,
-                              .clip = r->beyond == RP_BEYOND_CLIP};
+    if (relations[t].table) to[count++] = part_of(&relations[t], head);
   }
   return count;
 }

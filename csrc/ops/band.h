@@ -78,6 +78,15 @@ typedef struct band_part {
   bool clip;
 } band_part;
 
+static band_part part_of(const rp_relation *r, int64_t head) {
+  return (band_part){.table = r->table + head * r->head_stride,
+                     .stride = r->row_stride,
+                     .left = r->left,
+                     .right = r->right,
+                     .buckets = r->buckets,
+                     .clip = r->beyond == RP_BEYOND_CLIP};
+}
+
 /* The row for distance d, or -1. */
 static int64_t part_row(const band_part *p, int64_t d) {
   if (!p->clip && (d < -p->left || d > p->right)) return -1;
@@ -99,12 +108,7 @@ typedef struct term {
 
 static void term_add(term *t, const rp_relation *relation, int64_t head, bool vector) {
   if (!relation->table || is_looked_up(relation)) return;
-  const band_part p = {.table = relation->table + head * relation->head_stride,
-                       .stride = relation->row_stride,
-                       .left = relation->left,
-                       .right = relation->right,
-                       .buckets = relation->buckets,
-                       .clip = relation->beyond == RP_BEYOND_CLIP};
+  const band_part p = part_of(relation, head);
   if (vector) t->vectors[t->vector_count++] = p;
   else t->numbers[t->number_count++] = p;
 }

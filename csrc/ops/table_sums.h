@@ -300,10 +300,7 @@ static void reduce_task(void *context, int64_t task, int worker) {
   const slot *const from = r->list->slots + table * r->list->per_head;
   real *const gradient = r->gradient + table * r->relation->head_stride;
   const int64_t stride = r->relation->row_stride;
-  const band_part p = {.left = r->relation->left,
-                       .right = r->relation->right,
-                       .buckets = r->relation->buckets,
-                       .clip = r->relation->beyond == RP_BEYOND_CLIP};
+  const band_part p = part_of(r->relation, 0);
   for (int64_t i = 0; i < slots; i++) {
     const table_sums *const t = &from[i].sums[r->sums];
     if (r->looked_up) {
