@@ -10,7 +10,12 @@
 #   make sanitized          libcore.so and libcore_f64.so under ASan and UBSan, for
 #                           tests/test_sanitizers.py
 #   make f64                libcore_f64.so and .a: the same sources with double (tests only)
+#   make gpu-check PART=build  then test, sanitize, bench: on a machine with a GPU (docs/cuda.md)
 #   make examples           examples/c against the static library
+#   make cuda               librelpos_cuda.so in build/cuda/, by nvcc (see cuda/nvcc.py)
+#   make emulated           librelpos_cuda.so for a CPU, in build/emulated/: cuda/ compiled by CXX
+#                           against tests/emulator; emulated-race and emulated-sanitized: with the
+#                           race checker, under ASan and UBSan
 #   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
 #   make clean
 #
@@ -25,8 +30,10 @@
 #   CC, CFLAGS, CPPFLAGS, LDFLAGS as usual; the flags of csrc/core.mk come last
 
 include csrc/core.mk
+include cuda/cuda.mk
 
 CC ?= cc
+CXX ?= c++
 AR ?= ar
 PKG_CONFIG ?= pkg-config
 VARIANT ?= release
@@ -190,6 +197,57 @@ neon:
 
 examples: $(EXAMPLES)
 
+# ---- the library of GPUs, and the same on a CPU ----------------------------
+
+PYTHON ?= python3
+
+.PHONY: cuda gpu-check
+cuda:
+	$(PYTHON) cuda/nvcc.py --out $(VARIANTS)/cuda
+
+gpu-check:
+	@$(PYTHON) .ci/gpu_check.py $(PART)
+
+EMULATED ?= emulated
+EMULATED_BUILD := $(VARIANTS)/$(EMULATED)
+EMULATED_FLAGS_emulated-sanitized := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+EMULATED_FLAGS = $(addprefix -I,$(CUDA_INCLUDES) tests/emulator) $(EMULATOR_FLAGS) \
+  $(if $(filter 1,$(WERROR)),-Werror) $(EMULATED_FLAGS_$(EMULATED))
+# The race checker gives this instrumentation its meaning: the library is linked without it.
+EMULATED_KERNEL_FLAGS_emulated-race := -O1 -fsanitize=thread
+EMULATED_SOURCES := $(EMULATOR_SOURCES) $(if $(filter emulated-race,$(EMULATED)),race.cpp)
+EMULATED_OBJECTS := $(EMULATED_SOURCES:%.cpp=$(EMULATED_BUILD)/emulator/%.o) \
+  $(patsubst cuda/%.cu,$(EMULATED_BUILD)/cuda/%.o,$(wildcard $(CUDA_SOURCES:%=cuda/%)))
+
+.PHONY: emulated emulated-race emulated-sanitized planted
+emulated emulated-race emulated-sanitized:
+	$(MAKE) EMULATED=$@ $(VARIANTS)/$@/librelpos_cuda.so
+
+$(EMULATED_BUILD)/emulator/%.o: tests/emulator/%.cpp cuda/cuda.mk Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(EMULATED_FLAGS) -O3 $(ONE_FLAGS) -MMD -MP -c $< -o $@
+
+$(EMULATED_BUILD)/cuda/%.o: cuda/%.cu cuda/cuda.mk Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(EMULATED_FLAGS) $(EMULATED_KERNEL_FLAGS_$(EMULATED)) -MMD -MP -x c++ -c $< -o $@
+
+# The emulator alone, with kernels that have faults: tests/test_cuda_emulator.py.
+planted:
+	$(MAKE) EMULATED=emulated $(VARIANTS)/emulated/planted $(VARIANTS)/emulated/vectors
+	$(MAKE) EMULATED=emulated-race $(VARIANTS)/emulated-race/planted
+	$(MAKE) EMULATED=emulated-sanitized $(VARIANTS)/emulated-sanitized/planted
+
+EMULATED_PROGRAMS := $(EMULATED_BUILD)/planted $(EMULATED_BUILD)/vectors
+$(EMULATED_PROGRAMS): $(EMULATED_BUILD)/%: $(EMULATED_BUILD)/emulator/%.o \
+    $(EMULATED_SOURCES:%.cpp=$(EMULATED_BUILD)/emulator/%.o)
+	$(CXX) $(EMULATED_FLAGS) -o $@ $^ -ldl -pthread
+
+$(EMULATED_BUILD)/emulator/planted.o: ONE_FLAGS = $(EMULATED_KERNEL_FLAGS_$(EMULATED))
+
+$(EMULATED_BUILD)/librelpos_cuda.so: $(EMULATED_OBJECTS)
+	$(CXX) $(EMULATED_FLAGS) $(if $(EMULATED_FLAGS_$(EMULATED)),,-Wl,-z,defs) -shared -o $@ $^ \
+	  -ldl -pthread
+
 # ---- install ---------------------------------------------------------------
 
 install: all
@@ -206,4 +264,4 @@ install: all
 clean:
 	rm -rf build
 
--include $(OBJECTS:.o=.d) $(TESTS:=.d) $(EXAMPLES:=.d)
+-include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(EXAMPLES:=.d)

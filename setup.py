@@ -2,11 +2,12 @@
 """Builds libcore, from the list in csrc/core.mk, and the binding on top of it.
 
     relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib
-    relpos/lib/                  libcore.so, libcore.a, and OpenBLAS with its licence
-    relpos/include/relpos/       relpos.h, model.h
+    relpos/lib/                  libcore.so, libcore.a, librelpos_cuda.so, OpenBLAS, its licence
+    relpos/include/relpos/       relpos.h, device.h, model.h, decode.h
 
 Read from the environment, and nothing else:
     RELPOS_BLAS=builtin          no OpenBLAS, relpos's own matrix products
+    RELPOS_CUDA=1                no nvcc is an error; 0: it is not looked for (cuda/nvcc.py)
     RELPOS_SYSTEM_CORE=PREFIX    use the libcore that `make install PREFIX=...` put there
     RELPOS_DEBUG=1               no optimisation, asserts
     RELPOS_SANITIZE=LIST         as the compiler's -fsanitize, e.g. address,undefined
@@ -16,8 +17,8 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
 import shutil
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,18 +26,17 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+sys.path.insert(0, "cuda")
+import nvcc  # noqa: E402
+
 OPENBLAS = "scipy-openblas32==0.3.34.481.3"
 OPENBLAS_MACHINES = ("x86_64", "aarch64", "s390x", "riscv64")  # those it has wheels for
-
-HEADER = Path("csrc/include/relpos/relpos.h")
-MK_TEXT = Path("csrc/core.mk").read_text().replace("\\\n", " ")
-MK = {name: shlex.split(text) for name, text in re.findall(r"(?m)^(\w+) *= *(.*)$", MK_TEXT)}
+MK = nvcc.listed("csrc/core.mk")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API
 BLAS = os.environ.get("RELPOS_BLAS", "openblas")
 if BLAS not in ("openblas", "builtin"):
     raise SystemExit(f"RELPOS_BLAS: expected openblas or builtin, got {BLAS}")
-SYSTEM_CORE = os.environ.get("RELPOS_SYSTEM_CORE")
-SANITIZE = os.environ.get("RELPOS_SANITIZE")
+SYSTEM_CORE, SANITIZE = map(os.environ.get, ("RELPOS_SYSTEM_CORE", "RELPOS_SANITIZE"))
 VARIANT = ["-O0", "-g", "-UNDEBUG"] if os.environ.get("RELPOS_DEBUG", "0") != "0" else []
 VARIANT += ["-g", "-UNDEBUG", f"-fsanitize={SANITIZE}"] if SANITIZE else []
 
@@ -63,8 +63,8 @@ class Build(build_ext):
 
         self.force = True  # the switches above may have changed
         package = Path(self.build_lib) / "relpos"
-        for stale in ("lib", "include"):
-            shutil.rmtree(package / stale, ignore_errors=True)
+        shutil.rmtree(package / "lib", ignore_errors=True)
+        shutil.rmtree(package / "include", ignore_errors=True)
         if not SYSTEM_CORE:
             self.build_core(package / "lib", package / "include/relpos")
         binding.library_dirs = [f"{SYSTEM_CORE or package}/lib"]
@@ -86,6 +86,7 @@ class Build(build_ext):
         self.compiler.create_static_lib(objects, "core", str(library))
         flags = ["-Wl,-soname,libcore.so", *MK["CORE_LDFLAGS"], *VARIANT, *MK["CORE_LIBS"]]
         self.compiler.link_shared_object(objects, str(library / "libcore.so"), extra_postargs=flags)
+        nvcc.build_for_package(Path(self.build_temp) / "cuda", library)
 
     def compile_core(self, source):
         own = MK.get(f"FLAGS_{platform.machine()}_{Path(source).stem}", [])
@@ -111,7 +112,7 @@ binding = Extension(
 
 needs_openblas = not SYSTEM_CORE and BLAS != "builtin" and platform.machine() in OPENBLAS_MACHINES
 setup(
-    version=re.search(r'^#define RP_VERSION "(.*)"', HEADER.read_text(), re.MULTILINE)[1],
+    version=re.search(r'RP_VERSION "(.*)"', Path("csrc/include/relpos/relpos.h").read_text())[1],
     ext_modules=[binding],
     cmdclass={"build_ext": Build},
     setup_requires=[OPENBLAS] if needs_openblas else [],

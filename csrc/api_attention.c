@@ -10,7 +10,7 @@
 #include <stdalign.h>
 
 #include "base/memory.h"
-#include "isa/dispatch.h"
+#include "isa/devices.h"
 
 /* ---- the shape ---------------------------------------------------------------- */
 
@@ -125,6 +125,24 @@ static rp_status check_shape(const rp_attention *given, rp_attention *a) {
   return rpi_check_terms(a);
 }
 
+/* What computes where the arrays lie. Tables of devices see to the CUDA stream and the types. */
+rp_status rpi_placement_ops(const char *call, const rp_placement *placement, const rp_ops **ops) {
+  if (!placement) return rpi_ops_get(ops);
+  RPI_CHECK(placement->struct_size == sizeof *placement, RP_ERROR_ARGUMENT,
+            "%s: placement.struct_size=%zu, must be %zu: start from rp_placement_default()", call,
+            placement->struct_size, sizeof *placement);
+  const int element = placement->element, precision = placement->precision;
+  RPI_CHECK(element == RP_F32 || element == RP_BF16, RP_ERROR_ARGUMENT,
+            "%s: placement.element=%d, must be RP_F32 or RP_BF16", call, element);
+  RPI_CHECK(precision == RP_BF16 || (precision == RP_F32 && element == RP_F32), RP_ERROR_ARGUMENT,
+            "%s: placement.precision=%d, must be %s", call, precision,
+            element == RP_BF16 ? "RP_BF16, as placement.element is" : "RP_F32 or RP_BF16");
+  RPI_TRY(rpi_device_ops(placement->device, ops));
+  RPI_CHECK(!(*ops)->host || precision == RP_F32, RP_ERROR_ARGUMENT,
+            "%s: placement.precision=RP_BF16, but a CPU computes in RP_F32 alone", call);
+  return RP_OK;
+}
+
 /* ---- arrays --------------------------------------------------------------------- */
 
 /* Taken from the smallest stride up, each step of an array that is written must clear
@@ -204,7 +222,7 @@ static rp_status check_workspace(const void *workspace, int64_t given, int64_t n
 static rp_status workspace_of(const rp_attention *a, int workers, int64_t *forward_bytes,
                               int64_t *backward_bytes) {
   const rp_ops *ops = NULL;
-  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(rpi_placement_ops("attention", a->placement, &ops));
   if (a->B == 0 || a->H == 0) {
     if (forward_bytes) *forward_bytes = 0;
     if (backward_bytes) *backward_bytes = 0;
@@ -234,7 +252,7 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
-  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
   const rpi_attention_args args = {.shape = &a,
                                    .q = q,
                                    .k = k,
@@ -283,7 +301,7 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
             "attention: lse is NULL; backward needs the one that forward wrote");
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
-  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
   const rp_attention_gradients wanted = gradients_of_terms(&a, gradients);
   const rpi_attention_backward_args args = {.shape = &a,
                                             .q = q,
@@ -299,13 +317,17 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
   return ops->attention_backward(&args);
 }
 
+bool rpi_is_show(int what) {
+  const int kind = what / 10 * 10;
+  const bool part = kind == RP_SHOW_KEY || kind == RP_SHOW_QUERY || kind == RP_SHOW_BIAS;
+  return part ? what - kind < RP_TERMS : what >= 0 && what <= RP_SHOW_CONTENT;
+}
+
 /* Everything of a map but the arrays that attention has as well. */
 static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t head, int64_t row,
                            int64_t rows, const rp_real *to, int64_t to_stride) {
-  const int kind = what / 10 * 10;
-  const bool part = kind == RP_SHOW_KEY || kind == RP_SHOW_QUERY || kind == RP_SHOW_BIAS;
-  RPI_CHECK(part ? what - kind < RP_TERMS : what >= 0 && what <= RP_SHOW_CONTENT, RP_ERROR_ARGUMENT,
-            "attention: what=%d, must be one of RP_SHOW_...", what);
+  RPI_CHECK(rpi_is_show(what), RP_ERROR_ARGUMENT, "attention: what=%d, must be one of RP_SHOW_...",
+            what);
   RPI_CHECK(b >= 0 && b < a->B, RP_ERROR_ARGUMENT, "attention: b=%lld, must be from 0 to %lld",
             (wide)b, (wide)a->B - 1);
   RPI_CHECK(head >= 0 && head < a->H, RP_ERROR_ARGUMENT,
@@ -321,12 +343,10 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
   return RP_OK;
 }
 
-rp_status rpi_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
-                            int64_t head, int64_t row, int64_t rows, rp_real *to,
-                            int64_t to_stride) {
-  RPI_TRY(check_map(a, what, b, head, row, rows, to, to_stride));
+static rp_status map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b, int64_t head,
+                     int64_t row, int64_t rows, rp_real *to, int64_t to_stride) {
   const rp_ops *ops = NULL;
-  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(rpi_placement_ops("attention", a->placement, &ops));
   rpi_attention_map_args args = {.shape = a,
                                  .q = q,
                                  .k = k,
@@ -339,11 +359,10 @@ rp_status rpi_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int wha
                                  .to_stride = to_stride,
                                  .workers = rp_get_threads()};
   RPI_TRY(ops->attention_map(&args, &args.workspace_bytes));
-  args.workspace = rpi_allocate((size_t)args.workspace_bytes);
-  RPI_CHECK(args.workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
-            (wide)args.workspace_bytes);
+  RPI_CHECK(ops->allocate(args.workspace_bytes, &args.workspace) == RP_OK, RP_ERROR_MEMORY,
+            "attention: no memory for a workspace of %lld bytes", (wide)args.workspace_bytes);
   const rp_status status = ops->attention_map(&args, NULL);
-  rpi_release(args.workspace);
+  ops->release(args.workspace);
   return status;
 }
 
@@ -356,7 +375,7 @@ rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int 
   RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
   RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
   RPI_TRY(rpi_check_labels(&a));
-  return rpi_attention_map(&a, q, k, what, b, head, row, rows, to, to_stride);
+  return map(&a, q, k, what, b, head, row, rows, to, to_stride);
 }
 
 rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t k, int causal,

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 
 #include "base/error.h"
+#include "ops/ops.h"
 
 /* Sizes, strides and positions stay below this, so that sums of a few of them are safe. */
 #define RPI_LIMIT ((int64_t)1 << 40)
@@ -37,6 +38,9 @@ typedef struct axis {
 rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
                          axis head, axis row, int64_t width, bool written);
 
+/* The operations of where a call's arrays lie; `call` begins the sentence. */
+rp_status rpi_placement_ops(const char *call, const rp_placement *placement, const rp_ops **ops);
+
 /* Every term and the mask, as far as a look at lists will do: all but what the matrices
  * of labels and the lists of edges hold. */
 rp_status rpi_check_terms(const rp_attention *a);
@@ -44,9 +48,7 @@ rp_status rpi_check_terms(const rp_attention *a);
 /* What they hold, which takes a pass over all of it. */
 rp_status rpi_check_labels(const rp_attention *a);
 
-/* rp_attention_map for a call that is known to be in order but for what the map itself asks. */
-rp_status rpi_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
-                            int64_t head, int64_t row, int64_t rows, rp_real *to,
-                            int64_t to_stride);
+/* Is it one of RP_SHOW_...? */
+bool rpi_is_show(int what);
 
 #endif

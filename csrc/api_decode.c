@@ -37,6 +37,9 @@ static rp_status check_model(rp_model *const *models, int64_t k) {
   RPI_CHECK(m->config.encoder.relations == first->config.encoder.relations, RP_ERROR_ARGUMENT,
             "decoder: models[%lld] has encoder.relations=%lld, but models[0] has %lld", (wide)k,
             (wide)m->config.encoder.relations, (wide)first->config.encoder.relations);
+  RPI_CHECK(strcmp(models[k]->device, models[0]->device) == 0, RP_ERROR_ARGUMENT,
+            "decoder: models[%lld] is on %s, models[0] on %s; they must be on one device", (wide)k,
+            models[k]->device, models[0]->device);
   return RP_OK;
 }
 
@@ -233,6 +236,19 @@ rp_status rp_decoder_result(const rp_decoder *d, int64_t sentence, int64_t rank,
 
 /* ---- one token at a time --------------------------------------------------- */
 
+/* The logits of the rows, for the host. */
+static rp_status read_logits(rp_decoder *d, int64_t rows, rp_real *logits) {
+  const rp_model *const m = d->models[0];
+  if (m->ops->host) return rpi_decoder_logits(d, 0, rows, logits);
+  for (int64_t first = 0; first < rows; first += d->block_rows) {
+    const int64_t count = rows - first < d->block_rows ? rows - first : d->block_rows;
+    RPI_TRY(rpi_decoder_logits(d, first, count, m->scratch.logits));
+    RPI_TRY(m->ops->read(logits + first * d->vocabulary, m->scratch.logits,
+                         count * d->vocabulary * (int64_t)sizeof *logits));
+  }
+  return RP_OK;
+}
+
 static rp_status begin(rp_decoder *d, const rp_batch *batch, int64_t most_rows, rp_real *logits) {
   RPI_TRY(check_batch(d, batch));
   const rpi_side *const target = &d->runs[0].side[RPI_DECODER];
@@ -251,7 +267,7 @@ static rp_status begin(rp_decoder *d, const rp_batch *batch, int64_t most_rows, 
   for (int64_t k = 0; k < d->count; k++) {
     RPI_TRY(rpi_cache_begin(d->caches[k], &d->runs[k], &start));
   }
-  if (logits) RPI_TRY(rpi_decoder_logits(d, 0, batch->sentences, logits));
+  if (logits) RPI_TRY(read_logits(d, batch->sentences, logits));
   d->rows = batch->sentences;
   d->rows_room = most_rows;
   return RP_OK;
@@ -297,7 +313,7 @@ static rp_status step(rp_decoder *d, int64_t rows, const int64_t *parents, const
   for (int64_t k = 0; k < d->count; k++) {
     RPI_TRY(rpi_cache_step(d->caches[k], rows, own, tokens));
   }
-  if (logits) RPI_TRY(rpi_decoder_logits(d, 0, rows, logits));
+  if (logits) RPI_TRY(read_logits(d, rows, logits));
   d->rows = rows;
   return RP_OK;
 }
@@ -306,93 +322,4 @@ rp_status rp_decoder_step(rp_decoder *d, int64_t rows, const int64_t *parents,
                           const int32_t *tokens, rp_real *logits) {
   RPI_TRY(enter(d));
   return leave(d, step(d, rows, parents, tokens, logits));
-}
-
-/* ---- alignments ------------------------------------------------------------ */
-
-/* Where a batch's maps are, and room for one head's. */
-typedef struct maps {
-  rpi_attention_map_args args;
-  const int64_t *queries, *keys; /* offsets */
-  int64_t first, end;            /* heads */
-  real *one;                     /* [most pairs of a sentence] */
-} maps;
-
-static int64_t pairs_of(const maps *m, int64_t b) {
-  return (m->queries[b + 1] - m->queries[b]) * (m->keys[b + 1] - m->keys[b]);
-}
-
-/* The mean of the heads of one sentence. */
-static rp_status align(const rp_ops *ops, const maps *m, int64_t b, real *to) {
-  const int64_t pairs = pairs_of(m, b);
-  const real share = 1 / (real)(m->end - m->first);
-  rpi_attention_map_args args = m->args;
-  args.b = b;
-  args.rows = m->queries[b + 1] - m->queries[b];
-  args.to_stride = m->keys[b + 1] - m->keys[b];
-  memset(to, 0, (size_t)pairs * sizeof *to);
-  for (args.head = m->first; args.head < m->end; args.head++) {
-    args.to = m->one;
-    RPI_TRY(ops->attention_map(&args, NULL));
-    for (int64_t i = 0; i < pairs; i++) to[i] += share * m->one[i];
-  }
-  return RP_OK;
-}
-
-static rp_status align_all(const rp_ops *ops, maps *m, int64_t sentences, real *to) {
-  int64_t most = 0, bytes = 0, all = 0;
-  for (int64_t b = 0; b < sentences; b++) most = pairs_of(m, b) > most ? pairs_of(m, b) : most;
-  if (most == 0) return RP_OK;
-  RPI_CHECK(to, RP_ERROR_ARGUMENT, "model: weights is NULL");
-  RPI_TRY(ops->attention_map(&m->args, &m->args.workspace_bytes));
-  rpi_arena arena = rpi_arena_counting();
-  rpi_arena_take(&arena, m->args.workspace_bytes, 1);
-  rpi_arena_take(&arena, most, sizeof(real));
-  bytes = arena.used;
-  void *const memory = rpi_allocate((size_t)bytes);
-  RPI_CHECK(memory, RP_ERROR_MEMORY, "model: no memory for %lld bytes of attention maps",
-            (wide)bytes);
-  arena = rpi_arena_over(memory, bytes);
-  m->args.workspace = rpi_arena_take(&arena, m->args.workspace_bytes, 1);
-  m->one = rpi_arena_take(&arena, most, sizeof(real));
-  rp_status status = RP_OK;
-  for (int64_t b = 0; b < sentences && status == RP_OK; b++) {
-    if (pairs_of(m, b) == 0) continue;
-    status = align(ops, m, b, to + all);
-    all += pairs_of(m, b);
-  }
-  rpi_release(memory);
-  return status;
-}
-
-static rp_status alignments(rp_model *m, const rp_batch *batch, int64_t layer, int64_t head,
-                            rp_real *weights) {
-  const int64_t layers = m->config.decoder.layers, heads = m->config.heads;
-  RPI_CHECK(m->stack[RPI_DECODER].parts == 3, RP_ERROR_ARGUMENT,
-            "model: it has no attention from a decoder to an encoder, and so no alignments");
-  RPI_CHECK(layer >= -layers && layer < layers, RP_ERROR_ARGUMENT,
-            "model: layer=%lld, must be from %lld to %lld", (wide)layer, (wide)-layers,
-            (wide)layers - 1);
-  RPI_CHECK(head >= -1 && head < heads, RP_ERROR_ARGUMENT,
-            "model: head=%lld, must be -1 or from 0 to %lld", (wide)head, (wide)heads - 1);
-  rpi_run run;
-  RPI_TRY(rpi_check_batch(m, batch, false, &run));
-  if (run.sentences == 0) return RP_OK;
-  rpi_set_ordinals(batch, 0, &run);
-  rp_attention a;
-  maps all = {.args = {.shape = &a, .what = RP_SHOW_PROBABILITIES},
-              .queries = run.side[RPI_DECODER].offsets,
-              .keys = run.side[RPI_ENCODER].offsets,
-              .first = head < 0 ? 0 : head,
-              .end = head < 0 ? heads : head + 1};
-  RPI_TRY(rpi_transformer_heads(&run, RPI_DECODER, layer < 0 ? layer + layers : layer, RPI_CROSS,
-                                &a, &all.args.q, &all.args.k));
-  all.args.workers = run.workers;
-  return align_all(m->ops, &all, run.sentences, weights);
-}
-
-rp_status rp_model_alignments(rp_model *m, const rp_batch *batch, int64_t layer, int64_t head,
-                              rp_real *weights) {
-  RPI_TRY(rpi_model_enter(m));
-  return rpi_model_leave(m, alignments(m, batch, layer, head, weights));
 }

@@ -7,6 +7,7 @@
 
 #include "api_model.h"
 #include "file/model_file.h"
+#include "isa/devices.h"
 #include "train/step.h"
 
 /* ---- limits ---------------------------------------------------------------- */
@@ -21,6 +22,16 @@ static rp_status check_limits(const rp_limits *limits) {
   RPI_CHECK(limits->sentences >= 1 && limits->sentences <= INT32_MAX, RP_ERROR_ARGUMENT,
             "model: limits.sentences=%lld, must be from 1 to %d", (wide)limits->sentences,
             INT32_MAX);
+  char quoted[RPI_QUOTE];
+  RPI_CHECK(!limits->device || strlen(limits->device) < RPI_DEVICE, RP_ERROR_ARGUMENT,
+            "model: limits.device=%s is no device; rp_device_get names them",
+            rpi_quote(limits->device, quoted));
+  RPI_CHECK(limits->precision == RP_F32 || limits->precision == RP_BF16, RP_ERROR_ARGUMENT,
+            "model: limits.precision=%d, must be RP_F32 or RP_BF16", limits->precision);
+  const rp_ops *ops;
+  RPI_TRY(rpi_device_ops(limits->device, &ops));
+  RPI_CHECK(limits->precision == RP_F32 || !ops->host, RP_ERROR_ARGUMENT,
+            "model: limits.precision=RP_BF16, but a CPU computes in RP_F32 alone");
   return RP_OK;
 }
 
@@ -74,12 +85,13 @@ static rp_status parameter(const rp_model *m, int64_t index, rp_parameter *to) {
                        .name = p->name,
                        .dimensions = p->dimensions,
                        .shape = {p->shape[0], p->shape[1], p->shape[2]},
-                       .count = p->count,
-                       .data = m->weights + p->at,
-                       .gradient = m->gradients ? m->gradients + p->at : NULL,
-                       .moment1 = m->moment1 ? m->moment1 + p->at : NULL,
-                       .moment2 = m->moment2 ? m->moment2 + p->at : NULL,
-                       .average = m->average ? m->average + p->at : NULL};
+                       .count = p->count};
+  if (!m->ops->host) return RP_OK;
+  to->data = m->weights + p->at;
+  to->gradient = m->gradients ? m->gradients + p->at : NULL;
+  to->moment1 = m->moment1 ? m->moment1 + p->at : NULL;
+  to->moment2 = m->moment2 ? m->moment2 + p->at : NULL;
+  to->average = m->average ? m->average + p->at : NULL;
   return RP_OK;
 }
 
@@ -88,13 +100,59 @@ rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
   return rpi_model_leave(m, parameter(m, index, to));
 }
 
+/* Where one of a parameter's arrays lies. */
+static rp_status array_of(const rp_model *m, int64_t index, int array, real **numbers,
+                          int64_t *bytes) {
+  RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
+            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->layout.count - 1);
+  RPI_CHECK(array >= RP_ARRAY_WEIGHTS && array <= RP_ARRAY_AVERAGE, RP_ERROR_ARGUMENT,
+            "model: array=%d, must be one of RP_ARRAY_...", array);
+  real *const all[] = {m->weights, m->gradients, m->moment1, m->moment2, m->average};
+  RPI_CHECK(all[array], RP_ERROR_ORDER, "model: it has no %s",
+            array == RP_ARRAY_AVERAGE ? "average; ema is 0, or it was made without training"
+                                      : "gradients and moments; it was made without training");
+  *numbers = all[array] + m->layout.parameters[index].at;
+  *bytes = m->layout.parameters[index].count * (int64_t)sizeof(real);
+  return RP_OK;
+}
+
+static rp_status read_array(const rp_model *m, int64_t index, int array, rp_real *to) {
+  real *numbers = NULL;
+  int64_t bytes = 0;
+  RPI_TRY(array_of(m, index, array, &numbers, &bytes));
+  RPI_CHECK(to, RP_ERROR_ARGUMENT, "model: to is NULL");
+  return m->ops->read(to, numbers, bytes);
+}
+
+static rp_status write_array(const rp_model *m, int64_t index, int array, const rp_real *from) {
+  real *numbers = NULL;
+  int64_t bytes = 0;
+  RPI_TRY(array_of(m, index, array, &numbers, &bytes));
+  RPI_CHECK(from, RP_ERROR_ARGUMENT, "model: from is NULL");
+  return m->ops->write(numbers, from, bytes);
+}
+
+rp_status rp_model_read(rp_model *m, int64_t index, int array, rp_real *to) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, read_array(m, index, array, to));
+}
+
+rp_status rp_model_write(rp_model *m, int64_t index, int array, const rp_real *from) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, write_array(m, index, array, from));
+}
+
 /* ---- one call at a time ---------------------------------------------------- */
 
 rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
-  return RP_OK;
+  const rp_ops *ops;
+  if (m->ops->host) return RP_OK;
+  const rp_status status =
+      rpi_device_ops(m->device, &ops); /* from here on this thread works there */
+  return status == RP_OK ? RP_OK : rpi_model_leave(m, status);
 }
 
 rp_status rpi_model_leave(rp_model *m, rp_status status) {
@@ -376,9 +434,9 @@ static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores, int8
   RPI_TRY(pass(m, batch, true, false, &run, &sums));
   const int64_t rows = run.side[rpi_last_stack(m)].rows;
   RPI_CHECK(scores || rows == 0, RP_ERROR_ARGUMENT, "model: scores is NULL");
-  for (int64_t r = 0; r < rows; r++) scores[r] = run.labels[r] < 0 ? 0 : -m->scratch.nll[r];
-  if (hits && rows != 0) memcpy(hits, m->scratch.hit, (size_t)rows);
-  return RP_OK;
+  RPI_TRY(m->ops->read(scores, m->scratch.nll, rows * (int64_t)sizeof *scores));
+  for (int64_t r = 0; r < rows; r++) scores[r] = run.labels[r] < 0 ? 0 : -scores[r];
+  return hits ? m->ops->read(hits, m->scratch.hit, rows) : RP_OK;
 }
 
 rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
@@ -392,52 +450,12 @@ static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
   RPI_TRY(pass(m, batch, false, false, &run, &sums));
   const int64_t count = run.side[rpi_last_stack(m)].rows * m->config.width;
   RPI_CHECK(to || count == 0, RP_ERROR_ARGUMENT, "model: hidden is NULL");
-  if (count != 0) memcpy(to, m->stack[rpi_last_stack(m)].out, (size_t)count * sizeof *to);
-  return RP_OK;
+  return m->ops->read(to, m->stack[rpi_last_stack(m)].out, count * (int64_t)sizeof *to);
 }
 
 rp_status rp_model_hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
   RPI_TRY(rpi_model_enter(m));
   return rpi_model_leave(m, hidden(m, batch, to));
-}
-
-static rp_status map(rp_model *m, const rp_batch *batch, int kind, int64_t layer, int64_t head,
-                     int64_t sentence, int show, rp_real *to) {
-  RPI_CHECK(kind >= RP_ATTENTION_ENCODER && kind <= RP_ATTENTION_CROSS, RP_ERROR_ARGUMENT,
-            "model: kind=%d, must be RP_ATTENTION_ENCODER=0, RP_ATTENTION_DECODER=1 or "
-            "RP_ATTENTION_CROSS=2",
-            kind);
-  RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
-  const int stack = kind == RP_ATTENTION_ENCODER ? RPI_ENCODER : RPI_DECODER;
-  const int part = kind == RP_ATTENTION_CROSS ? RPI_CROSS : RPI_SELF;
-  const int64_t layers = rpi_stack_of(&m->config, stack)->layers;
-  const bool there = m->stack[stack].parts != 0 && (part == RPI_SELF || m->stack[stack].parts == 3);
-  RPI_CHECK(there, RP_ERROR_ARGUMENT, "model: kind=%d, but it has no %s", kind,
-            kind == RP_ATTENTION_ENCODER   ? "encoder"
-            : kind == RP_ATTENTION_DECODER ? "decoder"
-                                           : "attention from a decoder to an encoder");
-  RPI_CHECK(layer >= 0 && layer < layers, RP_ERROR_ARGUMENT,
-            "model: layer=%lld, must be from 0 to %lld", (wide)layer, (wide)layers - 1);
-  rpi_run run;
-  RPI_TRY(rpi_check_batch(m, batch, false, &run));
-  RPI_CHECK(sentence >= 0 && sentence < batch->sentences, RP_ERROR_ARGUMENT,
-            "model: sentence=%lld, must be below the batch's %lld sentences and not negative",
-            (wide)sentence, (wide)batch->sentences);
-  rpi_set_ordinals(batch, 0, &run);
-  rp_attention a;
-  rp_rows q, k;
-  RPI_TRY(rpi_transformer_heads(&run, stack, layer, part, &a, &q, &k));
-  const int64_t *const queries = run.side[stack].offsets;
-  const int64_t *const keys = run.side[part == RPI_CROSS ? RPI_ENCODER : stack].offsets;
-  return rpi_attention_map(&a, q, k, show, sentence, head, 0,
-                           queries[sentence + 1] - queries[sentence], to,
-                           keys[sentence + 1] - keys[sentence]);
-}
-
-rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, int64_t layer,
-                                 int64_t head, int64_t sentence, int show, rp_real *to) {
-  RPI_TRY(rpi_model_enter(m));
-  return rpi_model_leave(m, map(m, batch, kind, layer, head, sentence, show, to));
 }
 
 /* ---- files ----------------------------------------------------------------- */
@@ -464,7 +482,7 @@ static int64_t most_lines(const rp_model *m) {
 rp_status rp_model_profile(rp_model *m, int on) {
   RPI_TRY(rpi_model_enter(m));
   rp_status status = RP_OK;
-  if (on) status = rpi_profile_start(&m->profile, most_lines(m));
+  if (on) status = rpi_profile_start(&m->profile, m->ops, most_lines(m));
   else rpi_profile_stop(&m->profile);
   return rpi_model_leave(m, status);
 }

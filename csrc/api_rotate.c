@@ -10,7 +10,6 @@
 
 #include "api_attention.h"
 #include "base/memory.h"
-#include "isa/dispatch.h"
 
 static rp_status check_range(const char *name, int64_t value, int64_t least, int64_t most) {
   RPI_CHECK(value >= least && value <= most, RP_ERROR_SHAPE,
@@ -81,7 +80,7 @@ rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
                                    (rows == 1 || x.row_stride == out.row_stride)),
             RP_ERROR_SHAPE, "rotate: out is x, but their strides differ");
   const rp_ops *ops = NULL;
-  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(rpi_placement_ops("rotate", r->placement, &ops));
   return ops->rotate(r, x, out);
 }
 

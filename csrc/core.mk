@@ -23,6 +23,7 @@ CORE_SOURCES = \
   isa/avx512.c \
   isa/neon.c \
   isa/dispatch.c \
+  isa/devices.c \
   model/config.c \
   model/config_check.c \
   model/presets.c \
@@ -44,11 +45,14 @@ CORE_SOURCES = \
   api_attention.c \
   api_relation.c \
   api_rotate.c \
+  api_device.c \
   api_config.c \
   api_model.c \
+  api_maps.c \
   api_decode.c
 
-CORE_PUBLIC_HEADERS = include/relpos/relpos.h include/relpos/model.h include/relpos/decode.h
+CORE_PUBLIC_HEADERS = include/relpos/relpos.h include/relpos/device.h include/relpos/model.h \
+  include/relpos/decode.h
 
 CORE_INCLUDES = . include
 

@@ -5,6 +5,9 @@
  * There is no conversion: an array is used where it lies or refused with the fix. What
  * libcore cannot see is checked here (types, sizes, strides); what it can see is left to
  * it.
+ *
+ * The object is an ndarray or, where the call has a placement, a tuple that says where an array
+ * of numbers lies on the device. Either is read into a header, and every check is about that.
  */
 #include "_core.h"
 
@@ -12,9 +15,107 @@
 #include <string.h>
 
 sizes sizes_unknown(void) {
-  sizes s;
+  sizes s = {.placement = NULL};
   for (size_t i = 0; i < sizeof s.of / sizeof s.of[0]; i++) s.of[i] = -1;
   return s;
+}
+
+/* ---- headers --------------------------------------------------------------------- */
+
+/* What an array says of itself. */
+typedef struct header {
+  PyObject *object;
+  void *data;
+  int axes;
+  int64_t shape[TAKE_MAX_AXES], strides[TAKE_MAX_AXES]; /* strides in bytes */
+  int64_t bytes;                                        /* of an element */
+  int is_of_type, is_aligned, is_writable;
+} header;
+
+static int is_of_type(PyArrayObject *array, int flags) {
+  const int type = PyArray_TYPE(array);
+  if (!PyArray_ISNOTSWAPPED(array)) return 0;
+  switch (flags & TAKE_TYPES) {
+    case TAKE_INT64: return type == NPY_INT64;
+    case TAKE_INT32: return type == NPY_INT32;
+    case TAKE_LABELS: return type == NPY_INT8 || type == NPY_INT16 || type == NPY_INT32;
+    case TAKE_MASK: return type == NPY_BOOL || type == NPY_UINT8;
+    case TAKE_UINT32: return type == NPY_UINT32;
+    default: return type == NPY_FLOAT32;
+  }
+}
+
+static void read_array(PyArrayObject *array, int flags, header *h) {
+  *h = (header){.object = (PyObject *)array,
+                .data = PyArray_DATA(array),
+                .axes = PyArray_NDIM(array),
+                .bytes = PyArray_ITEMSIZE(array),
+                .is_of_type = is_of_type(array, flags),
+                .is_aligned = PyArray_ISALIGNED(array),
+                .is_writable = PyArray_ISWRITEABLE(array)};
+  for (int i = 0; i < h->axes && i < TAKE_MAX_AXES; i++) {
+    h->shape[i] = PyArray_DIM(array, i);
+    h->strides[i] = PyArray_STRIDE(array, i);
+  }
+}
+
+/* Numbers that lie on the device, which are float32 or, of the placement's element, bfloat16. */
+static int is_on_device(int flags, const sizes *s) {
+  return s->placement != NULL && (flags & (TAKE_TYPES | TAKE_HOST)) == 0;
+}
+
+static int is_bfloat16(int flags, const sizes *s) {
+  return is_on_device(flags, s) && (flags & TAKE_ELEMENT) != 0 && s->placement->element == RP_BF16;
+}
+
+/* Memory of a device: (address, type, shape, strides in elements, writable). False, with an
+ * exception, for another tuple. */
+static int read_memory(PyObject *object, const char *name, int flags, const sizes *s, header *h) {
+  unsigned long long address;
+  const char *type;
+  PyObject *shape, *strides;
+  *h = (header){.object = object, .bytes = is_bfloat16(flags, s) ? 2 : 4};
+  if (!PyArg_ParseTuple(object, "KsO!O!p:memory", &address, &type, &PyTuple_Type, &shape,
+                        &PyTuple_Type, &strides, &h->is_writable)) {
+    return 0;
+  }
+  if (PyTuple_Size(shape) != PyTuple_Size(strides) || PyTuple_Size(shape) > INT8_MAX) {
+    PyErr_Format(PyExc_ValueError, "%s: a shape of %zd axes with %zd strides", name,
+                 PyTuple_Size(shape), PyTuple_Size(strides));
+    return 0;
+  }
+  h->data = (void *)(uintptr_t)address;
+  h->axes = (int)PyTuple_Size(shape);
+  h->is_of_type = strcmp(type, is_bfloat16(flags, s) ? "bfloat16" : "float32") == 0;
+  h->is_aligned = address % (unsigned long long)h->bytes == 0;
+  for (int i = 0; i < h->axes && i < TAKE_MAX_AXES; i++) {
+    h->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
+    const int64_t stride = PyLong_AsLongLong(PyTuple_GetItem(strides, i));
+    if (PyErr_Occurred()) return 0;
+    const int64_t n = h->shape[i], farthest = INT64_MAX / 64 / (n > 1 ? n : 1);
+    if (n < 0 || stride > farthest || stride < -farthest) {
+      PyErr_Format(PyExc_ValueError, "%s: axis %d of %lld with a stride of %lld is out of range",
+                   name, i, (long long)n, (long long)stride);
+      return 0;
+    }
+    h->strides[i] = stride * h->bytes;
+  }
+  return 1;
+}
+
+int axes_of(PyObject *object) {
+  if (PyArray_Check(object)) return PyArray_NDIM((PyArrayObject *)object);
+  if (!PyTuple_Check(object) || PyTuple_Size(object) < 3) return -1;
+  PyObject *const shape = PyTuple_GetItem(object, 2);
+  return PyTuple_Check(shape) ? (int)PyTuple_Size(shape) : -1;
+}
+
+/* Elements; 0 where an axis is empty. */
+static int is_empty(const header *h) {
+  for (int i = 0; i < h->axes; i++) {
+    if (h->shape[i] == 0) return 1;
+  }
+  return 0;
 }
 
 /* ---- messages ------------------------------------------------------------------- */
@@ -24,14 +125,14 @@ typedef struct type_words {
   const char *expected, *fix;
 } type_words;
 
-static type_words words_of(int flags) {
+static type_words words_of(int flags, const sizes *s) {
   switch (flags & TAKE_TYPES) {
     case TAKE_INT64: return (type_words){"int64", "np.int64"};
     case TAKE_INT32: return (type_words){"int32", "np.int32"};
     case TAKE_LABELS: return (type_words){"int8, int16 or int32", "np.int32"};
     case TAKE_MASK: return (type_words){"bool or uint8", "bool"};
     case TAKE_UINT32: return (type_words){"uint32", "np.uint32"};
-    default: return (type_words){"float32", "np.float32"};
+    default: return (type_words){is_bfloat16(flags, s) ? "bfloat16" : "float32", "np.float32"};
   }
 }
 
@@ -67,29 +168,41 @@ static void shape_text(char *text, size_t room, const char *axes, const sizes *s
   snprintf(text + used, room - used, axes[1] == '\0' ? ",)" : ")");
 }
 
+/* "float64 (2, 4, 7)" of an array, the type's name of anything else. A new reference, or NULL. */
+static PyObject *what_came(PyObject *object, int is_memory) {
+  if (is_memory) {
+    return PyUnicode_FromFormat("%S %S", PyTuple_GetItem(object, 1), PyTuple_GetItem(object, 2));
+  }
+  if (!PyArray_Check(object)) {
+    return PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+  }
+  PyObject *const shape = PyObject_GetAttrString(object, "shape");
+  if (shape == NULL) return NULL;
+  PyObject *const text =
+      PyUnicode_FromFormat("%S %S", PyArray_DESCR((PyArrayObject *)object), shape);
+  Py_DECREF(shape);
+  return text;
+}
+
 /* Raises "name: expected float32 (B, H, N, D), got float64 (2, 4, 7); fix". */
 static void raise_expected(PyObject *error, const char *name, const char *axes, int flags,
                            const sizes *s, PyObject *object, const char *fix) {
   char expected[200];
   shape_text(expected, sizeof expected, axes, s);
-  const char *const type = words_of(flags).expected;
-  if (!PyArray_Check(object)) {
-    PyObject *got = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
-    if (got != NULL) {
-      PyErr_Format(error, "%s: expected %s %s, got %S%s", name, type, expected, got, fix);
-      Py_DECREF(got);
-    }
-    return;
-  }
-  PyObject *shape = PyObject_GetAttrString(object, "shape");
-  if (shape != NULL) {
-    PyErr_Format(error, "%s: expected %s %s, got %S %S%s", name, type, expected,
-                 PyArray_DESCR((PyArrayObject *)object), shape, fix);
-    Py_DECREF(shape);
-  }
+  const int is_memory = is_on_device(flags, s) && PyTuple_Check(object);
+  PyObject *const got = what_came(object, is_memory);
+  if (got == NULL) return;
+  PyErr_Format(error, "%s: expected %s %s, got %S%s", name, words_of(flags, s).expected, expected,
+               got, fix);
+  Py_DECREF(got);
 }
 
 void raise_strides(const char *name, PyObject *array, const char *problem, const char *fix) {
+  if (PyTuple_Check(array)) {
+    PyErr_Format(PyExc_ValueError, "%s: %s, got strides %S in elements%s", name, problem,
+                 PyTuple_GetItem(array, 3), fix);
+    return;
+  }
   PyObject *strides = PyObject_GetAttrString(array, "strides");
   if (strides == NULL) return;
   PyErr_Format(PyExc_ValueError, "%s: %s, got strides %S in bytes%s", name, problem, strides, fix);
@@ -98,25 +211,12 @@ void raise_strides(const char *name, PyObject *array, const char *problem, const
 
 /* ---- checks ---------------------------------------------------------------------- */
 
-static int is_of_type(PyArrayObject *array, int flags) {
-  const int type = PyArray_TYPE(array);
-  if (!PyArray_ISNOTSWAPPED(array)) return 0;
-  switch (flags & TAKE_TYPES) {
-    case TAKE_INT64: return type == NPY_INT64;
-    case TAKE_INT32: return type == NPY_INT32;
-    case TAKE_LABELS: return type == NPY_INT8 || type == NPY_INT16 || type == NPY_INT32;
-    case TAKE_MASK: return type == NPY_BOOL || type == NPY_UINT8;
-    case TAKE_UINT32: return type == NPY_UINT32;
-    default: return type == NPY_FLOAT32;
-  }
-}
-
 /* An axis may have its own size, or be an optional one of 1. */
-static int fits(PyArrayObject *array, const char *axes, const sizes *s) {
+static int fits(const header *h, const char *axes, const sizes *s) {
   const int count = (int)strlen(axes);
-  if (PyArray_NDIM(array) != count) return 0;
+  if (h->axes != count) return 0;
   for (int i = 0; i < count; i++) {
-    const int64_t known = s->of[(int)upper(axes[i])], got = PyArray_DIM(array, i);
+    const int64_t known = s->of[(int)upper(axes[i])], got = h->shape[i];
     const int is_shared = upper(axes[i]) != axes[i] && got == 1;
     if (known >= 0 && known != got && !is_shared) return 0;
   }
@@ -126,92 +226,110 @@ static int fits(PyArrayObject *array, const char *axes, const sizes *s) {
 /* Elements from one index to the next along every axis. An axis of one element, and
  * an array of none, have no strides of their own: they get those of C order. False,
  * with an exception, for strides that libcore does not take. */
-static int take_strides(PyArrayObject *array, const char *name, int flags, const char *fix,
+static int take_strides(const header *h, const char *name, int flags, const char *fix,
                         int64_t strides[TAKE_MAX_AXES]) {
-  const int axes = PyArray_NDIM(array), empty = PyArray_SIZE(array) == 0;
-  const int64_t size = PyArray_ITEMSIZE(array);
-  PyObject *const object = (PyObject *)array;
+  const int axes = h->axes, empty = is_empty(h);
   int64_t natural = 1;
   for (int i = axes - 1; i >= 0; i--) {
-    const int64_t n = empty ? 1 : PyArray_DIM(array, i), bytes = PyArray_STRIDE(array, i);
-    strides[i] = n > 1 ? bytes / size : natural;
-    if (n > 1 && (bytes < 0 || bytes % size != 0)) {
-      raise_strides(name, object, "strides must be whole elements forward", fix);
+    const int64_t n = empty ? 1 : h->shape[i], bytes = h->strides[i];
+    strides[i] = n > 1 ? bytes / h->bytes : natural;
+    if (n > 1 && (bytes < 0 || bytes % h->bytes != 0)) {
+      raise_strides(name, h->object, "strides must be whole elements forward", fix);
       return 0;
     }
-    if (n > 1 && i == axes - 1 && bytes != size) {
-      raise_strides(name, object, "the last axis must be contiguous", fix);
+    if (n > 1 && i == axes - 1 && bytes != h->bytes) {
+      raise_strides(name, h->object, "the last axis must be contiguous", fix);
+      return 0;
+    }
+    if (n > 1 && (flags & TAKE_CONTIGUOUS) != 0 && strides[i] != natural) {
+      raise_strides(name, h->object, "expected C order without gaps", fix);
       return 0;
     }
     if (n > 1) natural = strides[i] * n;
-  }
-  if ((flags & TAKE_CONTIGUOUS) != 0 && !PyArray_IS_C_CONTIGUOUS(array)) {
-    raise_strides(name, object, "expected C order without gaps", fix);
-    return 0;
   }
   return 1;
 }
 
 /* From the smallest stride to the largest: each must step over all that the ones before
  * it span. */
-static int is_distinct(PyArrayObject *array, const int64_t strides[TAKE_MAX_AXES]) {
-  const int axes = PyArray_NDIM(array);
+static int is_distinct(const header *h, const int64_t strides[TAKE_MAX_AXES]) {
+  const int axes = h->axes;
   int64_t span = 1;
   int met[TAKE_MAX_AXES] = {0};
-  for (int round = 0; round < axes && PyArray_SIZE(array) > 0; round++) {
+  for (int round = 0; round < axes && !is_empty(h); round++) {
     int next = -1;
     for (int i = 0; i < axes; i++) {
       if (!met[i] && (next < 0 || strides[i] < strides[next])) next = i;
     }
     met[next] = 1;
-    if (PyArray_DIM(array, next) < 2) continue;
+    if (h->shape[next] < 2) continue;
     if (strides[next] < span) return 0;
-    span += strides[next] * (PyArray_DIM(array, next) - 1);
+    span += strides[next] * (h->shape[next] - 1);
   }
   return 1;
 }
 
-int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to) {
+/* The header of an array of the type and the axes asked for. False, with an exception. */
+static int read_header(PyObject *object, const char *name, const char *axes, int flags,
+                       const sizes *s, header *h) {
+  const int on_device = is_on_device(flags, s);
   char fix[96] = "";
-  if ((flags & TAKE_WRITE) == 0) {
-    snprintf(fix, sizeof fix, "; use np.ascontiguousarray(%.*s, %s)", first_word(name), name,
-             words_of(flags).fix);
+  if (on_device && PyArray_Check(object)) {
+    PyErr_Format(PyExc_TypeError, "%s: lies on the host, but the call is on %s; move it there",
+                 name, s->placement->device);
+    return 0;
   }
-  PyArrayObject *array = (PyArrayObject *)object;
-  if (!PyArray_Check(object) || !is_of_type(array, flags)) {
+  if (on_device) {
+    snprintf(fix, sizeof fix, "; convert %.*s first", first_word(name), name);
+  } else if ((flags & TAKE_WRITE) == 0) {
+    snprintf(fix, sizeof fix, "; use np.ascontiguousarray(%.*s, %s)", first_word(name), name,
+             words_of(flags, s).fix);
+  }
+  const int readable = on_device ? PyTuple_Check(object) : PyArray_Check(object);
+  if (readable && on_device && !read_memory(object, name, flags, s, h)) return 0;
+  if (readable && !on_device) read_array((PyArrayObject *)object, flags, h);
+  if (!readable || !h->is_of_type) {
     raise_expected(PyExc_TypeError, name, axes, flags, s, object, fix);
     return 0;
   }
-  if (!fits(array, axes, s)) {
-    raise_expected(PyExc_ValueError, name, axes, flags, s, object, "");
-    return 0;
-  }
+  if (fits(h, axes, s)) return 1;
+  raise_expected(PyExc_ValueError, name, axes, flags, s, object, "");
+  return 0;
+}
+
+int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to) {
+  header h;
+  char fix[96];
+  if (!read_header(object, name, axes, flags, s, &h)) return 0;
   if ((flags & TAKE_WRITE) != 0) {
     snprintf(fix, sizeof fix, "; give a new array, as np.empty makes it");
   } else {
     snprintf(fix, sizeof fix, "; use %.*s.copy()", first_word(name), name);
   }
-  if (!PyArray_ISALIGNED(array)) {
+  if (is_on_device(flags, s)) {
+    snprintf(fix, sizeof fix, "; make %.*s contiguous first", first_word(name), name);
+  }
+  if (!h.is_aligned) {
     PyErr_Format(PyExc_ValueError, "%s: the array is not aligned to its elements%s", name, fix);
     return 0;
   }
-  if ((flags & TAKE_WRITE) != 0 && !PyArray_ISWRITEABLE(array)) {
+  if ((flags & TAKE_WRITE) != 0 && !h.is_writable) {
     PyErr_Format(PyExc_ValueError, "%s: the array is read-only; give a writable one", name);
     return 0;
   }
   int64_t strides[TAKE_MAX_AXES] = {0};
-  if (!take_strides(array, name, flags, fix, strides)) return 0;
-  if ((flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && !is_distinct(array, strides)) {
+  if (!take_strides(&h, name, flags, fix, strides)) return 0;
+  if ((flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && !is_distinct(&h, strides)) {
     raise_strides(name, object, "elements share memory", fix);
     return 0;
   }
 
-  *to = (view){.data = PyArray_DATA(array), .bytes = (int)PyArray_ITEMSIZE(array)};
+  *to = (view){.data = h.data, .bytes = (int)h.bytes};
   int rows = 0;
   for (int i = 0; axes[i] != '\0'; i++) {
-    const int is_shared = upper(axes[i]) != axes[i] && PyArray_DIM(array, i) == 1;
+    const int is_shared = upper(axes[i]) != axes[i] && h.shape[i] == 1;
     const int64_t stride = is_shared ? 0 : strides[i];
-    if (upper(axes[i]) == axes[i]) s->of[(int)axes[i]] = PyArray_DIM(array, i);
+    if (upper(axes[i]) == axes[i]) s->of[(int)axes[i]] = h.shape[i];
     if (upper(axes[i]) == 'B') to->batch_stride = stride;
     if (upper(axes[i]) == 'H') to->head_stride = stride;
     if (strchr("NMXYT", axes[i]) != NULL && rows++ == 0) to->row_stride = stride;
@@ -222,14 +340,14 @@ int take(PyObject *object, const char *name, const char *axes, int flags, sizes 
 int take_rows(PyObject *object, const char *name, const char *axes, int flags, sizes *s,
               rp_rows *to) {
   view v = {0};
-  if (!take(object, name, axes, flags, s, &v)) return 0;
+  if (!take(object, name, axes, flags | TAKE_ELEMENT, s, &v)) return 0;
   *to = (rp_rows){v.data, v.batch_stride, v.head_stride, v.row_stride};
   return 1;
 }
 
 int take_rows_out(PyObject *object, const char *name, const char *axes, sizes *s, rp_rows_out *to) {
   view v = {0};
-  if (!take(object, name, axes, TAKE_WRITE, s, &v)) return 0;
+  if (!take(object, name, axes, TAKE_WRITE | TAKE_ELEMENT, s, &v)) return 0;
   *to = (rp_rows_out){v.data, v.batch_stride, v.head_stride, v.row_stride};
   return 1;
 }

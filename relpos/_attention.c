@@ -20,57 +20,110 @@ static rp_status compute(const job *j, void *workspace, int64_t bytes) {
   return rp_attention_forward(&j->attention, j->q, j->k, j->v, j->out, j->lse, workspace, bytes);
 }
 
+/* A workspace, on the host or from the call's own allocator. */
+typedef struct workspace {
+  int64_t bytes;   /* -1: there is none yet */
+  void *memory;    /* aligned to 64 */
+  char *block;     /* of the host, which holds it */
+  PyObject *owner; /* of memory of the device */
+} workspace;
+
+static void workspace_free(workspace *w) {
+  PyMem_Free(w->block);
+  Py_CLEAR(w->owner);
+  *w = (workspace){.bytes = -1};
+}
+
+/* False, with an exception, where there is no memory. */
+static int workspace_new(const job *j, int64_t bytes, workspace *w) {
+  workspace_free(w);
+  w->bytes = bytes;
+  if (j->allocate == NULL) {
+    w->block = PyMem_Malloc((size_t)bytes + 64);
+    if (w->block != NULL) {
+      w->memory = w->block + (64 - (uintptr_t)w->block % 64);
+      return 1;
+    }
+    PyErr_Format(PyExc_MemoryError, "attention: no memory for a workspace of %lld bytes",
+                 (long long)bytes);
+    return 0;
+  }
+  unsigned long long address;
+  PyObject *owner;
+  PyObject *const given = PyObject_CallFunction(j->allocate, "L", (long long)bytes);
+  if (given == NULL) return 0;
+  if (!PyTuple_Check(given)) {
+    PyErr_SetString(PyExc_TypeError, "allocate: expected a tuple (address, owner)");
+  } else if (PyArg_ParseTuple(given, "KO:allocate", &address, &owner)) {
+    w->memory = (void *)(uintptr_t)address;
+    w->owner = Py_NewRef(owner);
+  }
+  Py_DECREF(given);
+  return w->owner != NULL;
+}
+
 /* Calls libcore without the GIL. False, with an exception, where it fails. Another
  * thread may raise the number of threads between the query of the workspace and
  * the call: then libcore finds it too small, and a second query tells. */
 static int run(PyObject *module, const job *j) {
-  int64_t bytes = -1, needed = 0;
-  char *block = NULL, *workspace = NULL;
+  int64_t needed = 0;
+  workspace w = {.bytes = -1};
   rp_status status = RP_ERROR_MEMORY, asked = RP_OK;
   while (status == RP_ERROR_MEMORY) {
     Py_BEGIN_ALLOW_THREADS
-    if (workspace != NULL) status = compute(j, workspace, bytes);
+    if (w.bytes >= 0) status = compute(j, w.memory, w.bytes);
     if (status == RP_ERROR_MEMORY) asked = workspace_bytes(j, &needed);
     Py_END_ALLOW_THREADS
     if (status != RP_ERROR_MEMORY) break;
     if (asked != RP_OK) status = asked;
-    if (asked != RP_OK || needed <= bytes) break; /* then it is other memory that lacks */
-    bytes = needed;
-    PyMem_Free(block);
-    block = PyMem_Malloc((size_t)bytes + 64);
-    if (block == NULL) {
-      PyErr_Format(PyExc_MemoryError, "attention: no memory for a workspace of %lld bytes",
-                   (long long)bytes);
-      return 0;
-    }
-    workspace = block + (64 - (uintptr_t)block % 64);
+    if (asked != RP_OK || needed <= w.bytes) break; /* then it is other memory that lacks */
+    if (workspace_new(j, needed, &w)) continue;
+    workspace_free(&w);
+    return 0;
   }
-  PyMem_Free(block);
   if (status != RP_OK) raise_status(module, status);
+  workspace_free(&w);
   return status == RP_OK;
+}
+
+/* The array that was given for a result or, on the host, a new one. A new reference. */
+static PyObject *result_array(const job *j, PyObject *given, const char *name, const char *axes) {
+  if (given != Py_None) return Py_NewRef(given);
+  if (j->attention.placement == NULL) return array_new(axes, &j->sizes);
+  PyErr_Format(PyExc_TypeError, "%s: expected memory of %s for the result, got None", name,
+               j->placement.device);
+  return NULL;
 }
 
 /* ---- forward ---------------------------------------------------------------------- */
 
-/* attention_forward(q, k, v, out, with_lse, call) -> (out, lse)
+/* attention_forward(q, k, v, out, lse, call) -> (out, lse)
  *
- * out None: a new array in the layout of q. lse is None unless asked for. */
+ * out None: a new array in the layout of q. lse False: None is returned; True: a new array. Where
+ * the call has a placement out and lse are given, lse or False. */
 PyObject *attention_forward(PyObject *module, PyObject *args) {
-  PyObject *q, *k, *v, *out, *call, *lse = NULL, *result = NULL;
-  int with_lse = 0;
+  PyObject *q, *k, *v, *out, *call, *wanted, *lse = NULL, *result = NULL;
   view lse_view = {0};
   job j = {0};
-  if (!PyArg_ParseTuple(args, "OOOOpO!:attention_forward", &q, &k, &v, &out, &with_lse,
-                        &PyTuple_Type, &call)) {
+  if (!PyArg_ParseTuple(args, "OOOOOO!:attention_forward", &q, &k, &v, &out, &wanted, &PyTuple_Type,
+                        &call)) {
     return NULL;
   }
   if (!take_call(&j, call, q, k, v)) return NULL;
-  out = out != Py_None ? Py_NewRef(out) : array_new(j.axes.out, &j.sizes);
+  out = result_array(&j, out, "out", j.axes.out);
   if (out == NULL) goto done;
   if (!take_rows_out(out, "out", j.axes.out, &j.sizes, &j.out)) goto done;
-  lse = with_lse ? array_new(j.axes.lse, &j.sizes) : Py_NewRef(Py_None);
+  const int with_lse = wanted != Py_False;
+  if (!with_lse) {
+    lse = Py_NewRef(Py_None);
+  } else {
+    lse = result_array(&j, wanted == Py_True ? Py_None : wanted, "lse", j.axes.lse);
+  }
   if (lse == NULL) goto done;
-  if (with_lse && !take(lse, "lse", j.axes.lse, TAKE_WRITE, &j.sizes, &lse_view)) goto done;
+  if (with_lse &&
+      !take(lse, "lse", j.axes.lse, TAKE_WRITE | TAKE_CONTIGUOUS, &j.sizes, &lse_view)) {
+    goto done;
+  }
   j.lse = lse_view.data;
   if (run(module, &j)) result = PyTuple_Pack(2, out, lse);
 done:
@@ -98,19 +151,20 @@ static int take_position_bias_gradient(job *j, PyObject *object) {
   return 1;
 }
 
-/* attention_backward(q, k, v, out, lse, dout, table_gradients, dposition_bias, call)
+/* attention_backward(q, k, v, out, lse, dout, table_gradients, dposition_bias, call, dq, dk, dv)
  *   -> (dq, dk, dv)
  *
  * The gradients of the tables, one for each term, and of position_bias are added to the
- * arrays given; None: not computed. */
+ * arrays given; None: not computed. The last three may be left out where the call has no
+ * placement: new arrays. */
 PyObject *attention_backward(PyObject *module, PyObject *args) {
   PyObject *q, *k, *v, *out, *lse, *dout, *table_gradients, *dposition_bias, *call;
-  PyObject *dq = NULL, *dk = NULL, *dv = NULL, *result = NULL;
+  PyObject *dq = Py_None, *dk = Py_None, *dv = Py_None, *result = NULL;
   job j = {.backward = 1};
   rp_attention_gradients *const g = &j.gradients;
   view lse_view = {0};
-  if (!PyArg_ParseTuple(args, "OOOOOOOOO!:attention_backward", &q, &k, &v, &out, &lse, &dout,
-                        &table_gradients, &dposition_bias, &PyTuple_Type, &call)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOOOO!|OOO:attention_backward", &q, &k, &v, &out, &lse, &dout,
+                        &table_gradients, &dposition_bias, &PyTuple_Type, &call, &dq, &dk, &dv)) {
     return NULL;
   }
   if (!take_call(&j, call, q, k, v) || !take_rows(out, "out", j.axes.out, 0, &j.sizes, &j.out_in) ||
@@ -121,9 +175,9 @@ PyObject *attention_backward(PyObject *module, PyObject *args) {
     return NULL;
   }
   j.lse = lse_view.data;
-  dq = array_new(j.axes.q, &j.sizes);
-  dk = array_new(j.axes.k, &j.sizes);
-  dv = array_new(j.axes.v, &j.sizes);
+  dq = result_array(&j, dq, "dq", j.axes.q);
+  dk = dq == NULL ? NULL : result_array(&j, dk, "dk", j.axes.k);
+  dv = dk == NULL ? NULL : result_array(&j, dv, "dv", j.axes.v);
   if (dq == NULL || dk == NULL || dv == NULL) goto done;
   if (!take_rows_out(dq, "dq", j.axes.q, &j.sizes, &g->q)) goto done;
   if (!take_rows_out(dk, "dk", j.axes.k, &j.sizes, &g->k)) goto done;

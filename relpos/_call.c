@@ -86,18 +86,38 @@ static int take_dropout(rp_attention *a, PyObject *object) {
   return 1;
 }
 
+int take_placement(PyObject *object, rp_placement *to, PyObject **allocate) {
+  unsigned long long stream;
+  *to = rp_placement_default();
+  *allocate = NULL;
+  if (object == Py_None) return 1;
+  if (!PyTuple_Check(object)) {
+    PyErr_SetString(PyExc_TypeError,
+                    "placement: expected a tuple (device, stream, element, precision, allocate)");
+    return 0;
+  }
+  if (!PyArg_ParseTuple(object, "sKiiO:placement", &to->device, &stream, &to->element,
+                        &to->precision, allocate)) {
+    return 0;
+  }
+  to->stream = (void *)(uintptr_t)stream;
+  return 1;
+}
+
 int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
   PyObject *layout, *lengths, *key_lengths, *offsets, *key_offsets, *query_start;
-  PyObject *terms, *position_bias, *window, *mask, *dropout;
+  PyObject *terms, *position_bias, *window, *mask, *dropout, *placement = Py_None;
   rp_attention *const a = &j->attention;
   sizes *const s = &j->sizes;
   *a = rp_attention_default();
   *s = sizes_unknown();
-  if (!PyArg_ParseTuple(call, "OpdOOOOOOOOOdO:call", &layout, &a->causal, &a->scale, &lengths,
+  if (!PyArg_ParseTuple(call, "OpdOOOOOOOOOdO|O:call", &layout, &a->causal, &a->scale, &lengths,
                         &key_lengths, &offsets, &key_offsets, &query_start, &terms, &position_bias,
-                        &window, &mask, &a->softcap, &dropout)) {
+                        &window, &mask, &a->softcap, &dropout, &placement) ||
+      !take_placement(placement, &j->placement, &j->allocate)) {
     return 0;
   }
+  if (placement != Py_None) a->placement = s->placement = &j->placement;
   if (!choose_axes(&j->axes, layout, offsets != Py_None, key_offsets != Py_None) ||
       !take_offsets(offsets, "offsets", s, &a->offsets) ||
       !take_offsets(key_offsets, "key_offsets", s, &a->key_offsets) ||

@@ -31,6 +31,8 @@ typedef struct job {
   rp_real *lse;
   sizes sizes;
   axis_words axes;
+  rp_placement placement; /* of the call, where it has one */
+  PyObject *allocate;     /* gives memory of the device; NULL: the workspace is on the host */
   term terms[MOST_TERMS];
   int term_count;
 } job;
@@ -41,11 +43,20 @@ int choose_axes(axis_words *w, PyObject *layout, int packed, int packed_keys);
 /* Reads the arguments and the arrays that forward and backward share: the tuple
  *
  *   call = (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets,
- *           query_start, terms, position_bias, window, mask, softcap, dropout)
+ *           query_start, terms, position_bias, window, mask, softcap, dropout, placement)
  *
  * of which what is not there is None. window is (left, right), dropout (rate, key0,
- * key1, site, first); _terms.c says what terms and mask are. */
+ * key1, site, first); _terms.c says what terms and mask are. The job must stay where it is from
+ * here on: libcore's arguments point into it. */
 int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v);
+
+/* None, or where arrays of numbers lie and what computes:
+ *
+ *   placement = (device, stream, element, precision, allocate)
+ *
+ * with rp_placement's words, and a function from a number of bytes to (address, owner): memory of
+ * the device, aligned to 64, that lives as long as its owner. The default placement where None. */
+int take_placement(PyObject *object, rp_placement *to, PyObject **allocate);
 
 /* _terms.c: a tuple of terms; a mask. The arrays of the call are known by now. */
 int take_terms(job *j, PyObject *terms);

@@ -85,11 +85,12 @@ int take_limits(PyObject *object, rp_limits *to) {
   *to = rp_limits_default();
   if (!PyTuple_Check(object)) {
     PyErr_SetString(PyExc_TypeError,
-                    "limits: expected a tuple (tokens, sentences, training, recompute)");
+                    "limits: expected a tuple (tokens, sentences, training, recompute, device, "
+                    "precision)");
     return 0;
   }
-  if (!PyArg_ParseTuple(object, "LLpp:limits", &tokens, &sentences, &to->training,
-                        &to->recompute)) {
+  if (!PyArg_ParseTuple(object, "LLppsi:limits", &tokens, &sentences, &to->training, &to->recompute,
+                        &to->device, &to->precision)) {
     return 0;
   }
   to->tokens = tokens;

@@ -121,6 +121,8 @@ static int module_exec(PyObject *module) {
       {"SAVE_WEIGHTS", RP_SAVE_WEIGHTS},
       {"SAVE_AVERAGE", RP_SAVE_AVERAGE},
       {"SAVE_OPTIMIZER", RP_SAVE_OPTIMIZER},
+      {"F32", RP_F32},
+      {"BF16", RP_BF16},
   };
   for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++) {
     if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
@@ -156,6 +158,13 @@ static PyMethodDef methods[] = {
     {"set_threads", set_threads, METH_VARARGS, NULL},
     {"get_threads", get_threads, METH_NOARGS, NULL},
     {"build_info", build_info, METH_NOARGS, NULL},
+    {"devices", devices, METH_NOARGS, NULL},
+    {"device_memory", device_memory, METH_VARARGS, NULL},
+    {"device_read", device_read, METH_VARARGS, NULL},
+    {"device_write", device_write, METH_VARARGS, NULL},
+    {"device_wait", device_wait, METH_VARARGS, NULL},
+    {"dlpack_take", dlpack_take, METH_VARARGS, NULL},
+    {"dlpack_give", dlpack_give, METH_VARARGS, NULL},
     {"config_default", config_default, METH_NOARGS, NULL},
     {"config_preset", config_preset, METH_VARARGS, NULL},
     {"config_check", config_check, METH_VARARGS, NULL},

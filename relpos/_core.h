@@ -9,11 +9,14 @@
  *   _attention.c   forward and backward
  *   _maps.c        probabilities, logits and their parts
  *   _rotate.c      rotary positions
+ *   _devices.c     which devices there are
+ *   _memory.c      memory of a device
+ *   _dlpack.c      arrays of other libraries, taken and given
  *   _config.c      configurations as pairs of name and text
  *   _batch.c       a batch of sentences
  *   _model.c       the model, a type: its life, the step, files, the profile
- *   _model_shows.c its parameters, scores, hidden states and attention maps
- *   _decode.c      the decoder, a type: searches, one token at a time; a model's alignments
+ *   _model_shows.c its parameters, scores, hidden states, attention maps and alignments
+ *   _decode.c      the decoder, a type: searches, one token at a time
  *
  * Objects are borrowed from the argument tuple, which the caller holds for as long
  * as the call lasts, also while the GIL is released.
@@ -35,6 +38,7 @@
 #include <stdint.h>
 
 #include "relpos/decode.h"
+#include "relpos/device.h"
 #include "relpos/model.h"
 #include "relpos/relpos.h"
 
@@ -57,7 +61,8 @@ void raise_status(PyObject *module, rp_status status);
  *
  * The first array that has an axis fixes its size; the others must agree. */
 typedef struct sizes {
-  int64_t of['Z' + 1]; /* -1: no array has fixed it yet */
+  int64_t of['Z' + 1];           /* -1: no array has fixed it yet */
+  const rp_placement *placement; /* of the arrays of numbers; NULL: they are NumPy's */
 } sizes;
 
 sizes sizes_unknown(void);
@@ -72,6 +77,8 @@ enum { /* float32 unless said otherwise */
        TAKE_WRITE = 32,       /* to be written: writable, and no element twice */
        TAKE_DISTINCT = 64,    /* to be read, but no element twice */
        TAKE_CONTIGUOUS = 128, /* in C order without gaps */
+       TAKE_ELEMENT = 256,    /* of the placement's element, where there is one */
+       TAKE_HOST = 512,       /* on the host, wherever the others lie */
        TAKE_MAX_AXES = 4
 };
 
@@ -85,7 +92,13 @@ typedef struct view {
 /* Checks that the object is a native, aligned array of the type and the axes asked for,
  * of whole strides forward and a contiguous last axis. Never copies. False, with an
  * exception, where it does not fit. `name` begins the message; its first word is what
- * the message says to convert. */
+ * the message says to convert.
+ *
+ * The object is an ndarray or, of numbers where there is a placement, the tuple
+ *
+ *   memory = (address, "float32" or "bfloat16", shape, strides in elements, writable)
+ *
+ * of which nobody reads what lies at the address. */
 int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to);
 
 /* The same for rows of float32. */
@@ -102,6 +115,9 @@ int take_int32(PyObject *object, const char *name, const char *axes, sizes *s, c
 int take_offsets(PyObject *object, const char *name, sizes *s, const int64_t **to);
 int offsets_end(const int64_t *offsets, const char *name, const sizes *s, char axis,
                 const char *array);
+
+/* How many axes an array, or memory, has; -1: it is neither. */
+int axes_of(PyObject *object);
 
 /* Raises "name: problem, got strides (8, 4) in bytes; fix". */
 void raise_strides(const char *name, PyObject *array, const char *problem, const char *fix);
@@ -144,6 +160,13 @@ PyObject *attention_forward(PyObject *module, PyObject *args);
 PyObject *attention_backward(PyObject *module, PyObject *args);
 PyObject *attention_map(PyObject *module, PyObject *args);
 PyObject *rotate(PyObject *module, PyObject *args);
+PyObject *devices(PyObject *module, PyObject *args);
+PyObject *device_memory(PyObject *module, PyObject *args);
+PyObject *device_read(PyObject *module, PyObject *args);
+PyObject *device_write(PyObject *module, PyObject *args);
+PyObject *device_wait(PyObject *module, PyObject *args);
+PyObject *dlpack_take(PyObject *module, PyObject *args);
+PyObject *dlpack_give(PyObject *module, PyObject *args);
 PyObject *config_default(PyObject *module, PyObject *args);
 PyObject *config_preset(PyObject *module, PyObject *args);
 PyObject *config_check(PyObject *module, PyObject *args);

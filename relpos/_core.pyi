@@ -2,6 +2,7 @@
 """The binding of libcore: checks arrays and calls, nothing else. Use the functions of `relpos`."""
 
 import os
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import numpy as np
@@ -12,6 +13,13 @@ Integers = npt.NDArray[np.int64]
 Small = npt.NDArray[np.int32]
 Labels = npt.NDArray[np.int8] | npt.NDArray[np.int16] | npt.NDArray[np.int32]
 Booleans = npt.NDArray[np.bool_] | npt.NDArray[np.uint8]
+
+# What is an array below is this where the call has a placement:
+# (address, "float32" or "bfloat16", shape, strides in elements, writable).
+Memory = tuple[int, str, tuple[int, ...], tuple[int, ...], bool]
+
+# (device, stream, element, precision, allocate: bytes -> (address, owner))
+Placement = tuple[str, int, int, int, Callable[[int], tuple[int, Any]]]
 
 # (name, kind, table, map, left, right, beyond, buckets, query_positions, key_positions,
 #  labels, label_starts, edge_starts, edge_keys, edge_labels)
@@ -37,7 +45,8 @@ Term = tuple[
 Mask = Booleans | tuple[Booleans, Integers]
 
 # (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets, query_start, terms,
-#  position_bias, (window left, right), mask, softcap, (dropout rate, key0, key1, site, first))
+#  position_bias, (window left, right), mask, softcap, (dropout rate, key0, key1, site, first),
+#  placement)
 Call = tuple[
     str,
     bool,
@@ -53,10 +62,12 @@ Call = tuple[
     Mask | None,
     float,
     tuple[float, int, int, int, int] | None,
+    Placement | None,
 ]
 
 Pairs = tuple[tuple[str, str], ...]  # (name, text), as rp_config_set takes them
-Limits = tuple[int, int, bool, bool]  # (tokens, sentences, training, recompute)
+# (tokens, sentences, training, recompute, device, precision)
+Limits = tuple[int, int, bool, bool, str, int]
 Graphs = tuple[Labels, Integers]  # (labels end to end, starts)
 
 # (source, source_offsets, target, target_offsets, labels, source_graphs, target_graphs, ordinals)
@@ -97,6 +108,8 @@ ATTENTION_CROSS: int
 SAVE_WEIGHTS: int
 SAVE_AVERAGE: int
 SAVE_OPTIMIZER: int
+F32: int
+BF16: int
 
 class DeviceError(RuntimeError): ...
 
@@ -110,7 +123,7 @@ class CoreInfo(TypedDict):
     threads: int
 
 def attention_forward(
-    q: Array, k: Array, v: Array, out: Array | None, with_lse: bool, call: Call, /
+    q: Array, k: Array, v: Array, out: Array | None, lse: bool | Memory, call: Call, /
 ) -> tuple[Array, Array | None]: ...
 def attention_backward(
     q: Array,
@@ -122,6 +135,9 @@ def attention_backward(
     table_gradients: tuple[Array | None, ...],
     dposition_bias: Array | None,
     call: Call,
+    dq: Array | Memory | None = None,
+    dk: Array | Memory | None = None,
+    dv: Array | Memory | None = None,
     /,
 ) -> tuple[Array, Array, Array]: ...
 def attention_map(
@@ -147,11 +163,36 @@ def rotate(
     frequencies: npt.NDArray[np.float64],
     interleaved: bool,
     inverse: bool,
+    placement: Placement | None = None,
     /,
 ) -> Array: ...
+def device_memory(device: str, count: int, /) -> tuple[int, Any]: ...  # address, owner
+def device_read(device: str, address: int, array: npt.NDArray[Any], /) -> None: ...
+def device_write(device: str, address: int, array: npt.NDArray[Any], /) -> None: ...
+def device_wait(device: str, /) -> None: ...
+
+# (owner, device type, device index, *Memory)
+def dlpack_take(
+    capsule: object, /
+) -> tuple[Any, int, int, int, str, tuple[int, ...], tuple[int, ...], bool]: ...
+def dlpack_give(
+    owner: Any,
+    device_type: int,
+    device_index: int,
+    address: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writable: bool,
+    versioned: bool,
+    /,
+) -> object: ...
 def set_threads(threads: int, /) -> None: ...
 def get_threads() -> int: ...
 def build_info() -> CoreInfo: ...
+
+# (name, title, memory, memory_free, problem)
+def devices() -> list[tuple[str, str, int, int, str | None]]: ...
 def config_default() -> Pairs: ...
 def config_preset(name: str, /) -> Pairs: ...
 def config_check(pairs: Pairs, /) -> Pairs: ...
@@ -171,11 +212,16 @@ class Model:
     def __new__(cls, pairs: Pairs, limits: Limits, /) -> Model: ...
     @classmethod
     def open(cls, limits: Limits, path: str | os.PathLike[str], /) -> Model: ...
-    def limits(self) -> tuple[int, int]: ...  # tokens, sentences
+    # tokens, sentences, training, device, precision
+    def limits(self) -> tuple[int, int, bool, str, int]: ...
+    def read(self, index: int, array: int, /) -> Array: ...
+    def write(self, index: int, array: int, values: Array, /) -> None: ...
     # (name, weights, gradient, moment1, moment2, average) of each
     def parameters(
         self,
-    ) -> tuple[tuple[str, Array, Array | None, Array | None, Array | None, Array | None], ...]: ...
+    ) -> tuple[
+        tuple[str, Array | None, Array | None, Array | None, Array | None, Array | None], ...
+    ]: ...
     def step(self, batches: tuple[BatchTuple, ...], /) -> Result: ...
     def forward(self, batch: BatchTuple, dropout: bool, average: bool, /) -> Result: ...
     def backward(self, batch: BatchTuple, /) -> Result: ...
@@ -188,8 +234,19 @@ class Model:
     def attention_map(
         self, batch: BatchTuple, kind: int, layer: int, head: int, sentence: int, show: int, /
     ) -> Array: ...
-    # [targets][sources] of every sentence, end to end
-    def alignments(self, batch: BatchTuple, layer: int, head: int, /) -> Array: ...
+    # (layers, heads, queries, keys) for each (kind, show, sentence, layers, heads)
+    def attention_maps(
+        self,
+        batch: BatchTuple,
+        dropout: bool,
+        wanted: tuple[tuple[int, int, int, Integers, Integers], ...],
+        /,
+    ) -> tuple[Array, ...]: ...
+    def attention_parts(self, kind: int, /) -> tuple[tuple[str, int], ...]: ...  # name, show
+    # [targets][sources] of every sentence, end to end; heads None: all
+    def alignments(
+        self, batch: BatchTuple, layers: Integers, heads: Integers | None, /
+    ) -> Array: ...
     def save(self, path: str | os.PathLike[str], what: int, /) -> None: ...
     def load(self, path: str | os.PathLike[str], what: int, /) -> None: ...
     def profile(self, on: bool, /) -> None: ...

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _decode.c: the decoder, as a type of Python: searches, the same one token at a time; and the
- * alignments of a model.
+ * _decode.c: the decoder, as a type of Python: searches, and the same one token at a time.
  *
  * A decoder holds its models, so that they live as long as it does. That two threads do not meet
  * in it is seen to here: results lie in the decoder until they have been copied.
@@ -281,41 +280,6 @@ static PyObject *decoder_step(PyObject *self, PyObject *args) {
   Py_END_ALLOW_THREADS
   leave(self);
   return logits_or_error(self, status, logits);
-}
-
-/* ---- alignments ------------------------------------------------------------------------- */
-
-/* The tokens of a sentence; what cannot be is libcore's to refuse. */
-static int64_t tokens_of(const int64_t *offsets, int64_t sentence, int64_t sentences) {
-  if (offsets == NULL || offsets[sentence] < 0 || offsets[sentence + 1] > offsets[sentences]) {
-    return 0;
-  }
-  const int64_t n = offsets[sentence + 1] - offsets[sentence];
-  return n > 0 ? n : 0;
-}
-
-/* alignments(batch, layer, head) -> float32 (all of them,), of a Model */
-PyObject *model_alignments(PyObject *self, PyObject *args) {
-  rp_model *const core = core_of(self);
-  PyObject *object;
-  rp_batch batch;
-  rp_status status;
-  long long layer, head;
-  int64_t places, count = 0;
-  if (!PyArg_ParseTuple(args, "OLL:alignments", &object, &layer, &head)) return NULL;
-  if (!batch_of(self, object, &batch, &places)) return NULL;
-  for (int64_t b = 0; b < batch.sentences; b++) {
-    count += tokens_of(batch.target_offsets, b, batch.sentences) *
-             tokens_of(batch.source_offsets, b, batch.sentences);
-  }
-  npy_intp shape[1] = {(npy_intp)count};
-  PyObject *const weights = PyArray_SimpleNew(1, shape, NPY_FLOAT32);
-  if (weights == NULL) return NULL;
-  rp_real *const to = PyArray_DATA((PyArrayObject *)weights);
-  Py_BEGIN_ALLOW_THREADS
-  status = rp_model_alignments(core, &batch, layer, head, to);
-  Py_END_ALLOW_THREADS
-  return logits_or_error(self, status, weights);
 }
 
 /* ---- the type ------------------------------------------------------------------------------ */

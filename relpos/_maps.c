@@ -20,7 +20,7 @@ PyObject *attention_map(PyObject *module, PyObject *args) {
     return NULL;
   }
   if (!take_call(&j, call, q, k, v) ||
-      !take(out, "out", "IJ", TAKE_WRITE | TAKE_CONTIGUOUS, &j.sizes, &to)) {
+      !take(out, "out", "IJ", TAKE_WRITE | TAKE_CONTIGUOUS | TAKE_HOST, &j.sizes, &to)) {
     return NULL;
   }
   /* libcore refuses a stride below the keys: so what is as wide as it is not overrun. */

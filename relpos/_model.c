@@ -103,11 +103,12 @@ static void model_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* limits() -> (tokens, sentences) */
+/* limits() -> (tokens, sentences, training, device, precision) */
 static PyObject *model_limits(PyObject *self, PyObject *args) {
   (void)args;
   const rp_limits *const limits = rp_model_limits(core_of(self));
-  return Py_BuildValue("(LL)", (long long)limits->tokens, (long long)limits->sentences);
+  return Py_BuildValue("(LLOsi)", (long long)limits->tokens, (long long)limits->sentences,
+                       limits->training ? Py_True : Py_False, limits->device, limits->precision);
 }
 
 /* ---- the step and its parts ------------------------------------------------------------- */
@@ -293,6 +294,8 @@ static PyObject *model_profile_lines(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"open", model_open, METH_VARARGS | METH_CLASS, NULL},
     {"limits", model_limits, METH_NOARGS, NULL},
+    {"read", model_read, METH_VARARGS, NULL},
+    {"write", model_write, METH_VARARGS, NULL},
     {"parameters", model_parameters, METH_NOARGS, NULL},
     {"step", model_step, METH_VARARGS, NULL},
     {"forward", model_forward, METH_VARARGS, NULL},
@@ -304,6 +307,8 @@ static PyMethodDef methods[] = {
     {"score", model_score, METH_O, NULL},
     {"hidden", model_hidden, METH_O, NULL},
     {"attention_map", model_attention_map, METH_VARARGS, NULL},
+    {"attention_maps", model_attention_maps, METH_VARARGS, NULL},
+    {"attention_parts", model_attention_parts, METH_VARARGS, NULL},
     {"alignments", model_alignments, METH_VARARGS, NULL},
     {"save", model_save, METH_VARARGS, NULL},
     {"load", model_load, METH_VARARGS, NULL},

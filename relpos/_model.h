@@ -26,11 +26,13 @@ int batch_of(PyObject *self, PyObject *object, rp_batch *to, int64_t *places);
 
 /* Methods: _model_shows.c */
 PyObject *model_parameters(PyObject *self, PyObject *args);
+PyObject *model_read(PyObject *self, PyObject *args);
+PyObject *model_write(PyObject *self, PyObject *args);
 PyObject *model_score(PyObject *self, PyObject *object);
 PyObject *model_hidden(PyObject *self, PyObject *object);
 PyObject *model_attention_map(PyObject *self, PyObject *args);
-
-/* And _decode.c */
+PyObject *model_attention_maps(PyObject *self, PyObject *args);
+PyObject *model_attention_parts(PyObject *self, PyObject *args);
 PyObject *model_alignments(PyObject *self, PyObject *args);
 
 #endif

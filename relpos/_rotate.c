@@ -30,19 +30,29 @@ static int take_positions(PyObject *object, sizes *s, rp_rotation *r) {
 }
 
 /* rotate(x, out, layout, offsets, lengths, start, positions, frequencies, interleaved,
- *        inverse) -> out
+ *        inverse, placement) -> out
  *
- * out None: a new array in the layout of x; it may be x itself. */
+ * out None: a new array in the layout of x; it may be x itself. The placement may be left out;
+ * where there is one, out is given. */
 PyObject *rotate(PyObject *module, PyObject *args) {
   PyObject *x, *out, *layout, *offsets, *lengths, *start, *positions, *frequencies;
+  PyObject *where = Py_None, *allocate;
+  rp_placement placement;
   rp_rotation r = rp_rotation_default();
   axis_words words;
   sizes s = sizes_unknown();
   rp_rows from = {0};
   rp_rows_out to = {0};
   rp_status status;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOpp:rotate", &x, &out, &layout, &offsets, &lengths, &start,
-                        &positions, &frequencies, &r.interleaved, &r.inverse)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOOOpp|O:rotate", &x, &out, &layout, &offsets, &lengths, &start,
+                        &positions, &frequencies, &r.interleaved, &r.inverse, &where) ||
+      !take_placement(where, &placement, &allocate)) {
+    return NULL;
+  }
+  if (where != Py_None) r.placement = s.placement = &placement;
+  if (where != Py_None && out == Py_None) {
+    PyErr_Format(PyExc_TypeError, "out: expected memory of %s for the result, got None",
+                 placement.device);
     return NULL;
   }
   if (!choose_axes(&words, layout, offsets != Py_None, 0) ||

@@ -26,9 +26,7 @@ static part_name part_of(const char *part, const char *whole) {
   return name;
 }
 
-static int has_axes(PyObject *object, int count) {
-  return PyArray_Check(object) && PyArray_NDIM((PyArrayObject *)object) == count;
-}
+static int has_axes(PyObject *object, int count) { return axes_of(object) == count; }
 
 /* ---- matrices of pairs: labels and masks ------------------------------------------ */
 

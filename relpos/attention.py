@@ -8,20 +8,34 @@ refuses what it cannot use without a copy and says how to convert it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
+from relpos.device_array import DeviceArray, Placement, check_beside, memory_of, place_of
 from relpos.position import combine
 from relpos.position.arrays import Array, as_array
 from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Scheme, Shape, subclasses
-from relpos.request import Layout, Mask, Request, Seed, Window, check_apart, make_call, read_request
+from relpos.request import (
+    Layout,
+    Mask,
+    Request,
+    Seed,
+    Window,
+    check_apart,
+    lower,
+    make_call,
+    read_request,
+)
+
+if TYPE_CHECKING:
+    from relpos.maps import AttentionMaps
 
 Integers = npt.ArrayLike
 
@@ -40,6 +54,7 @@ class AttentionContext:
     lowered: Lowered = field(repr=False)
     shape: Shape = field(repr=False)
     call: _core.Call = field(repr=False)
+    place: Placement | None = field(default=None, repr=False)  # of a GPU
 
 
 class Gradients(Mapping[str, Array]):
@@ -76,6 +91,7 @@ class Gradients(Mapping[str, Array]):
         return f"Gradients({', '.join(f'{name}={x.shape}' for name, x in self.items())})"
 
 
+@overload
 def attention(
     q: Array,
     k: Array,
@@ -97,7 +113,59 @@ def attention(
     seed: Seed = 0,
     precision: str = "f32",
     out: Array | None = None,
-) -> Array:
+    return_maps: None = None,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = None,
+    causal: bool = False,
+    lengths: Integers | None = None,
+    key_lengths: Integers | None = None,
+    offsets: Integers | None = None,
+    key_offsets: Integers | None = None,
+    query_start: Integers | None = None,
+    mask: Mask = None,
+    window: Window = None,
+    layout: Layout = "bhnd",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Seed = 0,
+    precision: str = "f32",
+    out: Array | None = None,
+    return_maps: str | Iterable[str],
+) -> tuple[Array, AttentionMaps]: ...
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    position: Position = None,
+    causal: bool = False,
+    lengths: Integers | None = None,
+    key_lengths: Integers | None = None,
+    offsets: Integers | None = None,
+    key_offsets: Integers | None = None,
+    query_start: Integers | None = None,
+    mask: Mask = None,
+    window: Window = None,
+    layout: Layout = "bhnd",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: Seed = 0,
+    precision: str = "f32",
+    out: Array | None = None,
+    return_maps: str | Iterable[str] | None = None,
+) -> Array | tuple[Array, AttentionMaps]:
     """Attention with relative positions.
 
         s_ij  = scale * ( q_i . k_j + q_i . A[a(i,j)] + k_j . B[b(i,j)] ) + c[t(i,j)]
@@ -107,8 +175,9 @@ def attention(
 
     with the terms A, B, c and V that `position` brings. `relpos.Shaw` has A and V.
 
-    q: float32 (B, H, N, D). Like k, v and out an ndarray, or anything on the CPU that exports
-        DLPack or the array interface; used without a copy.
+    q: float32 (B, H, N, D). Like k, v and out an ndarray, or anything that exports DLPack or the
+        array interface; used without a copy. On an NVIDIA GPU also bfloat16; all arrays and tables
+        then lie there, and so does what is returned, a `DeviceArray` (docs/cuda.md).
     k: float32 (B, H, M, D).
     v: float32 (B, H, M, Dv).
     position: a scheme, as `Shaw(...)` with its tables, or a tuple of schemes whose terms add up.
@@ -137,10 +206,15 @@ def attention(
         the others are scaled up.
     seed: int from 0 to 2^64 - 1, for dropout: the mask is a function of it, of the sequence, head,
         query and key alone. Or the four words (key 0, key 1, site, first sequence) of relpos.h.
-    precision: "f32".
-    out: float32, to be written and returned. None: a new array.
+    precision: "f32", or on a GPU "bf16": products of numbers rounded to bfloat16, summed in
+        float32. Of bfloat16 arrays always "bf16".
+    out: as q, to be written and returned. None: a new array.
+    return_maps: the names of maps that are wanted besides, or "all": "probabilities", those before
+        dropout, "logits", "content", and the relation terms, as in `attention_maps`, which can
+        choose heads and rows. None: none, and nothing of size N x M is made.
 
-    Returns float32 (B, H, N, Dv), in the layout of q. A query that may see no key gives zeros.
+    Returns float32 (B, H, N, Dv), in the layout of q. A query that may see no key gives zeros. With
+    return_maps (out, maps), an `AttentionMaps` of all sequences and heads.
 
     Band and causal mask, N = 3, M = 5, start = 2 (the default), left = 2, right = 1. A number is
     the row of the relation table, x a key that a causal query does not see:
@@ -157,7 +231,13 @@ def attention(
         key_offsets=key_offsets, query_start=query_start, mask=mask, window=window, layout=layout,
         scale=scale, softcap=softcap, dropout=dropout, seed=seed, precision=precision,
     )  # fmt: skip
-    return _forward(request, position, with_lse=False)[0]
+    if return_maps is None or request.shape is None:
+        return _forward(request, position, with_lse=False)[0]
+    from relpos.maps import maps_of_call  # which needs this module
+
+    ragged = not all(x is None for x in (lengths, key_lengths, offsets, key_offsets))
+    maps = maps_of_call(request, position, return_maps, ragged)
+    return _forward(request, position, with_lse=False)[0], maps
 
 
 def attention_forward(
@@ -217,24 +297,18 @@ def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
     tied tables, get the sum over their uses.
     """
     lowered = ctx.lowered
+    dout, place = _read_dout(ctx, dout)
     raw: dict[int, Array] = {}  # by table: terms that share one add to one gradient
     for term in lowered.terms:
         if term.pull is not None and id(term.table) not in raw:
             raw[id(term.table)] = _zeros_like(term.table)
     bias = None if lowered.position_bias is None else _zeros_like(lowered.position_bias)
-    dq, dk, dv = _core.attention_backward(
-        ctx.q,
-        ctx.k,
-        ctx.v,
-        ctx.out,
-        ctx.lse,
-        as_array("dout", dout),
-        tuple(raw.get(id(term.table)) for term in lowered.terms),
-        bias,
-        ctx.call,
-    )
+    tables = tuple(raw.get(id(term.table)) for term in lowered.terms)
+    dq, dk, dv = _run_backward(ctx, place, dout, tables, bias)
     if lowered.rotation is not None:
-        dq, dk = turn(dq, dk, lowered.rotation, ctx.shape, ctx.call[0], back=True)
+        dq, dk = turn(dq, dk, lowered.rotation, ctx.shape, ctx.call[0], place, back=True)
+    if place is not None:
+        place.done()
     parameters: dict[str, Array] = {}
     for term in lowered.terms:
         if term.pull is not None and id(term.table) in raw:
@@ -246,20 +320,82 @@ def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
     return Gradients(dq, dk, dv, **parameters)
 
 
+def _read_dout(ctx: AttentionContext, dout: Any) -> tuple[Any, Placement | None]:
+    """dout, and where its call lies: on the stream that it comes on."""
+    place = ctx.place
+    where = None if place is None else place.like.device
+    check_beside("dout", place_of("dout", dout), where, "the call")
+    dout = as_array("dout", dout)
+    return dout, None if place is None else place.beside(dout)
+
+
+def _run_backward(
+    ctx: AttentionContext, place: Placement | None, dout: Any, tables: Any, bias: Any
+) -> tuple[Any, Any, Any]:
+    """The core's backward call, which adds to the gradients of tables and bias."""
+    q, k, v, out, lse = ctx.q, ctx.k, ctx.v, ctx.out, ctx.lse
+    if place is None:
+        return _core.attention_backward(q, k, v, out, lse, dout, tables, bias, ctx.call)
+    dq, dk, dv = (place.empty(x.shape) for x in (q, k, v))
+    names = [term.name for term in ctx.lowered.terms]
+    _core.attention_backward(
+        memory_of("q", q, place),
+        memory_of("k", k, place),
+        memory_of("v", v, place),
+        memory_of("out", out, place),
+        memory_of("lse", lse, place),
+        memory_of("dout", dout, place),
+        tuple(memory_of(name, x, place) for name, x in zip(names, tables, strict=True)),
+        memory_of("position_bias", bias, place),
+        (*ctx.call[:-1], place.core),
+        dq.memory,
+        dk.memory,
+        dv.memory,
+    )
+    return dq, dk, dv
+
+
 def _forward(
     request: Request, position: Position, *, with_lse: bool
 ) -> tuple[Array, AttentionContext | None]:
-    out, shape = request.out, request.shape
+    shape, place = request.shape, request.place
     combine.schemes_of(position)
     if shape is None:  # the arrays do not fit each other: the core says what is wrong with them
-        call = make_call(request, Lowered())
-        _core.attention_forward(request.q, request.k, request.v, out, with_lse, call)
+        _run(request, request.q, request.k, make_call(request, Lowered()), with_lse)
         raise RuntimeError("attention: the core took arrays that this layer could not read")
     q, k, lowered, call = _prepare(request, shape, position)
-    result, lse = _core.attention_forward(q, k, request.v, out, with_lse, call)
+    result, lse = _run(request, q, k, call, with_lse)
     if lse is None:
         return result, None
-    return result, AttentionContext(q, k, request.v, result, lse, position, lowered, shape, call)
+    ctx = AttentionContext(q, k, request.v, result, lse, position, lowered, shape, call, place)
+    return result, ctx
+
+
+def _run(
+    request: Request, q: Any, k: Any, call: _core.Call, with_lse: bool
+) -> tuple[Any, Any | None]:
+    """The core's forward call: its out, and lse where it is wanted."""
+    place, out, v = request.place, request.out, request.v
+    if place is None:
+        return _core.attention_forward(q, k, v, out, with_lse, call)
+    lse = None
+    if request.shape is not None:
+        if out is None:
+            out = place.empty((*q.shape[:-1], v.shape[-1]))
+        rows = 0 if q.ndim == 3 else 2 if request.layout == "bhnd" else 1
+        sequences = () if q.ndim == 3 else q.shape[:1]
+        if with_lse:
+            lse = place.empty((*sequences, request.shape.H, q.shape[rows]), "float32")
+    _core.attention_forward(
+        memory_of("q", q, place),
+        memory_of("k", k, place),
+        memory_of("v", v, place),
+        memory_of("out", out, place),
+        False if lse is None else lse.memory,
+        call,
+    )
+    place.done()
+    return out, lse
 
 
 def context_of(
@@ -271,7 +407,8 @@ def context_of(
     """
     assert request.shape is not None
     q, k, lowered, call = _prepare(request, request.shape, position, lowered)
-    return AttentionContext(q, k, request.v, out, lse, position, lowered, request.shape, call)
+    shape, place = request.shape, request.place
+    return AttentionContext(q, k, request.v, out, lse, position, lowered, shape, call, place)
 
 
 def _prepare(
@@ -279,17 +416,19 @@ def _prepare(
 ) -> tuple[Array, Array, Lowered, _core.Call]:
     """The terms of a call, and q and k as the core shall meet them."""
     if lowered is None:
-        lowered = combine.lower(position, shape, request.scale)
+        lowered = lower(request, shape, position)
     if request.out is not None:
         check_apart(request.out, request, lowered)
     q, k = request.q, request.k
     if lowered.rotation is not None:
-        q, k = turn(q, k, lowered.rotation, shape, request.layout)
+        q, k = turn(q, k, lowered.rotation, shape, request.layout, request.place)
     return q, k, lowered, make_call(request, lowered)
 
 
 def _zeros_like(table: Array) -> Array:
     """Zeros that lie in memory as the table does: the core adds gradients at equal strides."""
+    if isinstance(table, DeviceArray):
+        return table.zeros_like()
     zeros = np.zeros_like(table, subok=False)
     if zeros.strides != table.strides:
         reach = sum((n - 1) * s for n, s in zip(table.shape, table.strides, strict=True))

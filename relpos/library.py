@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -35,6 +36,31 @@ def build_info() -> BuildInfo:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What can compute: this processor, or a GPU.
+
+    name: str. What a `device` argument takes: "cpu", "cuda:0".
+    title: str. What it is.
+    memory: int. Bytes, 0 where that is unknown; memory_free: int. Those of them free now.
+    problem: str or None. Why it cannot be used; None: it can.
+    """
+
+    name: str
+    title: str
+    memory: int
+    memory_free: int
+    problem: str | None
+
+
+def devices() -> list[Device]:
+    """What can compute here, the CPU first; without a GPU one more line says why."""
+    return [
+        Device(name=name, title=title, memory=memory, memory_free=free, problem=problem)
+        for name, title, memory, free, problem in _core.devices()
+    ]
 
 
 def set_threads(threads: int) -> None:

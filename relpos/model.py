@@ -7,9 +7,9 @@
         result = model.step(batch)
     model.save("model.safetensors")
 
-All of it lies in the core's memory, planned when the model is made; parameters and gradients are
-NumPy views of it. A model belongs to one thread at a time: a second call while it is at work raises
-RuntimeError and harms nothing.
+All of it lies in the core's memory, planned when the model is made, or in that of a GPU. Parameters
+and gradients are NumPy views of it (of a GPU's: copies). A model belongs to one thread at a time: a
+second call while it is at work raises RuntimeError and harms nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
 from relpos.config import Config
-from relpos.position.arrays import Array, check_choice, check_count
+from relpos.position.arrays import Array, check_choice, check_count, check_integers
 from relpos.search import Decoder, Hypothesis, Search
 
 Path = str | os.PathLike[str]
+Integers = npt.ArrayLike
 Attention = Literal["encoder", "decoder", "cross"]
 What = Literal["weights", "average", "optimizer"]
+Precision = Literal["f32", "bf16"]
+PRECISIONS = ("f32", "bf16")  # as the core numbers them
 
 # As _core calls them.
 ATTENTIONS = {
@@ -121,6 +125,32 @@ class Arrays(Mapping[str, Array]):
         return f"<{len(self)} arrays of {numbers:,} numbers>"
 
 
+class Copies(Arrays):
+    """Arrays of a model on a GPU, each copied from there when it is asked for, read-only."""
+
+    __slots__ = ("_core", "_kind", "_places")
+
+    def __init__(self, core: _core.Model, names: Iterable[str], kind: int) -> None:
+        super().__init__({})
+        self._core = core
+        self._kind = kind
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> Array:
+        array = self._core.read(self._places[name], self._kind)
+        array.flags.writeable = False  # writing to it would change nothing
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} arrays on {self._core.limits()[3]}>"
+
+
 class Transformer:
     """A Transformer, to be trained and looked at.
 
@@ -129,6 +159,10 @@ class Transformer:
     sentences: int. The most of a batch.
     training: bool. False: no gradients and no moments; forward, scores and maps alone.
     recompute: bool. Activations are computed again in backward, layer by layer: less memory.
+    device: str. Where it lies and is computed: "cpu", "cuda" or "cuda:1"; `relpos.devices` says
+        what there is. Batches and results are NumPy arrays everywhere.
+    precision: "f32", or "bf16" on a GPU: operands of matrix products are rounded to bfloat16 and
+        their sums kept in float32, as are weights and everything else.
     """
 
     __slots__ = (
@@ -144,19 +178,30 @@ class Transformer:
         sentences: int = 512,
         training: bool = True,
         recompute: bool = False,
+        device: str = "cpu",
+        precision: Precision = "f32",
     ) -> None:
-        pairs, limits = _described(config, tokens, sentences, training, recompute)
+        pairs, limits = _described(
+            config, tokens, sentences, training, recompute, device, precision
+        )
         self._take(config, _core.Model(pairs, limits))
 
     def _take(self, config: Config, core: _core.Model) -> None:
         self._config = config
         self._core = core
+        rows = core.parameters()
         kinds: tuple[dict[str, Array], ...] = ({}, {}, {}, {}, {})
-        for name, *arrays in self._core.parameters():
+        for name, *arrays in rows:
             for kind, array in zip(kinds, arrays, strict=True):
                 if array is not None:
                     kind[name] = array
-        self._parameters, self._gradients, *others = map(Arrays, kinds)
+        every = [Arrays(kind) for kind in kinds]
+        if self.device != "cpu":
+            training = core.limits()[2]
+            there = (True, training, training, training, training and config.ema != 0)
+            names = [name for name, *_ in rows]
+            every = [Copies(core, names if there[i] else (), i) for i in range(5)]
+        self._parameters, self._gradients, *others = every
         self._first_moments, self._second_moments, self._averages = others
 
     @property
@@ -167,14 +212,37 @@ class Transformer:
     @property
     def limits(self) -> tuple[int, int]:
         """(tokens, sentences): the most of a batch."""
-        return self._core.limits()
+        tokens, sentences, *_ = self._core.limits()
+        return tokens, sentences
+
+    @property
+    def device(self) -> str:
+        """Where it lies: "cpu", "cuda:0", ..."""
+        return self._core.limits()[3]
+
+    @property
+    def precision(self) -> str:
+        """Of matrix products: "f32" or "bf16"."""
+        return PRECISIONS[self._core.limits()[4]]
 
     # ---- arrays ----------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> Arrays:
-        """The weights by name, float32 views that may be written between calls."""
+        """The weights by name, float32 views that may be written between calls; of a model on a
+        GPU read-only copies, which `assign` changes."""
         return self._parameters
+
+    def assign(self, name: str, values: Any) -> None:
+        """Sets a parameter, wherever the model lies.
+
+        values: what makes a float32 array of its shape.
+        """
+        places = list(self._parameters)
+        if name not in self._parameters:
+            raise ValueError(f"name: {name!r} is no parameter of this model")
+        array = np.ascontiguousarray(values, np.float32)
+        self._core.write(places.index(name), 0, array)
 
     @property
     def gradients(self) -> Arrays:
@@ -310,19 +378,20 @@ class Transformer:
             SHOWS[show],
         )
 
-    def alignments(self, batch: Batch, layer: int = -1, head: int | None = None) -> list[Array]:
+    def alignments(
+        self, batch: Batch, layer: Integers = -1, head: Integers | None = None
+    ) -> list[Array]:
         """The decoder's attention to the sources, without dropout.
 
-        layer: int. Negative ones count from the last.
-        head: int. None: the mean of all heads.
+        layer: int, or several, whose mean is taken. Negative ones count from the last.
+        head: int, or several, whose mean is taken in each of the layers. None: all heads.
 
         Returns float32 (target places, source tokens) for each sentence.
         """
-        layers = self._config.decoder.layers
-        if not -layers <= check_count("layer", layer, -layers) < layers:
-            raise ValueError(f"layer: expected below {layers}, got {layer}")
-        which = -1 if head is None else check_count("head", head, 0)
-        weights = self._core.alignments(_packed(batch), layer, which)
+        count = self._config.decoder.layers
+        layers = check_numbers("layer", layer, -count, count)
+        heads = None if head is None else check_numbers("head", head, 0, self._config.heads)
+        weights = self._core.alignments(_packed(batch), layers, heads)
         targets, sources = np.diff(batch.target_offsets), np.diff(batch.source_offsets)
         parts = np.split(weights, np.cumsum(targets * sources)[:-1])
         shapes = zip(parts, targets.tolist(), sources.tolist(), strict=True)
@@ -365,31 +434,48 @@ class Transformer:
         sentences: int = 512,
         training: bool = True,
         recompute: bool = False,
+        device: str = "cpu",
+        precision: Precision = "f32",
     ) -> Transformer:
         """A model from a file of weights.
 
         path: str or PathLike.
         config: Config. Instead of the one in the file, for another schedule or dropout.
-        tokens, sentences, training, recompute: as in `Transformer`.
+        tokens to precision: as in `Transformer`.
 
         Without training, and with the configuration in the file, the weights are mapped, not read:
         that takes no time and no memory of their own, and several processes share them. Then the
         file may be removed, or replaced as `save` does it, but not be written into. Writing to
         `parameters` changes the model, never the file. Weights that other writers have in another
-        order are read.
+        order are read, as are those of a model on a GPU.
         """
         own = Config.load(path) if config is None else config
         if config is None and not training:
-            _, limits = _described(own, tokens, sentences, training, recompute)
+            _, limits = _described(own, tokens, sentences, training, recompute, device, precision)
             model = cls.__new__(cls)
             model._take(own, _core.Model.open(limits, path))
             return model
-        model = cls(own, tokens=tokens, sentences=sentences, training=training, recompute=recompute)
+        model = cls(
+            own, tokens=tokens, sentences=sentences, training=training, recompute=recompute,
+            device=device, precision=precision,
+        )  # fmt: skip
         model.restore(path)
         return model
 
     def __repr__(self) -> str:
         return f"Transformer({self._config!r}): {self._parameters!r}"
+
+
+def check_numbers(name: str, given: Integers, least: int, end: int) -> npt.NDArray[np.int64]:
+    """One integer or several, from `least` to below `end`."""
+    array = np.atleast_1d(check_integers(name, given, "() or (count,)", (0, 1)))
+    if array.size == 0:
+        raise ValueError(f"{name}: expected at least one, got none")
+    for number in array.tolist():
+        if not least <= number < end:
+            allowed = f"{least} to {end - 1}" if least < end else "none, this model has none"
+            raise ValueError(f"{name}: expected {allowed}, got {number}")
+    return np.ascontiguousarray(array, np.int64)
 
 
 def model_memory(
@@ -399,22 +485,35 @@ def model_memory(
     sentences: int = 512,
     training: bool = True,
     recompute: bool = False,
+    device: str = "cpu",
+    precision: Precision = "f32",
 ) -> Memory:
     """What a model would take, told without making it; arguments as of `Transformer`.
 
     Of a model whose weights `Transformer.load` maps, `parameters` are pages of the file instead.
     """
-    return Memory(*_core.model_memory(*_described(config, tokens, sentences, training, recompute)))
+    described = _described(config, tokens, sentences, training, recompute, device, precision)
+    return Memory(*_core.model_memory(*described))
 
 
 def _described(
-    config: Config, tokens: int, sentences: int, training: bool, recompute: bool
+    config: Config,
+    tokens: int,
+    sentences: int,
+    training: bool,
+    recompute: bool,
+    device: str,
+    precision: Precision,
 ) -> tuple[_core.Pairs, _core.Limits]:
     """A model as the core takes it."""
     if not isinstance(config, Config):
         raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}")
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected str, got {type(device).__name__}")
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
-    return config.pairs(), (*most, bool(training), bool(recompute))
+    check_choice("precision", precision, PRECISIONS)
+    number = PRECISIONS.index(precision)
+    return config.pairs(), (*most, bool(training), bool(recompute), device, number)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ tuple that the core takes."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -15,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.position.arrays import Array, as_array, check_number
+from relpos.device_array import BYTES, DeviceArray, Placement, check_beside, memory_of, place_of
+from relpos.position import combine
+from relpos.position.arrays import Array, as_array, check_number, on_host
+from relpos.position.combine import Position
 from relpos.position.graph import matrices
 from relpos.position.terms import Band, Edges, Labels, Lowered, Shape, Side, Term
 from relpos.reference import philox4x32
@@ -50,6 +54,7 @@ class Request:
     softcap: float
     dropout: tuple[float, int, int, int, int] | None
     shape: Shape | None  # None: the arrays do not fit each other
+    place: Placement | None  # None: the arrays lie on the host
 
 
 def read_request(
@@ -74,15 +79,15 @@ def read_request(
     precision: str,
 ) -> Request:
     """The arguments of `relpos.attention`, checked one by one."""
-    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
-    out = None if out is None else as_array("out", out)
+    q, k, v, out = _arrays(q, k, v, out)
     if scale is not None and (scale == 0 or not math.isfinite(scale)):
         raise ValueError(
             f"scale: expected a finite number other than 0, got {scale}; "
             "leave it out for 1 / sqrt(D)"
         )
-    if precision != "f32":
-        raise ValueError(f"precision: expected 'f32', got {precision!r}")
+    if precision != "f32" and not (precision == "bf16" and isinstance(q, DeviceArray)):
+        both = "'f32' or 'bf16'" if isinstance(q, DeviceArray) else "'f32'"
+        raise ValueError(f"precision: expected {both}, got {precision!r}")
     packed = _integers("offsets", offsets)
     start = _integers("query_start", query_start)
     if start is not None and start.ndim == 0:
@@ -105,8 +110,21 @@ def read_request(
         softcap=_softcap(softcap),
         dropout=_dropout(dropout, seed),
         shape=None,
+        place=Placement.of("q", q, precision, k, v, out) if isinstance(q, DeviceArray) else None,
     )
     return dataclasses.replace(request, shape=_shape(request))
+
+
+def _arrays(q: Any, k: Any, v: Any, out: Any) -> tuple[Any, Any, Any, Any]:
+    """The arrays of a call, all on the host or all on one GPU, there to be read on q's stream."""
+    where = place_of("q", q)
+    others = {"k": k, "v": v} | ({} if out is None else {"out": out})
+    for name, x in others.items():
+        check_beside(name, place_of(name, x), where)
+    q = as_array("q", q)
+    stream = q.stream if isinstance(q, DeviceArray) else None
+    found = {name: as_array(name, x, stream) for name, x in others.items()}
+    return q, found["k"], found["v"], found.get("out")
 
 
 def make_call(request: Request, lowered: Lowered) -> _core.Call:
@@ -125,13 +143,46 @@ def make_call(request: Request, lowered: Lowered) -> _core.Call:
         request.offsets,
         request.key_offsets,
         request.query_start,
-        tuple(map(_term, lowered.terms)),
-        lowered.position_bias,
+        tuple(_term(term, request.place) for term in lowered.terms),
+        memory_of("position_bias", lowered.position_bias, request.place),
         request.window,
         mask if mask is None or mask[1] is not None else mask[0],
         request.softcap,
         request.dropout,
+        None if request.place is None else request.place.core,
     )
+
+
+def lower(request: Request, shape: Shape, position: Position) -> Lowered:
+    """The terms of a call, their tables where its arrays lie."""
+    if request.place is None:
+        return combine.lower(position, shape, request.scale)
+    position = _on_device(position, request.place)
+    return _constants_on_device(combine.lower(position, shape, request.scale), request.place)
+
+
+def _on_device(position: Position, place: Placement) -> Position:
+    """The same schemes over tables that are taken from their libraries, each once."""
+    taken: dict[int, Any] = {}
+    tables = combine.tables_of(position)
+    for name, table in tables.items():
+        check_beside(name, place_of(name, table), place.like.device)
+        if id(table) not in taken:
+            taken[id(table)] = as_array(name, table, place.stream)
+    return combine.with_tables(position, {name: taken[id(x)] for name, x in tables.items()})
+
+
+def _constants_on_device(lowered: Lowered, place: Placement) -> Lowered:
+    """Tables that nobody learns are made by their schemes, on the host."""
+
+    def there(term: Term) -> Term:
+        table: Any = term.table
+        if term.pull is not None or isinstance(table, DeviceArray):
+            return term
+        table = place.like.constant(table)
+        return dataclasses.replace(term, table=table)
+
+    return dataclasses.replace(lowered, terms=tuple(map(there, lowered.terms)))
 
 
 def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
@@ -142,32 +193,43 @@ def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
         inputs["mask"] = request.mask[0]
     for name, array in inputs.items():
         try:
-            shared = np.shares_memory(out, array, max_work=10_000)
+            shared = np.shares_memory(_extent(out), _extent(array), max_work=10_000)
         except RuntimeError:  # TooHardError: the strides are too intricate to tell
             shared = True
         if shared:
             raise ValueError(f"out: shares memory with {name}; give an array of its own")
 
 
-def _term(term: Term) -> _core.Term:
+def _extent(x: Any) -> Any:
+    """x for comparing addresses: of a GPU's array one that says where it lies, not to be read."""
+    if not isinstance(x, DeviceArray):
+        return x
+    size = BYTES[x.dtype]
+    memory = (ctypes.c_char * max(x.reach * size, 1)).from_address(x.address or 1)
+    steps = [size * stride for stride in x.strides]
+    return np.ndarray(x.shape, f"u{size}", memory, 0, steps)
+
+
+def _term(term: Term, place: Placement | None) -> _core.Term:
     kind = getattr(_core, KINDS[term.kind])
     where = term.map
+    table = memory_of(term.name, term.table, place)
     if isinstance(where, Band):
         beyond = _core.BEYOND_NONE if where.beyond == "none" else _core.BEYOND_CLIP
         return (
-            term.name, kind, term.table, _core.MAP_BAND, where.left, where.right, beyond,
+            term.name, kind, table, _core.MAP_BAND, where.left, where.right, beyond,
             where.buckets, where.query_positions, where.key_positions,
             None, None, None, None, None,
         )  # fmt: skip
     none = (0, 0, _core.BEYOND_CLIP, None, None, None)
     if isinstance(where, Labels):
         return (
-            term.name, kind, term.table, _core.MAP_LABEL, *none,
+            term.name, kind, table, _core.MAP_LABEL, *none,
             where.labels, where.starts, None, None, None,
         )  # fmt: skip
     assert isinstance(where, Edges)
     return (
-        term.name, kind, term.table, _core.MAP_EDGES, *none,
+        term.name, kind, table, _core.MAP_EDGES, *none,
         None, None, where.starts, where.keys, where.labels,
     )  # fmt: skip
 
@@ -181,7 +243,7 @@ def _integers(name: str, values: Any) -> Counts | None:
     """An int64 array of its own, so that a context does not change with the caller's list."""
     if values is None:
         return None
-    array = np.asarray(values)
+    array = np.asarray(on_host(name, values))
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
     return array.astype(np.int64, order="C")
@@ -246,7 +308,9 @@ def _shape(r: Request) -> Shape | None:
     """What schemes need to know. None where the core will refuse the arrays: its sentences about
     them are better than what could be said here."""
     arrays = (r.q, r.k, r.v)
-    if r.layout not in ("bhnd", "bnhd") or not all(isinstance(x, np.ndarray) for x in arrays):
+    if r.layout not in ("bhnd", "bnhd") or not all(
+        isinstance(x, np.ndarray | DeviceArray) for x in arrays
+    ):
         return None
     key_offsets = r.key_offsets
     key_lengths = r.key_lengths

@@ -15,7 +15,7 @@ from typing import Any
 
 from relpos.config import Config
 from relpos.data.subwords import Subwords, check_vocabulary, load_subwords
-from relpos.model import Transformer
+from relpos.model import Precision, Transformer
 from relpos.position.arrays import check_count
 from relpos.train.average import check_same, put_mean
 from relpos.train.checkpoint import (
@@ -83,12 +83,18 @@ def _best_of(folder: Path) -> Path:
 
 
 def load_model(
-    saved: Saved, *, tokenizer: Any = None, batch_tokens: int
+    saved: Saved,
+    *,
+    tokenizer: Any = None,
+    batch_tokens: int,
+    device: str = "cpu",
+    precision: Precision = "f32",
 ) -> tuple[Transformer, Subwords]:
     """The model, for work without training, and its vocabulary.
 
     tokenizer: the vocabulary itself, where it is an object of the user's own.
     batch_tokens: int. The most of a batch on each side; a single sentence always fits.
+    device, precision: as of `Transformer`.
     """
     if not saved.tokenizer.is_dir():
         raise FileNotFoundError(
@@ -101,10 +107,16 @@ def load_model(
     tokens = max(batch_tokens, config.max_length)
     if len(saved.weights) == 1:
         [file] = saved.weights
-        model = Transformer.load(file, tokens=tokens, sentences=SENTENCES, training=False)
+        model = Transformer.load(
+            file, tokens=tokens, sentences=SENTENCES, training=False,
+            device=device, precision=precision,
+        )  # fmt: skip
         return model, subwords
     for each in saved.weights:
         check_same(config, Config.load(each), saved.weights[-1], each)
-    model = Transformer(config, tokens=tokens, sentences=SENTENCES, training=False)
+    model = Transformer(
+        config, tokens=tokens, sentences=SENTENCES, training=False,
+        device=device, precision=precision,
+    )  # fmt: skip
     put_mean(model, saved.weights)
     return model, subwords

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relpos for torch: attention on CPU tensors, with gradients, without copies.
+"""relpos for torch: attention on CPU and CUDA tensors, with gradients, without copies.
 
     out = relpos.torch.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
 
@@ -10,15 +10,15 @@ compiled code use `Attention`, which is made once, outside of it:
     self.attention = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(table)), causal=True)
     out = self.attention(q, k, v)
 
-Needs torch (`pip install 'relpos[torch]'`). float32, on the CPU. There are no gradients of
-gradients.
+Needs torch (`pip install 'relpos[torch]'`). float32; on an NVIDIA GPU also bfloat16, and then on
+torch's current stream (docs/cuda.md). There are no gradients of gradients.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from relpos.attention import attention_backward, attention_forward, context_of
+from relpos.device_array import DeviceArray
 from relpos.position import arrays
 from relpos.position.combine import Position, schemes_of, tables_of, with_tables
 from relpos.position.terms import Lowered, Shape
@@ -34,6 +35,64 @@ from relpos.request import Layout, Mask, Window, read_request
 __all__ = ["Attention", "attention"]
 
 PER_CALL = ("lengths", "key_lengths", "offsets", "key_offsets", "query_start")
+
+
+class TensorArray(DeviceArray):
+    """A tensor as an array on its device, over the same memory. What is made beside it is made by
+    torch, in torch's memory, and schemes compute with torch."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.device.type == "cuda"
+        super().__init__(
+            tensor.data_ptr(),
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            device=str(tensor.device),
+            owner=tensor,
+            stream=torch.cuda.current_stream(tensor.device).cuda_stream if on_gpu else 0,
+        )
+        self.tensor = tensor
+
+    def allocate(self, count: int) -> tuple[int, Any]:
+        memory = torch.empty(count, dtype=torch.uint8, device=self.tensor.device)
+        return memory.data_ptr(), memory
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> TensorArray:
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.tensor.device)
+        return TensorArray(made)
+
+    def constant(self, values: Any) -> TensorArray:
+        return TensorArray(torch.from_numpy(values).to(self.tensor.device))
+
+    def zeros_like(self) -> TensorArray:
+        flat = self.tensor.new_zeros(self.reach)
+        return TensorArray(flat.as_strided(self.shape, self.strides))
+
+    def through(self, name: str, change: Callable[[Any], Any]) -> TensorArray:
+        return TensorArray(change(self.tensor).contiguous())
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return bool(x.device.type == "cuda")
+
+
+def _array_of(x: Tensor) -> Any:
+    """A tensor as relpos.attention takes it: the same memory."""
+    x = x.detach()
+    return TensorArray(x) if _is_on_gpu(x) else x.numpy()
+
+
+def _tensor_of(x: Any) -> Tensor:
+    """The way back."""
+    return x.tensor if isinstance(x, TensorArray) else torch.from_numpy(np.ascontiguousarray(x))
+
+
+def _table_of(x: Tensor) -> Any:
+    """A parameter as an array; all tables are float32 on every device."""
+    return _array_of(x.detach().float() if x.dtype == torch.bfloat16 else x)
 
 
 class _Spec:
@@ -61,7 +120,7 @@ class _Spec:
 
     def over(self, tables: Sequence[Tensor]) -> Position:
         """The schemes over arrays of these tensors' memory."""
-        own = [table.detach().numpy() for table in tables]
+        own = [_table_of(table) for table in tables]
         named = {name: own[place] for name, place in self.places.items()}
         return with_tables(self.position, self.arrays | named)
 
@@ -105,13 +164,15 @@ def _per_call(
     mask: Tensor | None,
     seed: int,
 ) -> dict[str, Any]:
-    """The keyword arguments of relpos.attention but for position."""
+    """The keyword arguments of relpos.attention but for position. The host reads them: what lies
+    on a GPU is copied, and waited for."""
     given = (lengths, key_lengths, offsets, key_offsets, query_start)
     found: dict[str, Any] = {
-        name: None if x is None else x.numpy() for name, x in zip(PER_CALL, given, strict=True)
+        name: None if x is None else x.cpu().numpy()
+        for name, x in zip(PER_CALL, given, strict=True)
     }
     if mask is not None:
-        found["mask"] = mask.numpy()
+        found["mask"] = mask.cpu().numpy()
     return spec.options | found | {"seed": seed}
 
 
@@ -131,11 +192,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     known = _specs[spec]
     options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
-    activations = (x.detach().numpy() for x in (q, k, v))
+    activations = (_array_of(x) for x in (q, k, v))
     out, ctx = attention_forward(*activations, position=known.over(tables), **options)
     versions = _versions(tables)
     known.last = None if versions is None else _Lowering(versions, ctx.shape, ctx.lowered)
-    return torch.from_numpy(out), torch.from_numpy(ctx.lse)
+    return _tensor_of(out), _tensor_of(ctx.lse)
 
 
 def _backward(
@@ -157,7 +218,7 @@ def _backward(
 ) -> list[Tensor]:
     known = _specs[spec]
     options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
-    q_, k_, v_, out_, lse_ = (x.detach().numpy() for x in (q, k, v, out, lse))
+    q_, k_, v_, out_, lse_ = (_array_of(x) for x in (q, k, v, out, lse))
     position = known.over(tables)
     request = read_request(q_, k_, v_, None, **options)
     assert request.shape is not None
@@ -165,13 +226,16 @@ def _backward(
     ctx = context_of(request, position, out_, lse_, lowered)
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()
-    found = attention_backward(ctx, dout.detach().numpy())
+    found = attention_backward(ctx, _array_of(dout))
     names = {place: name for name, place in reversed(known.places.items())}
-    result = [found.q, found.k, found.v]
-    for place in range(len(tables)):
+    result = [_tensor_of(x) for x in (found.q, found.k, found.v)]
+    for place, table in enumerate(tables):
         gradient = found.get(names[place])
-        result.append(np.zeros(tables[place].shape, lse_.dtype) if gradient is None else gradient)
-    return [torch.from_numpy(np.ascontiguousarray(x)) for x in result]
+        if gradient is None:
+            result.append(torch.zeros_like(table, memory_format=torch.contiguous_format))
+        else:
+            result.append(_tensor_of(gradient).to(table.dtype).contiguous())
+    return result
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -180,7 +244,8 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
         numbers = [q.shape[1], q.shape[0]]
     else:
         numbers = [q.shape[axis] for axis in ((0, 1, 2) if layout == "bhnd" else (0, 2, 1))]
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(numbers)
+    lse = torch.float32 if q.dtype == torch.bfloat16 else q.dtype
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(numbers, dtype=lse)
 
 
 def _backward_shapes(
@@ -203,26 +268,44 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
     return (*found[:3], list(found[3:]), *(None for _ in per_call), None, None)
 
 
-_operation: Any = torch.library.custom_op("relpos::attention", mutates_args=(), device_types="cpu")(
-    _forward
-)
+# What the host stages for a call is not there again when a CUDA graph is replayed. Older versions of
+# torch have no word for that.
+_unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+_how: dict[str, Any] = {"mutates_args": (), "device_types": ("cpu", "cuda")}
+_how |= {} if _unsafe is None else {"tags": (_unsafe,)}
+_operation: Any = torch.library.custom_op("relpos::attention", **_how)(_forward)
 _operation.register_fake(_forward_shapes)
 _operation.register_autograd(_differentiate, setup_context=_save)
-_backward_operation: Any = torch.library.custom_op(
-    "relpos::attention_backward", mutates_args=(), device_types="cpu"
-)(_backward)
+_backward_operation: Any = torch.library.custom_op("relpos::attention_backward", **_how)(_backward)
 _backward_operation.register_fake(_backward_shapes)
 
 
-def _check(name: str, x: Any) -> None:
+def _check(q: Any, k: Any, v: Any) -> None:
+    """Whether these are tensors that attention takes. torch.compile reads this too."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise TypeError(
+                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
+                f"use {name}.cpu()"
+            )
+        if x.device != q.device:
+            raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
+        _check_type(name, x, q)
+
+
+def _check_type(name: str, x: Tensor, q: Tensor) -> None:
     real = str(np.dtype(arrays.REAL))
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.device.type != "cpu":
-        raise TypeError(f"{name}: lies on {x.device}, relpos computes on the CPU; use {name}.cpu()")
-    if str(x.dtype) != f"torch.{real}":
-        got = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"{name}: expected {real}, got {got}; use {name}.float()")
+    got = str(x.dtype).removeprefix("torch.")
+    if not _is_on_gpu(x):
+        if got != real:
+            raise TypeError(f"{name}: expected {real}, got {got}; use {name}.float()")
+    elif got not in ("float32", "bfloat16"):
+        raise TypeError(f"{name}: expected float32 or bfloat16, got {got}; use {name}.float()")
+    elif x.dtype != q.dtype:
+        own = str(q.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: expected {own} as q, got {got}; use {name}.to(q.dtype)")
 
 
 class Attention(torch.nn.Module):
@@ -230,8 +313,8 @@ class Attention(torch.nn.Module):
 
     position: as in `relpos.attention`. Those of its parameters that are `torch.nn.Parameter` become
         the module's, by their names; any tensor that requires a gradient gets one.
-    causal, window, layout, scale, softcap, dropout: as in `relpos.attention`. Dropout is applied in
-        training alone, as in torch.
+    causal, window, layout, scale, softcap, dropout, precision: as in `relpos.attention`. Dropout is
+        applied in training alone, as in torch.
 
     May be called in code that torch.compile compiles.
     """
@@ -246,6 +329,7 @@ class Attention(torch.nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         dropout: float = 0.0,
+        precision: str = "f32",
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
@@ -255,7 +339,7 @@ class Attention(torch.nn.Module):
             "scale": scale,
             "softcap": softcap,
             "dropout": dropout,
-            "precision": "f32",
+            "precision": precision,
             "mask": None,
         }
         self._training = _Spec(position, options)
@@ -278,10 +362,9 @@ class Attention(torch.nn.Module):
         mask: Tensor | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """float32 CPU tensors, as `relpos.attention` takes arrays; int tensors for lengths, offsets
-        and query_start, a bool tensor for mask. seed: below 2^63, another one every step."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            _check(name, x)
+        """Tensors as `attention` takes them; int tensors for lengths, offsets and query_start, a
+        bool tensor for mask, best on the CPU. seed: below 2^63, another one every step."""
+        _check(q, k, v)
         spec = self._training if self.training else self._evaluation
         out: Tensor = _operation(
             q, k, v, spec.tensors,
@@ -317,19 +400,20 @@ def attention(
 ) -> Tensor:
     """`relpos.attention` of tensors, differentiable by q, k, v and the parameters of `position`.
 
-    q, k, v: float32 CPU tensors, used where they lie.
+    q, k, v: float32 tensors on the CPU, or float32 or bfloat16 ones on one GPU, used where they
+        lie.
     position: a scheme, or a tuple of them, made of tensors (`relpos.Shaw(key_table)` with tensors
         that may require gradients) or of arrays, which then are constants.
-    lengths, key_lengths, offsets, key_offsets, query_start: integers, as tensors or otherwise.
+    lengths, key_lengths, offsets, key_offsets, query_start: integers, as tensors or otherwise. The
+        host reads them: tensors on a GPU are copied, and waited for. So is a mask.
     mask: a bool tensor, or as `relpos.attention` takes it.
     seed: int below 2^63.
     The others as in `relpos.attention`.
 
-    Returns a new tensor. Code that torch.compile compiles is left and entered again for this
-    function (see `Attention`).
+    Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32. Code
+    that torch.compile compiles is left and entered again for this function (see `Attention`).
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check(name, x)
+    _check(q, k, v)
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,

@@ -21,7 +21,7 @@ import numpy as np
 from relpos.batch import Batch
 from relpos.data.batches import cut
 from relpos.data.subwords import SentencePiece, Subwords, check_vocabulary
-from relpos.model import Transformer
+from relpos.model import Integers, Precision, Transformer
 from relpos.position.arrays import Array, check_count
 from relpos.saved import find_model, load_model
 from relpos.search import Decoder, Hypothesis, Search
@@ -31,7 +31,7 @@ BATCH_TOKENS = 2048
 WINDOW = 2048  # lines that are read ahead, to be sorted by length
 
 Progress = Callable[[int], object]  # is told how many lines are done
-Align = tuple[int, int | None]  # a layer, and a head or the mean of all
+Align = tuple[Integers, Integers | None]  # layers, and heads of them or the mean of all
 
 
 @dataclass(slots=True)
@@ -81,6 +81,8 @@ class Translator:
         average: int | None = None,
         tokenizer: Any = None,
         batch_tokens: int = BATCH_TOKENS,
+        device: str = "cpu",
+        precision: Precision = "f32",
     ) -> Translator:
         """From a checkpoint, a run (its newest checkpoint), or a file of weights with its vocabulary
         beside it; from several, an ensemble.
@@ -89,6 +91,7 @@ class Translator:
         average: int. The mean of so many of a run's last checkpoints.
         tokenizer: the vocabulary itself, where it is an object of your own.
         batch_tokens: int. The most source tokens that are translated at the same time.
+        device, precision: as of `Transformer`.
         """
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not given:
@@ -97,8 +100,9 @@ class Translator:
         models, found = [], None
         for path in given:
             model, subwords = load_model(
-                find_model(path, average), tokenizer=tokenizer, batch_tokens=batch_tokens
-            )
+                find_model(path, average), tokenizer=tokenizer, batch_tokens=batch_tokens,
+                device=device, precision=precision,
+            )  # fmt: skip
             if found is not None and subwords.fingerprint() != found.fingerprint():
                 raise ValueError(
                     f"{os.fspath(path)}: has another vocabulary than {os.fspath(given[0])}: the "
@@ -310,7 +314,11 @@ class Translator:
         return Candidate(text, found.tokens, found.score, found.log_probability, found.finished)
 
     def _link(
-        self, batch: list[_Line], several: list[list[Candidate]], layer: int, head: int | None
+        self,
+        batch: list[_Line],
+        several: list[list[Candidate]],
+        layer: Integers,
+        head: Integers | None,
     ) -> None:
         """Puts links into the candidates of each line."""
         whose: list[tuple[list[Candidate], int]] = []
@@ -365,40 +373,87 @@ class Translator:
         sources: Iterable[str],
         targets: Iterable[str],
         *,
-        layer: int = -1,
-        head: int | None = None,
+        layer: Integers = -1,
+        head: Integers | None = None,
         batch_tokens: int | None = None,
+        progress: Progress | None = None,
     ) -> list[Alignment]:
         """Which words of the sources belong to which of the targets, by the decoder's attention.
 
         sources, targets: str each, as many.
-        layer: int. Of the decoder; negative ones count from the last.
-        head: int. One head; None: the mean of all.
+        layer: int, or several, whose mean is taken. Of the decoder; negative ones count from the
+            last.
+        head: int, or several, whose mean is taken in each of the layers. None: all.
         """
+        window = list(sources), list(targets)
+        return list(
+            self.align_in_windows(
+                [window], layer=layer, head=head, batch_tokens=batch_tokens, progress=progress
+            )
+        )
+
+    def align_in_windows(
+        self,
+        windows: Iterable[tuple[Sequence[str], Sequence[str]]],
+        *,
+        layer: Integers = -1,
+        head: Integers | None = None,
+        batch_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[Alignment]:
+        """As `align`, by lists of sources and of their targets, each of which is aligned before the
+        next one is asked for."""
         if self.generates:
             raise ValueError("model: has no encoder, there is nothing to align to")
-        return self._aligned(self._given(sources, targets), layer, head, batch_tokens)
+        return self._aligned_windows(windows, layer, head, self._budget(batch_tokens), progress)
+
+    def _aligned_windows(
+        self,
+        windows: Iterable[tuple[Sequence[str], Sequence[str]]],
+        layer: Integers,
+        head: Integers | None,
+        budget: int,
+        progress: Progress | None,
+    ) -> Iterator[Alignment]:
+        read = 0
+        for sources, targets in windows:
+            lines = self._given(sources, targets, read)
+            read += len(lines)
+            for each in self._aligned(lines, layer, head, budget):
+                if each.failed:
+                    _warn(f"line {each.line:,}: the model's numbers are not finite, no links")
+                yield each
+                if progress is not None:
+                    progress(each.line)
 
     def _aligned(
-        self, lines: list[_Line], layer: int, head: int | None, batch_tokens: int | None = None
+        self,
+        lines: list[_Line],
+        layer: Integers,
+        head: Integers | None,
+        budget: int | None = None,
     ) -> list[Alignment]:
-        found: list[Alignment] = [Alignment(0, np.zeros((0, 0), np.float32), ())] * len(lines)
-        for batch in self._batches(lines, self._budget(batch_tokens), 1):
+        found: dict[int, Alignment] = {}
+        for batch in self._batches(lines, self._budget(budget), 1):
             packed = self._packed(batch)
             several = [model.alignments(packed, layer, head) for model in self.models]
             for b, line in enumerate(batch):
                 weights: Array = np.stack([each[b] for each in several]).mean(axis=0)
-                found[line.line - 1] = Alignment(line.line, weights, self._links(line, weights))
-        return found
+                found[line.line] = self._alignment(line, weights)
+        return [found[line.line] for line in lines]
 
-    def _links(self, line: _Line, weights: Array) -> tuple[tuple[int, int], ...]:
-        if not line.source or not line.target:
-            return ()
+    def _alignment(self, line: _Line, weights: Array) -> Alignment:
         words, said = words_of(self.subwords, line.source), words_of(self.subwords, line.target)
-        best = weights[:-1].argmax(axis=1).tolist()
-        return tuple(sorted({(words[i], said[j]) for j, i in enumerate(best)}))
+        links: tuple[tuple[int, int], ...] = ()
+        if words and said and np.isfinite(weights).all():
+            best = weights[:-1].argmax(axis=1).tolist()
+            links = tuple(sorted({(words[i], said[j]) for j, i in enumerate(best)}))
+        return Alignment(line.line, weights, links, tuple(words), tuple(said))
 
-    def _given(self, sources: Iterable[str] | None, targets: Iterable[str]) -> list[_Line]:
+    def _given(
+        self, sources: Iterable[str] | None, targets: Iterable[str], before: int = 0
+    ) -> list[_Line]:
+        """Lines of text, the first of them number before + 1."""
         texts = list(targets)
         if (sources is None) != self.generates:
             raise ValueError(
@@ -410,7 +465,7 @@ class Translator:
             raise ValueError(
                 f"targets: expected {len(origins):,} as in sources, got {len(texts):,}"
             )
-        return self._encoded(0, origins, texts)
+        return self._encoded(before, origins, texts)
 
     # ---- lines to batches --------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ CALL = {
     "layout": "bhnd", "causal": False, "scale": 0.0,
     "lengths": None, "key_lengths": None, "offsets": None, "key_offsets": None, "query_start": None,
     "terms": (), "position_bias": None, "window": None, "mask": None, "softcap": 0.0,
-    "dropout": None,
+    "dropout": None, "placement": None,
 }  # fmt: skip
 
 

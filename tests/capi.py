@@ -114,7 +114,7 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_double, "softcap", "dropout"),
         *fields(ctypes.c_uint32 * 2, "dropout_key"),
         *fields(ctypes.c_uint32, "dropout_site", "dropout_first"),
-        *fields(ctypes.c_void_p, "dropout_ordinals"),
+        *fields(ctypes.c_void_p, "dropout_ordinals", "placement"),
     ]
 
 
@@ -241,6 +241,25 @@ class Core:
     def set_threads(self, threads: int) -> None:
         self.check(self.lib.rp_set_threads(threads))
 
+    # Where arrays lie that the caller places: here on the host (device_capi.py: on a device).
+
+    def place(self, x: Strided, activation: bool = False) -> int:
+        """The address that the core is given for an array: of q, k, v, out, and so on; or another."""
+        return x.address
+
+    def place_workspace(self, size: int) -> Workspace:
+        return Workspace(size)
+
+    def fetch(self) -> None:
+        """Afterwards the host sees what the calls wrote."""
+
+    def placement(self) -> int | None:
+        """The address of an rp_placement."""
+        return None
+
+    def rows(self, x: Strided) -> Rows:
+        return Rows(self.place(x, activation=True), *x.strides)
+
     def workspace_bytes(self, call: Attention) -> tuple[int, int]:
         forward, backward = ctypes.c_int64(-1), ctypes.c_int64(-1)
         status = self.lib.rp_attention_workspace(
@@ -275,10 +294,6 @@ class Workspace:
         return bool(np.all(before == 0xA5) and np.all(after == 0xA5))
 
 
-def rows(x: Strided) -> Rows:
-    return Rows(x.address, *x.strides)
-
-
 def attention_default() -> Attention:
     """rp_attention_default(), which is inline."""
     return Attention(struct_size=ctypes.sizeof(Attention), window_left=-1, window_right=-1)
@@ -308,14 +323,15 @@ def describe(core: Core, case: Case, arrays: Arrays) -> tuple[Attention, list[An
             alive.append(array)
             setattr(call, name, array.ctypes.data)
     call.scale = case.scale or 0.0
+    call.placement = core.placement()
     for name, table in arrays.tables.items():
         kind, number = place(name)
         relation = getattr(call, kind)[number]
-        relation.table = table.address
+        relation.table = core.place(table)
         relation.head_stride, relation.row_stride = table.strides[1:]
         _point(relation, arrays.maps[name].fields)
     if arrays.position_bias is not None:
-        call.position_bias = arrays.position_bias.address
+        call.position_bias = core.place(arrays.position_bias)
         call.position_bias_stride = case.D + case.gap
     call.window_left, call.window_right = case.window
     if arrays.mask is not None:
@@ -346,20 +362,21 @@ def lse_shape(case: Case) -> tuple[int, ...]:
 def run_forward(core: Core, case: Case, arrays: Arrays) -> Forward:
     """rp_attention_forward of the case; asserts that nothing outside the results was written."""
     call, alive = describe(core, case, arrays)
-    workspace = Workspace(core.workspace_bytes(call)[0])
+    workspace = core.place_workspace(core.workspace_bytes(call)[0])
     out = allocate_rows(case, "query", case.Dv, core.dtype, SENTINEL)
     lse = allocate(lse_shape(case), 0, core.dtype, SENTINEL)
     status = core.lib.rp_attention_forward(
         ctypes.byref(call),
-        rows(arrays.q),
-        rows(arrays.k),
-        rows(arrays.v),
-        rows(out),
-        lse.address,
+        core.rows(arrays.q),
+        core.rows(arrays.k),
+        core.rows(arrays.v),
+        core.rows(out),
+        core.place(lse),
         workspace.address,
         workspace.size,
     )
     core.check(status)
+    core.fetch()
     assert workspace.untouched(), "forward wrote beyond its workspace"
     assert out.untouched(SENTINEL), "forward wrote beyond out"
     assert lse.untouched(SENTINEL), "forward wrote beyond lse"
@@ -378,7 +395,7 @@ def run_backward(
     "key[0]".
     """
     call, alive = describe(core, case, arrays)
-    workspace = Workspace(core.workspace_bytes(call)[1])
+    workspace = core.place_workspace(core.workspace_bytes(call)[1])
     out = allocate_rows(case, "query", case.Dv, core.dtype, np.nan)
     lse = allocate(lse_shape(case), 0, core.dtype, np.nan)
     for span in case.spans:
@@ -394,7 +411,7 @@ def run_backward(
         "k": allocate_rows(case, "key", case.D, core.dtype, SENTINEL),
         "v": allocate_rows(case, "key", case.Dv, core.dtype, SENTINEL),
     }
-    gradients = Gradients(rows(written["q"]), rows(written["k"]), rows(written["v"]))
+    gradients = Gradients(*(core.rows(written[name]) for name in ("q", "k", "v")))
     parameters = dict(arrays.tables)
     if arrays.position_bias is not None:
         parameters["position_bias"] = arrays.position_bias
@@ -404,23 +421,24 @@ def run_backward(
             written[name] = allocate(values.view.shape, case.gap, core.dtype, SENTINEL)
             written[name].view[...] = tables_hold
         if name == "position_bias":
-            gradients.position_bias = written[name].address
+            gradients.position_bias = core.place(written[name])
         else:
             kind, number = place(name)
-            getattr(gradients, kind)[number] = written[target].address
+            getattr(gradients, kind)[number] = core.place(written[target])
     status = core.lib.rp_attention_backward(
         ctypes.byref(call),
-        rows(arrays.q),
-        rows(arrays.k),
-        rows(arrays.v),
-        rows(out),
-        lse.address,
-        rows(arrays.dout),
+        core.rows(arrays.q),
+        core.rows(arrays.k),
+        core.rows(arrays.v),
+        core.rows(out),
+        core.place(lse),
+        core.rows(arrays.dout),
         ctypes.byref(gradients),
         workspace.address,
         workspace.size,
     )
     core.check(status)
+    core.fetch()
     assert workspace.untouched(), "backward wrote beyond its workspace"
     for name, array in written.items():
         assert array.untouched(SENTINEL), f"backward wrote beyond the gradient of {name}"

@@ -36,3 +36,20 @@ def libraries() -> dict[str, Path]:
         if made.returncode != 0:
             pytest.fail(f"make all f64 failed:\n{made.stdout[-2000:]}{made.stderr[-4000:]}")
     return {name: Path(given[name] or built[name]) for name in built}
+
+
+@pytest.fixture(scope="session")
+def emulated_device() -> Path:
+    """The library of CUDA kernels for a CPU (tests/emulator), found in the place of a GPU's;
+    RELPOS_TEST_CUDA names another, RELPOS_TEST_CUDA=gpu the real one beside libcore."""
+    given = os.environ.get("RELPOS_TEST_CUDA", "")
+    if given != "gpu":
+        library = Path(given) if given else ROOT / "build" / "emulated" / "librelpos_cuda.so"
+        if not given:
+            made = subprocess.run(
+                ["make", "-j2", "emulated"], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            if made.returncode != 0:
+                pytest.fail(f"make emulated failed:\n{made.stdout[-2000:]}{made.stderr[-4000:]}")
+        os.environ["RELPOS_CUDA_LIBRARY"] = str(library)
+    return Path(given)

@@ -138,10 +138,12 @@ class Decoder:
 def alignments(
     model: Model, batch: Sentences, shapes: Sequence[tuple[int, int]], layer: int, head: int
 ) -> list[Any]:
-    """rp_model_alignments, cut into the sentences' maps."""
+    """rp_model_alignments of one layer and one head, or all, cut into the sentences' maps."""
     sizes = [rows * columns for rows, columns in shapes]
     to = np.full(sum(sizes), np.nan, model.core.dtype)
-    numbers = ctypes.c_int64(layer), ctypes.c_int64(head)
+    one = ctypes.c_int64(layer), ctypes.c_int64(head)
+    heads = None if head < 0 else ctypes.byref(one[1])
+    numbers = ctypes.byref(one[0]), ctypes.c_int64(1), heads, ctypes.c_int64(1)
     where = ctypes.c_void_p(to.ctypes.data)
     function = model.lib.rp_model_alignments
     model.core.check(function(model.handle, ctypes.byref(batch.struct), *numbers, where))

@@ -33,6 +33,7 @@ class Rotation(ctypes.Structure):
         *capi.fields(ctypes.c_void_p, "frequencies"),
         *capi.fields(ctypes.c_int64, "pairs"),
         *capi.fields(ctypes.c_int, "interleaved", "inverse"),
+        *capi.fields(ctypes.c_void_p, "placement"),
     ]
 
 
@@ -141,7 +142,8 @@ def pair_strides(x: Any) -> tuple[int, int, int]:
 def describe(q: Any, k: Any, v: Any, call: Any) -> tuple[capi.Attention, list[Any]]:
     """The rp_attention of a call as the binding takes it, and what must outlive it."""
     layout, causal, scale, lengths, key_lengths, offsets, key_offsets, start, *rest = call
-    terms, position_bias, window, mask, softcap, dropout = rest
+    terms, position_bias, window, mask, softcap, dropout, placement = rest
+    assert placement is None
     alive: list[Any] = [q, k, v, call]
     a = capi.attention_default()
     if offsets is None:

@@ -27,6 +27,8 @@ class Limits(ctypes.Structure):
         *fields(ctypes.c_size_t, "struct_size"),
         *fields(ctypes.c_int64, "tokens", "sentences"),
         *fields(ctypes.c_int, "training", "recompute"),
+        *fields(ctypes.c_char_p, "device"),
+        *fields(ctypes.c_int, "precision"),
     ]
 
 
@@ -162,9 +164,9 @@ class Sentences:
 
 
 class Model:
-    """An rp_model."""
+    """An rp_model. Of one on a device `weights` and `gradients` are copies; `assign` writes."""
 
-    def __init__(self, config: Config, **limits: int) -> None:
+    def __init__(self, config: Config, **limits: Any) -> None:
         self.core, self.lib = config.core, config.core.lib
         self.handle = ctypes.c_void_p()
         given = Limits(ctypes.sizeof(Limits), 64, 16, 1, 0)
@@ -177,6 +179,7 @@ class Model:
         self.views: dict[str, dict[str, Any]] = {"data": {}, "gradient": {}, "moment1": {}}
         for kind in ("moment2", "average"):
             self.views[kind] = {}
+        self.shapes: dict[str, Any] = {}
         for index in range(self.lib.rp_model_parameter_count(self.handle)):
             self._look_at(index)
 
@@ -184,7 +187,7 @@ class Model:
         p = Parameter(struct_size=ctypes.sizeof(Parameter))
         where = ctypes.byref(p)
         self.core.check(self.lib.rp_model_parameter(self.handle, ctypes.c_int64(index), where))
-        shape = tuple(p.shape[: p.dimensions])
+        shape = self.shapes[p.name.decode()] = tuple(p.shape[: p.dimensions])
         real = ctypes.c_double if self.core.dtype == np.float64 else ctypes.c_float
         for kind, views in self.views.items():
             address = getattr(p, kind)
@@ -206,11 +209,28 @@ class Model:
 
     @property
     def weights(self) -> dict[str, Any]:
-        return self.views["data"]
+        return self.views["data"] or self.read(0)
 
     @property
     def gradients(self) -> dict[str, Any]:
-        return self.views["gradient"]
+        return self.views["gradient"] if self.views["data"] else self.read(1)
+
+    def read(self, array: int) -> dict[str, Any]:
+        """Copies of all parameters' arrays of one kind: RP_ARRAY_..."""
+        found = {}
+        for index, (name, shape) in enumerate(self.shapes.items()):
+            found[name] = np.full(shape, np.nan, self.core.dtype)
+            to = ctypes.c_void_p(found[name].ctypes.data)
+            numbers = ctypes.c_int64(index), ctypes.c_int(array)
+            self.core.check(self.lib.rp_model_read(self.handle, *numbers, to))
+        return found
+
+    def assign(self, weights: Mapping[str, Any]) -> None:
+        for index, name in enumerate(self.shapes):
+            values = np.ascontiguousarray(weights[name], self.core.dtype)
+            numbers = ctypes.c_int64(index), ctypes.c_int(0)
+            pointer = ctypes.c_void_p(values.ctypes.data)
+            self.core.check(self.lib.rp_model_write(self.handle, *numbers, pointer))
 
     def _result(self, name: str, *arguments: Any) -> Result:
         result = Result(struct_size=ctypes.sizeof(Result))

@@ -49,7 +49,8 @@ def relation(term: Any, spans: list[Any]) -> Relation:
 
 def batch_of(q: Any, k: Any, call: Any) -> Batch:
     layout, causal, scale, lengths, key_lengths, offsets, key_offsets, start, *rest = call
-    terms, bias, window, mask, softcap, dropout = rest
+    terms, bias, window, mask, softcap, dropout, placement = rest
+    assert placement is None
     rows = 2 if layout == "bhnd" else 1
     spans = reference.spans(
         len(q) if offsets is None else len(offsets) - 1,

@@ -676,9 +676,9 @@ def test_alignments_that_are_refused(core: Core) -> None:
     with model_of(core) as model, language_model(core) as alone:
         batch = Sentences([[3]], [[4]], None)
         for layer, head, sentence in (
-            (2, 0, "layer=2, must be from -2 to 1"),
-            (-3, 0, "layer=-3"),
-            (0, 2, "head=2, must be -1 or from 0 to 1"),
+            (2, 0, r"layers\[0\]=2, must be from -2 to 1"),
+            (-3, 0, r"layers\[0\]=-3"),
+            (0, 2, r"heads\[0\]=2, must be from 0 to 1"),
         ):
             with pytest.raises(CoreError, match=sentence):
                 alignments(model, batch, [(1, 1)], layer, head)

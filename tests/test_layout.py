@@ -18,7 +18,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
-HEADERS = tuple(CSRC / "include" / "relpos" / name for name in ("relpos.h", "model.h", "decode.h"))
+CUDA = ROOT / "cuda"
+EMULATOR = ROOT / "tests" / "emulator"
+PUBLIC = ("relpos.h", "device.h", "model.h", "decode.h")
+HEADERS = tuple(CSRC / "include" / "relpos" / name for name in PUBLIC)
 EXPORTED = ROOT / "tests" / "exported_symbols.txt"
 
 # A file includes from its own floor or below. isa/ stands above ops/ here, because an instruction
@@ -44,6 +47,10 @@ def tracked() -> list[Path]:
 
 def core_files() -> list[Path]:
     return sorted(p for p in CSRC.rglob("*") if p.suffix in (".c", ".h"))
+
+
+def cuda_files() -> list[Path]:
+    return sorted(p for p in CUDA.iterdir() if p.suffix in (".cu", ".h"))
 
 
 def name_of(path: Path) -> str:
@@ -110,7 +117,27 @@ def test_the_binding_comes_in_by_the_front_door() -> None:
     text = "".join(path.read_text() for path in files)
     own = {path.name for path in files}
     others = set(re.findall(r'#\s*include\s+"([^"]+)"', text)) - own
-    assert others == {"relpos/decode.h", "relpos/model.h", "relpos/relpos.h"}
+    assert others == {f"relpos/{name}.h" for name in ("decode", "device", "model", "relpos")}
+
+
+def test_cuda_sees_the_table_and_what_lies_below_it() -> None:
+    """cuda/ fills the operation table: it knows no model, no training, no files."""
+    upward = []
+    for path in cuda_files():
+        for name in re.findall(r'(?m)^\s*#\s*include\s+"([^"]+)"', path.read_text()):
+            beside = (CUDA / name).exists() or (EMULATOR / name).exists()
+            below = name.startswith(("base/", "ops/", "relpos/")) and (
+                (CSRC / name).exists() or (CSRC / "include" / name).exists()
+            )
+            if not (beside or below or name == "isa/devices.h"):
+                upward.append(f"{name_of(path)} includes {name}")
+    assert upward == []
+
+
+def test_three_headers_know_which_compiler_it_is() -> None:
+    """Everything else of cuda/ is one source for nvcc and for the emulator."""
+    knowing = {path.name for path in cuda_files() if "__CUDACC__" in code(path)}
+    assert knowing <= {"gpu.h", "ptx.h", "blas.h"}
 
 
 def test_headers_of_the_base_stand_alone() -> None:
@@ -138,6 +165,15 @@ def test_core_mk_lists_every_source() -> None:
     assert operations == set(re.findall(r'#include "(ops/\w+\.c)"', table))
     headers = [path.relative_to(CSRC).as_posix() for path in HEADERS]
     assert lists["CORE_PUBLIC_HEADERS"].split() == headers
+
+
+def test_cuda_mk_lists_every_source() -> None:
+    text = (CUDA / "cuda.mk").read_text().replace("\\\n", " ")
+    lists = dict(re.findall(r"(?m)^(\w+) *= *(.*)$", text))
+    assert sorted(lists["CUDA_SOURCES"].split()) == sorted(p.name for p in CUDA.glob("*.cu"))
+    others = {"race.cpp", "planted.cpp", "vectors.cpp"}
+    emulator = {path.name for path in EMULATOR.glob("*.cpp")} - others
+    assert set(lists["EMULATOR_SOURCES"].split()) == emulator
 
 
 def test_every_base_file_has_its_test() -> None:
@@ -239,8 +275,9 @@ def test_files_are_opened_in_one_place() -> None:
     assert found(opening, others) == []
 
 
-def test_libraries_are_opened_in_one_place() -> None:
-    others = [path for path in core_files() if path != CSRC / "base" / "blas.c"]
+def test_libraries_are_opened_in_two_places() -> None:
+    openers = (CSRC / "base" / "blas.c", CSRC / "isa" / "devices.c")
+    others = [path for path in core_files() if path not in openers]
     assert found(calls("dlopen", "dlsym", "dladdr", "dlmopen"), others) == []
 
 
@@ -252,17 +289,17 @@ def test_threads_are_made_in_one_place() -> None:
 
 
 def test_no_fast_math() -> None:
-    for name in ("Makefile", "setup.py", "csrc/core.mk"):
+    for name in ("Makefile", "setup.py", "csrc/core.mk", "cuda/cuda.mk", "cuda/nvcc.py"):
         lines = (ROOT / name).read_text().splitlines()
         flags = " ".join(line for line in lines if not line.lstrip().startswith("#"))
-        assert not re.search(r"-ffast-math|-Ofast|-funsafe|-fopenmp(?!-simd)", flags), name
+        assert not re.search(r"fast.math|-Ofast|-funsafe|-fopenmp(?!-simd)", flags), name
 
 
 # ---- heads, sizes, left-overs --------------------------------------------------------------------
 
 
 def test_every_source_names_its_licence() -> None:
-    suffixes = (".c", ".h", ".py", ".pyi", ".mk")
+    suffixes = (".c", ".h", ".cu", ".cpp", ".py", ".pyi", ".mk")
     sources = [
         p for p in tracked() if p.suffix in suffixes or name_of(p) in ("Makefile", ".ci/run")
     ]
@@ -274,7 +311,7 @@ def test_every_source_names_its_licence() -> None:
 def test_core_files_say_what_they_are() -> None:
     """The SPDX line, an empty one, then `name.c: what it computes` (isa/*.c: which machine)."""
     silent = []
-    for path in core_files():
+    for path in [*core_files(), *cuda_files()]:
         lines = path.read_text().splitlines()
         if path.parent.name != "isa" and not lines[2].startswith(f" * {path.name}: "):
             silent.append(name_of(path))
@@ -308,7 +345,8 @@ def test_no_path_of_a_machine() -> None:
 
 def test_nothing_is_left_for_later() -> None:
     marks = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b")
-    sources = [p for p in tracked() if p.suffix in (".c", ".h", ".py", ".md", ".mk")]
+    suffixes = (".c", ".h", ".cu", ".cpp", ".py", ".md", ".mk")
+    sources = [p for p in tracked() if p.suffix in suffixes]
     assert [name_of(p) for p in sources if marks.search(p.read_text())] == []
 
 
@@ -341,7 +379,7 @@ def long_functions(path: Path) -> list[tuple[int, str]]:
 def guide_lines() -> list[str]:
     lines = []
     for path in tracked():
-        if path.suffix not in (".c", ".h", ".py"):
+        if path.suffix not in (".c", ".h", ".cu", ".cpp", ".py"):
             continue
         size = len(path.read_text().splitlines())
         if size > GUIDE_FILE:

@@ -99,7 +99,7 @@ def test_recomputing_takes_less_memory(core: Core) -> None:
     told = []
     for recompute in (0, 1):
         memory = Memory(struct_size=ctypes.sizeof(Memory))
-        limits = Limits(ctypes.sizeof(Limits), 512, 64, 1, recompute)
+        limits = Limits(ctypes.sizeof(Limits), 512, 64, 1, recompute, None, 0)
         where = ctypes.byref(limits), ctypes.byref(memory)
         core.check(core.lib.rp_model_memory(config.memory, *where))
         told.append(memory.activations)

@@ -365,7 +365,10 @@ def test_wrong_types(idle: relpos.Transformer) -> None:
         (lambda: idle.step([3]), r"batch: expected relpos\.Batch, got int"),  # type: ignore[list-item]
         (lambda: idle.score(None), r"batch: expected relpos\.Batch, got NoneType"),  # type: ignore[arg-type]
         (lambda: idle.attention_maps(batch, 0.5, 0), "layer: expected an integer, got float"),  # type: ignore[arg-type]
-        (lambda: _core.Model(3, (1, 1, True, False)), "config: expected a tuple of pairs"),  # type: ignore[arg-type]
+        (
+            lambda: _core.Model(3, (1, 1, True, False, "cpu", 0)),
+            "config: expected a tuple of pairs",
+        ),  # type: ignore[arg-type]
         (lambda: _core.Model((), 3), "limits: expected a tuple"),  # type: ignore[arg-type]
         (lambda: idle._core.forward(3, False, False), "batch: expected a tuple"),  # type: ignore[arg-type]
         (lambda: idle.save(3), r"os\.PathLike object, not int"),  # type: ignore[arg-type]
@@ -836,7 +839,7 @@ def test_models_and_configurations_do_not_leak() -> None:
             with pytest.raises(ValueError):
                 config.replace({"heads": 3})
             with pytest.raises(ValueError):
-                _core.Model((("no", "such"),), (1, 1, True, False))
+                _core.Model((("no", "such"),), (1, 1, True, False, "cpu", 0))
 
     make(20)
     gc.collect()

@@ -160,12 +160,12 @@ def test_a_file_that_was_cut_short(tmp_path: Path, cut: int, training: bool) -> 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with pytest.raises(OSError, match=r"model\.safetensors"):
-        _core.Model.open((64, 8, False, False), path)
+        _core.Model.open((64, 8, False, False, "cpu", 0), path)
     trained().save(path)
     with pytest.raises(ValueError, match="limits.training=1, must be 0"):
-        _core.Model.open((64, 8, True, False), path)
+        _core.Model.open((64, 8, True, False, "cpu", 0), path)
     with pytest.raises(TypeError):
-        _core.Model.open((64, 8, False, False), 3)  # type: ignore[arg-type]
+        _core.Model.open((64, 8, False, False, "cpu", 0), 3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError)):
         _core.Model.open((64, 8), path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens: expected 1 or more"):

@@ -1032,8 +1032,8 @@ def _call_forward(
     workspace = capi.Workspace(core.workspace_bytes(call)[0] + 64)
     out = capi.allocate_rows(case, "query", case.Dv, core.dtype, SENTINEL)
     change(call)
-    rows = {n: capi.rows(x) for n, x in zip("qkv", arrays.inputs[:3], strict=True)}
-    rows["out"] = capi.rows(out)
+    rows = {n: core.rows(x) for n, x in zip("qkv", arrays.inputs[:3], strict=True)}
+    rows["out"] = core.rows(out)
     if null in rows:
         rows[null].data = None
     if stride:
@@ -1343,19 +1343,19 @@ def test_backward_refuses_null(libraries: dict[str, Path], missing: str) -> None
     held = []
     for name, width, side in (("q", BASE.D, "query"), ("k", BASE.D, "key"), ("v", BASE.Dv, "key")):
         held.append(capi.allocate_rows(BASE, side, width, core.dtype, SENTINEL))
-        setattr(gradients, name, capi.rows(held[-1]))
+        setattr(gradients, name, core.rows(held[-1]))
         if name == missing:
             getattr(gradients, name).data = None
-    out, dout = capi.rows(forwarded.out), capi.rows(arrays.dout)
+    out, dout = core.rows(forwarded.out), core.rows(arrays.dout)
     if missing == "out":
         out.data = None
     if missing == "dout":
         dout.data = None
     status = core.lib.rp_attention_backward(
         ctypes.byref(call),
-        capi.rows(arrays.q),
-        capi.rows(arrays.k),
-        capi.rows(arrays.v),
+        core.rows(arrays.q),
+        core.rows(arrays.k),
+        core.rows(arrays.v),
         out,
         None if missing == "lse" else forwarded.lse.address,
         dout,

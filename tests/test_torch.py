@@ -237,7 +237,7 @@ def test_the_array_interfaces_of_numpy() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, 0
 
-    with pytest.raises(TypeError, match="^k: lies on a CUDA device, relpos computes on the CPU"):
+    with pytest.raises(TypeError, match="^k: lies on cuda:0, q on the host; move one of them"):
         relpos.attention(q, Elsewhere(), v)  # type: ignore[arg-type]
 
 
@@ -246,7 +246,10 @@ def test_the_array_interfaces_of_numpy() -> None:
     [
         (lambda x: x.double(), "q: expected float32, got float64; use q.float()"),
         (lambda x: x.detach().numpy(), "q: expected a tensor, got ndarray"),
-        (lambda x: x.to("meta"), "q: lies on meta, relpos computes on the CPU; use q.cpu()"),
+        (
+            lambda x: x.to("meta"),
+            "q: lies on meta, relpos computes on the CPU and on NVIDIA GPUs; use q.cpu()",
+        ),
     ],
 )
 def test_refused(spoil: Any, sentence: str) -> None:

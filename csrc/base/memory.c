@@ -11,6 +11,7 @@
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 static void *system_allocate(void *context, size_t bytes) {
   (void)context;
@@ -35,6 +36,16 @@ void rpi_set_allocator(const rpi_allocator *allocator) {
 void *rpi_allocate(size_t bytes) { return current->allocate(current->context, bytes); }
 
 void rpi_release(void *memory) { current->release(current->context, memory); }
+
+rp_status rpi_host_allocate(int64_t bytes, void **memory) {
+  *memory = rpi_allocate((size_t)bytes);
+  return *memory ? RP_OK : RP_ERROR_MEMORY;
+}
+
+rp_status rpi_host_copy(void *to, const void *from, int64_t bytes) {
+  if (bytes != 0) memcpy(to, from, (size_t)bytes);
+  return RP_OK;
+}
 
 bool rpi_multiply(int64_t a, int64_t b, int64_t *product) {
   return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, product);

@@ -42,6 +42,10 @@ void rpi_set_allocator(const rpi_allocator *allocator);
 void *rpi_allocate(size_t bytes);
 void rpi_release(void *memory);
 
+/* Memory of the host as the operation table has it (ops/ops.h): the same allocator, and copies. */
+rp_status rpi_host_allocate(int64_t bytes, void **memory);
+rp_status rpi_host_copy(void *to, const void *from, int64_t bytes);
+
 /* *product = a * b, or false when it overflows int64_t or a factor is negative
  * (product is then unspecified). rpi_add: the same for a + b. */
 bool rpi_multiply(int64_t a, int64_t b, int64_t *product);

@@ -15,6 +15,7 @@
 
 struct rpi_cache {
   rp_model *model;
+  const rp_ops *ops;
   int64_t layers, token; /* of the decoder; numbers of one token in one layer: 2 H D */
   rpi_cache_start start;
 
@@ -26,10 +27,11 @@ struct rpi_cache {
   /* the source */
   int64_t sentences, source_rows;
   rpi_room source_offsets; /* [sentences + 1] */
-  rpi_room cross;          /* [layers][source rows][2 H D] */
+  rpi_room cross;          /* of the device: [layers][source rows][2 H D] */
   rpi_room cross_places;   /* [source rows]: pointers to layer 0 */
 
-  /* tables that are made of parameters, and the shapes that use them, for each layer */
+  /* tables that are made of parameters (of the device), and the shapes that use them, for each
+   * layer */
   rpi_room shapes, tables;
 
   /* rows; two of each list, since rows that go on are copied from one to the other */
@@ -39,7 +41,9 @@ struct rpi_cache {
   int now;                      /* which of the two is */
 
   /* one step's arguments */
-  rpi_room arguments, attention; /* attention: [most_rows][longest source] */
+  rpi_room arguments;
+  rpi_room attention, seen; /* [most_rows][longest source], of the device; what the host sees of it,
+                               where that is another */
   int64_t longest_source;
 };
 
@@ -54,11 +58,26 @@ rp_status rpi_room_need(rpi_room *room, int64_t count, int64_t bytes) {
   return RP_OK;
 }
 
+/* The same, of the device's memory. */
+static rp_status need_numbers(const rpi_cache *c, rpi_room *room, int64_t count, int64_t each) {
+  int64_t numbers = 0, wanted = 0;
+  RPI_CHECK(rpi_multiply(count, each, &numbers) && rpi_multiply(numbers, sizeof(real), &wanted),
+            RP_ERROR_SHAPE, "decoder: its memory overflows");
+  if (wanted <= room->bytes) return RP_OK;
+  void *memory = NULL;
+  RPI_CHECK(c->ops->allocate(wanted, &memory) == RP_OK, RP_ERROR_MEMORY,
+            "decoder: no memory for %lld bytes on %s", (long long)wanted, c->model->device);
+  c->ops->release(room->memory);
+  *room = (rpi_room){memory, wanted};
+  return RP_OK;
+}
+
 rp_status rpi_cache_create(rp_model *model, rpi_cache **cache) {
   rpi_cache *const c = rpi_allocate(sizeof *c);
   RPI_CHECK(c, RP_ERROR_MEMORY, "decoder: no memory for the decoder");
   memset(c, 0, sizeof *c);
   c->model = model;
+  c->ops = model->ops;
   c->layers = model->config.decoder.layers;
   c->token = 2 * model->config.heads * rpi_head_width(&model->config);
   const int64_t token_bytes = c->layers * c->token * (int64_t)sizeof(real);
@@ -69,12 +88,15 @@ rp_status rpi_cache_create(rp_model *model, rpi_cache **cache) {
 
 void rpi_cache_free(rpi_cache *c) {
   if (!c) return;
+  const rp_ops *const ops = c->ops;
   real **const blocks = c->block_list.memory;
-  for (int64_t b = 0; b < c->blocks; b++) rpi_release(blocks[b]);
-  rpi_room *const rooms[] = {&c->block_list, &c->source_offsets, &c->cross,     &c->cross_places,
-                             &c->shapes,     &c->tables,         &c->lists[0],  &c->lists[1],
-                             &c->counts[0],  &c->counts[1],      &c->owners[0], &c->owners[1],
-                             &c->arguments,  &c->attention};
+  for (int64_t b = 0; b < c->blocks; b++) ops->release(blocks[b]);
+  ops->release(c->cross.memory);
+  ops->release(c->tables.memory);
+  ops->release(c->attention.memory);
+  rpi_room *const rooms[] = {&c->block_list, &c->source_offsets, &c->cross_places, &c->shapes,
+                             &c->lists[0],   &c->lists[1],       &c->counts[0],    &c->counts[1],
+                             &c->owners[0],  &c->owners[1],      &c->arguments,    &c->seen};
   for (size_t i = 0; i < sizeof rooms / sizeof rooms[0]; i++) rpi_release(rooms[i]->memory);
   rpi_release(c);
 }
@@ -94,7 +116,7 @@ static rp_status add_block(rpi_cache *c) {
     c->block_room = wanted;
   }
   rpi_room block = {NULL, 0};
-  RPI_TRY(rpi_room_need(&block, c->layers * c->block_rows * c->token, sizeof(real)));
+  RPI_TRY(need_numbers(c, &block, c->layers * c->block_rows, c->token));
   ((real **)c->block_list.memory)[c->blocks++] = block.memory;
   return RP_OK;
 }
@@ -223,7 +245,10 @@ static rp_status step(rpi_cache *c, const int32_t *tokens) {
                          .mean = attention ? a.mean : NULL};
   rpi_run run = {.model = c->model, .sentences = c->rows, .kept = &kept};
   run.side[RPI_DECODER] = (rpi_side){.rows = c->rows, .ids = tokens, .offsets = a.offsets};
-  return rpi_stack_forward(&run, RPI_DECODER);
+  RPI_TRY(rpi_stack_forward(&run, RPI_DECODER));
+  if (!attention || c->ops->host) return RP_OK;
+  return c->ops->read(c->seen.memory, c->attention.memory,
+                      c->rows * c->longest_source * (int64_t)sizeof(real));
 }
 
 rp_status rpi_cache_step(rpi_cache *c, int64_t rows, const int32_t *parents,
@@ -236,23 +261,25 @@ rp_status rpi_cache_step(rpi_cache *c, int64_t rows, const int32_t *parents,
 
 /* Moves a table that was made in the model's scratch, where the next layer's will be, to our own;
  * without `to` it only counts. */
-static int64_t move_table(rp_relation *r, const real *scratch, int64_t count, real *to) {
-  if (!r->table || r->table != scratch) return 0;
+static rp_status move_table(const rp_ops *ops, rp_relation *r, const real *scratch, int64_t count,
+                            real *to, int64_t *at) {
+  if (!r->table || r->table != scratch) return RP_OK;
   if (to) {
-    memcpy(to, scratch, (size_t)count * sizeof(real));
-    r->table = to;
+    RPI_TRY(ops->copy(to + *at, scratch, count * (int64_t)sizeof(real)));
+    r->table = to + *at;
   }
-  return count;
+  *at += count;
+  return RP_OK;
 }
 
-static int64_t move_tables(const rpi_cache *c, rp_attention *a, real *to) {
+static rp_status move_tables(const rpi_cache *c, rp_attention *a, real *to, int64_t *count) {
+  const rp_ops *const ops = c->ops;
   const rpi_positions *const p = &c->model->stack[RPI_DECODER].positions;
   const int64_t HD = c->token / 2;
-  int64_t at = 0;
-  at += move_table(&a->key[0], p->key, a->key[0].rows * HD, to);
-  at += move_table(&a->query[0], p->query, a->query[0].rows * HD, to ? to + at : NULL);
-  at += move_table(&a->bias[0], p->bias, a->bias[0].rows * a->H, to ? to + at : NULL);
-  return at;
+  *count = 0;
+  RPI_TRY(move_table(ops, &a->key[0], p->key, a->key[0].rows * HD, to, count));
+  RPI_TRY(move_table(ops, &a->query[0], p->query, a->query[0].rows * HD, to, count));
+  return move_table(ops, &a->bias[0], p->bias, a->bias[0].rows * a->H, to, count);
 }
 
 /* Every layer's terms, as far as targets will reach. */
@@ -264,9 +291,11 @@ static rp_status make_shapes(rpi_cache *c) {
   rp_attention *const shapes = c->shapes.memory;
   for (int64_t l = 0; l < c->layers; l++) {
     RPI_TRY(rpi_attention_of(&run, l, RPI_SELF, &shapes[l]));
-    const int64_t count = move_tables(c, &shapes[l], NULL);
-    if (l == 0) RPI_TRY(rpi_room_need(&c->tables, c->layers * count, sizeof(real)));
-    if (count != 0) move_tables(c, &shapes[l], (real *)c->tables.memory + l * count);
+    int64_t count = 0;
+    RPI_TRY(move_tables(c, &shapes[l], NULL, &count));
+    if (l == 0) RPI_TRY(need_numbers(c, &c->tables, c->layers, count));
+    real *const to = (real *)c->tables.memory + l * count;
+    if (count != 0) RPI_TRY(move_tables(c, &shapes[l], to, &count));
   }
   return RP_OK;
 }
@@ -285,10 +314,11 @@ static rp_status encode(rpi_cache *c, rpi_run *run) {
   }
   if (c->start.attention) {
     const int64_t bytes = c->longest_source * (int64_t)sizeof(real);
-    RPI_TRY(rpi_room_need(&c->attention, c->start.most_rows, bytes));
+    RPI_TRY(need_numbers(c, &c->attention, c->start.most_rows, c->longest_source));
+    if (!c->ops->host) RPI_TRY(rpi_room_need(&c->seen, c->start.most_rows, bytes));
   }
   if (c->source_rows == 0) return RP_OK;
-  RPI_TRY(rpi_room_need(&c->cross, c->layers * c->source_rows * c->token, sizeof(real)));
+  RPI_TRY(need_numbers(c, &c->cross, c->layers * c->source_rows, c->token));
   RPI_TRY(rpi_room_need(&c->cross_places, c->source_rows, sizeof(real *)));
   const real **const places = c->cross_places.memory;
   real *const cross = c->cross.memory;
@@ -315,7 +345,10 @@ static rp_status read_ahead(rpi_cache *c, rpi_run *run, int64_t *offsets, int32_
     memcpy(list_at(c, c->now, b), to + offsets[b], (size_t)count * sizeof *to);
     counts_at(c, c->now)[b] = count;
   }
-  const rpi_kept kept = {.to = to, .shift = c->block_rows * c->token};
+  const rpi_kept kept = {.to = to,
+                         .shift = c->block_rows * c->token,
+                         .cross_shift = c->source_rows * c->token,
+                         .cross_kv = c->cross.memory};
   rpi_run ahead = *run;
   ahead.kept = &kept;
   ahead.side[RPI_DECODER] =
@@ -403,5 +436,6 @@ int32_t rpi_cache_sentence(const rpi_cache *c, int64_t row) { return owners_at(c
 int64_t rpi_cache_length(const rpi_cache *c, int64_t row) { return counts_at(c, c->now)[row]; }
 
 const real *rpi_cache_attention(const rpi_cache *c, int64_t row) {
-  return (const real *)c->attention.memory + row * c->longest_source;
+  const rpi_room *const seen = c->ops->host ? &c->attention : &c->seen;
+  return (const real *)seen->memory + row * c->longest_source;
 }

@@ -75,11 +75,68 @@ static rp_status save_optimizer(const rp_model *m, const char *path, const listi
   return rpi_safetensors_write(path, pairs, 3, l->tensors, l->count);
 }
 
+/* Has the tensors of a listing point to memory of the host: one copy of each array of numbers that
+ * they are in. Nothing is to be done where the host sees the model's own. */
+typedef struct mirror {
+  real *of[3]; /* of weights or average; of both moments and the average */
+  real *from[3];
+  int count;
+} mirror;
+
+static void mirror_release(mirror *x) {
+  for (int i = 0; i < x->count; i++) rpi_release(x->of[i]);
+}
+
+static rp_status mirror_make(const rp_model *m, int what, listing *l, mirror *x) {
+  *x = (mirror){.count = 0};
+  if (m->ops->host) return RP_OK;
+  real *const all[] = {m->moment1, m->moment2, m->average};
+  if (what == RP_SAVE_OPTIMIZER) memcpy(x->from, all, sizeof all);
+  else x->from[0] = what == RP_SAVE_WEIGHTS ? m->weights : m->average;
+  const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
+  for (int64_t first = 0; first < l->count; first += m->layout.count) {
+    real *const copy = rpi_allocate((size_t)bytes);
+    if (!copy) {
+      mirror_release(x);
+      return rpi_fail(RP_ERROR_MEMORY, "model: no memory for %lld bytes beside those on %s",
+                      (long long)bytes, m->device);
+    }
+    x->of[x->count++] = copy;
+    for (int64_t p = 0; p < m->layout.count; p++) {
+      l->tensors[first + p].data = copy + m->layout.parameters[p].at;
+    }
+  }
+  return RP_OK;
+}
+
+static rp_status mirror_read(const rp_model *m, const mirror *x) {
+  for (int i = 0; i < x->count; i++) {
+    RPI_TRY(m->ops->read(x->of[i], x->from[i], m->layout.numbers * (int64_t)sizeof(real)));
+  }
+  return RP_OK;
+}
+
+static rp_status mirror_write(const rp_model *m, const mirror *x) {
+  for (int i = 0; i < x->count; i++) {
+    RPI_TRY(m->ops->write(x->from[i], x->of[i], m->layout.numbers * (int64_t)sizeof(real)));
+  }
+  return RP_OK;
+}
+
+static rp_status save(const rp_model *m, const char *path, int what, listing *l) {
+  mirror x;
+  RPI_TRY(mirror_make(m, what, l, &x));
+  rp_status status = mirror_read(m, &x);
+  if (status == RP_OK && what == RP_SAVE_OPTIMIZER) status = save_optimizer(m, path, l);
+  else if (status == RP_OK) status = save_weights(m, path, l);
+  mirror_release(&x);
+  return status;
+}
+
 rp_status rpi_model_save(const rp_model *m, const char *path, int what) {
   listing l = {.count = 0};
   RPI_TRY(list(m, what, &l));
-  const rp_status status =
-      what == RP_SAVE_OPTIMIZER ? save_optimizer(m, path, &l) : save_weights(m, path, &l);
+  const rp_status status = save(m, path, what, &l);
   release(&l);
   return status;
 }
@@ -107,7 +164,17 @@ static rp_status see_pair(void *context, const char *key, const char *value) {
   return RP_OK;
 }
 
-static rp_status load(rp_model *m, const char *path, int what, const listing *l) {
+static rp_status read_tensors(rp_model *m, const char *path, int what, listing *l) {
+  mirror x;
+  RPI_TRY(mirror_make(m, what, l, &x));
+  rp_status status = mirror_read(m, &x); /* what lies between the tensors stays as it is */
+  if (status == RP_OK) status = rpi_safetensors_read(path, l->tensors, l->count);
+  if (status == RP_OK) status = mirror_write(m, &x);
+  mirror_release(&x);
+  return status;
+}
+
+static rp_status load(rp_model *m, const char *path, int what, listing *l) {
   counters found = {-1, -1};
   if (what == RP_SAVE_OPTIMIZER) {
     RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
@@ -115,9 +182,10 @@ static rp_status load(rp_model *m, const char *path, int what, const listing *l)
               "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
               path, (long long)found.step, (long long)found.attempt);
   }
-  RPI_TRY(rpi_safetensors_read(path, l->tensors, l->count));
+  RPI_TRY(read_tensors(m, path, what, l));
   if (what == RP_SAVE_WEIGHTS && m->average) {
-    memcpy(m->average, m->weights, (size_t)m->layout.numbers * sizeof *m->average);
+    const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
+    RPI_TRY(m->ops->copy(m->average, m->weights, bytes));
   }
   if (what != RP_SAVE_OPTIMIZER) return RP_OK;
   m->step = found.step;
@@ -135,13 +203,18 @@ rp_status rpi_model_load(rp_model *m, const char *path, int what) {
 
 /* ---- a model from a file --------------------------------------------------- */
 
-/* Mapped, or else read into memory of their own. */
-static rp_status take_weights(rp_model *m, const char *path) {
+static rp_status map_weights(rp_model *m, const char *path) {
   listing l = {.count = 0};
   RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
-  rp_status status = rpi_safetensors_map(path, l.tensors, l.count, &m->mapping, &m->weights);
+  const rp_status status = rpi_safetensors_map(path, l.tensors, l.count, &m->mapping, &m->weights);
   release(&l);
-  if (status != RP_OK || m->weights) return status;
+  return status;
+}
+
+/* Mapped, or else read into memory of their own. */
+static rp_status take_weights(rp_model *m, const char *path) {
+  if (m->ops->host) RPI_TRY(map_weights(m, path));
+  if (m->weights) return RP_OK;
   RPI_TRY(rpi_model_own_weights(m));
   return rpi_model_load(m, path, RP_SAVE_WEIGHTS);
 }

@@ -7,6 +7,7 @@
  * instruction set's helper into another's code.
  */
 #include "base/blas.h"
+#include "base/memory.h"
 #include "isa/dispatch.h"
 
 #define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
@@ -37,6 +38,12 @@
 
 const rp_ops RPI_OPS = {
     .name = RPI_OPS_NAME,
+    .host = true,
+    .allocate = rpi_host_allocate,
+    .release = rpi_release,
+    .write = rpi_host_copy,
+    .read = rpi_host_copy,
+    .copy = rpi_host_copy,
     .gemm = gemm,
     .attention_workspace = attention_workspace,
     .attention_forward = attention_forward,
@@ -46,6 +53,7 @@ const rp_ops RPI_OPS = {
     .attend_rows = attend_rows,
     .choose = choose,
     .mix = mix,
+    .scatter = scatter,
     .embed = embed,
     .embed_backward = embed_backward,
     .residual = residual,
@@ -55,6 +63,7 @@ const rp_ops RPI_OPS = {
     .activation = activation,
     .activation_backward = activation_backward,
     .cross_entropy = cross_entropy,
+    .losses = losses,
     .column_sums = column_sums,
     .square_sum = square_sum,
     .adam = adam,

@@ -39,14 +39,15 @@ static rpi_dropout dropout_at(const rpi_run *run, double rate, enum rpi_site kin
 }
 
 /* One product, and its line in the profile. */
-static rp_status gemm(const rpi_run *run, const char *name, bool backward, const rpi_gemm_args *g) {
+static rp_status gemm(const rpi_run *run, const char *name, bool backward, rpi_gemm_args g) {
   rp_model *const m = run->model;
+  g.precision = m->placement.precision;
   const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->gemm(g));
-  const double operations = 2 * (double)g->rows * (double)g->columns * (double)g->inner;
-  const int64_t c = g->rows * g->columns * (g->accumulate ? 2 : 1);
+  RPI_TRY(m->ops->gemm(&g));
+  const double operations = 2 * (double)g.rows * (double)g.columns * (double)g.inner;
+  const int64_t c = g.rows * g.columns * (g.accumulate ? 2 : 1);
   rpi_profile_add(&m->profile, run->stack, run->layer, name, backward, began, operations,
-                  bytes_of(g->rows * g->inner + g->inner * g->columns + c));
+                  bytes_of(g.rows * g.inner + g.inner * g.columns + c));
   return RP_OK;
 }
 
@@ -72,7 +73,7 @@ static rpi_linear products_of(const rpi_run *run, const linear *l) {
 static rp_status linear_forward(const rpi_run *run, const linear *l, real *y, int64_t y_stride) {
   const rpi_linear products = products_of(run, l);
   const rpi_gemm_args g = rpi_linear_forward(&products, y, y_stride);
-  return gemm(run, l->name, run->again, &g);
+  return gemm(run, l->name, run->again, g);
 }
 
 /* dW += dyᵀ . x, db += sums of dy, and dx = dy . W (added to what is there where `add`). */
@@ -82,7 +83,7 @@ static rp_status linear_backward(const rpi_run *run, const linear *l, const real
   const rpi_linear products = products_of(run, l);
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(&products, dy, dy_stride, gradient(m, l->weight));
-  RPI_TRY(gemm(run, l->name, true, &to_weight));
+  RPI_TRY(gemm(run, l->name, true, to_weight));
   if (l->bias != RPI_ABSENT) {
     const rpi_column_sums_args sums = {.rows = l->rows,
                                        .columns = l->out,
@@ -95,7 +96,7 @@ static rp_status linear_backward(const rpi_run *run, const linear *l, const real
                     (double)(l->rows * l->out), bytes_of(l->rows * l->out));
   }
   const rpi_gemm_args to_x = rpi_linear_to_input(&products, dy, dy_stride, dx, add);
-  return gemm(run, l->name, true, &to_x);
+  return gemm(run, l->name, true, to_x);
 }
 
 /* ---- norms between streams and sublayers ----------------------------------- */
@@ -235,6 +236,7 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
   a->dropout_key[1] = run->key[1];
   a->dropout_site = rpi_site_of(run->stack, layer, self ? RPI_SITE_SELF : RPI_SITE_CROSS);
   a->dropout_ordinals = run->ordinals;
+  a->placement = &m->placement;
   if (!self) return RP_OK;
   const rpi_layer_place weights = {
       .at = layer_params(run, layer),
@@ -259,9 +261,11 @@ static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
                    .k = {stored->qkv + HD, 0, D, 3 * HD},
                    .v = {stored->qkv + 2 * HD, 0, D, 3 * HD}};
   }
-  return (heads){.q = {stored->qkv, 0, D, HD},
-                 .k = {stored->kv, 0, D, 2 * HD},
-                 .v = {stored->kv + HD, 0, D, 2 * HD}};
+  const rpi_kept *const kept = run->kept;
+  const bool made = kept && kept->cross_kv; /* once for all that follows */
+  const real *const kv = made ? kept->cross_kv + run->layer * kept->cross_shift : stored->kv;
+  return (heads){
+      .q = {stored->qkv, 0, D, HD}, .k = {kv, 0, D, 2 * HD}, .v = {kv + HD, 0, D, 2 * HD}};
 }
 
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k) {
@@ -308,12 +312,16 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
 }
 
 /* The keys and values of a pass, kept for the steps to come. */
-static void keep_keys(const rpi_run *run, const rpi_stored *stored) {
+static rp_status keep_keys(const rpi_run *run, const rpi_stored *stored) {
   const rpi_kept *const kept = run->kept;
   const int64_t HD = head_columns(run->model), shift = run->layer * kept->shift;
-  for (int64_t r = 0; r < run->side[run->stack].rows; r++) {
-    memcpy(kept->to[r] + shift, stored->qkv + (3 * r + 1) * HD, (size_t)(2 * HD) * sizeof(real));
-  }
+  const rpi_scatter_args args = {.rows = run->side[run->stack].rows,
+                                 .columns = 2 * HD,
+                                 .x = stored->qkv + HD,
+                                 .x_stride = 3 * HD,
+                                 .to = kept->to,
+                                 .shift = shift};
+  return run->model->ops->scatter(&args);
 }
 
 /* One query a row, with what was kept. */
@@ -462,11 +470,11 @@ static rp_status attention_forward(rpi_run *run, const rpi_stored *stored, int p
     RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
                                  run->side[run->stack].offsets, step ? run->kept->places : NULL,
                                  stored->qkv, false));
-    if (run->kept) keep_keys(run, stored);
+    if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
     const linear q = cross_q_of(run, n), kv = cross_kv_of(run);
     RPI_TRY(linear_forward(run, &q, stored->qkv, HD));
-    if (!step) RPI_TRY(linear_forward(run, &kv, stored->kv, 2 * HD));
+    if (!run->kept) RPI_TRY(linear_forward(run, &kv, stored->kv, 2 * HD));
   }
   return step ? attend_step(run, stored, part) : attend(run, stored, part);
 }

@@ -12,9 +12,10 @@
  * what f_s is added to. The streams u_s are stored; n is computed again in backward from u_s and
  * its stored mean and deviation.
  *
- * Four blocks of memory, the first three carved by one function over counting and then real arenas:
+ * Four blocks of memory, the first three carved by one function over counting and then real arenas.
+ * The first is the host's, the others are the device's, which the host must not touch:
  *
- *   fixed        layout | buckets and frequencies of the positions
+ *   fixed        layout | buckets and frequencies of the positions | ordinals
  *   numbers      weights | gradients | moments | average | sinusoids and the like; the weights of
  *                a model that was opened lie in its file, mapped, or in a block of their own
  *   step         streams and what sublayers store | scratch | losses
@@ -64,7 +65,7 @@ typedef struct rpi_scratch {
   double *squares; /* partial sums of the norm */
   void *norm;      /* workspace of the norm's backward */
   int64_t norm_bytes;
-  uint32_t *ordinals; /* [sentences] */
+  uint32_t *ordinals; /* [sentences], on the host */
 } rpi_scratch;
 
 /* What was accumulated since the last update. */
@@ -74,12 +75,15 @@ typedef struct rpi_sums {
   char first_bad[64]; /* "": all is finite so far */
 } rpi_sums;
 
+#define RPI_DEVICE 16 /* bytes of a device's name */
 #define RPI_MOST_STEPS ((int64_t)1 << 40)
 
 struct rp_model {
   rp_config config;
-  rp_limits limits;
-  const rp_ops *ops;
+  rp_limits limits;        /* device points to the next */
+  char device[RPI_DEVICE]; /* "cpu", "cuda:0", ... */
+  const rp_ops *ops;       /* of the device; memory is its, but for `fixed` */
+  rp_placement placement;  /* what its attention says of it */
   atomic_flag busy;
   rpi_layout layout;
   real *weights, *gradients, *moment1, *moment2, *average; /* layout.numbers each, or NULL */
@@ -109,7 +113,8 @@ typedef struct rpi_side {
 typedef struct rpi_kept {
   real *const *to;                 /* [rows]: where a row's key and value [2 H D] go in layer 0 */
   int64_t shift;                   /* from a layer to the next */
-  bool step;                       /* every row is one token; else only `to` and `shift` count */
+  bool step;                       /* every row is one token; else only `to`, the shifts and
+                                      cross_kv count */
   const int64_t *places;           /* [rows] of the token in its target */
   const rp_attention *shapes;      /* [layers], with the tables of their positions */
   const real *const *const *self;  /* [rows][counts]: the keys of layer 0, the own one last */
@@ -117,6 +122,7 @@ typedef struct rpi_kept {
   const real *const *const *cross; /* the same, of the source */
   const int64_t *cross_counts;
   int64_t cross_shift;
+  const real *cross_kv; /* of a pass: keys and values of the source in layer 0 [rows][2 H D] */
   real *const *mean; /* [rows][cross_counts]: attention to the source in the last layer, or NULL */
 } rpi_kept;
 
@@ -197,10 +203,6 @@ rp_status rpi_stack_forward(rpi_run *run, int stack);
 
 /* The output projection of some rows of x: [rows][classes]. */
 rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits);
-
-/* Forward up to one attention: its shape, queries and keys, which stay until the next pass. */
-rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part, rp_attention *a,
-                                rp_rows *q, rp_rows *k);
 
 /* What the output projection reads: [rows][C] of the last stack. */
 static inline int rpi_last_stack(const rp_model *model) {

@@ -10,9 +10,10 @@
  *   no training          two streams in turn, and one layer's store
  */
 #include <assert.h>
+#include <stdio.h>
 #include <string.h>
 
-#include "isa/dispatch.h"
+#include "isa/devices.h"
 #include "model/model.h"
 
 /* Logits of a block of rows take about this many numbers: enough rows that reading the output
@@ -95,7 +96,7 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->loss = matrix(arena, rows, 1);
   to->nll = matrix(arena, rows, 1);
   to->hit = rpi_arena_take(arena, rows, 1);
-  to->ordinals = rpi_arena_take(arena, m->limits.sentences, sizeof *to->ordinals);
+  to->ordinals = rpi_arena_take(&p->fixed, m->limits.sentences, sizeof *to->ordinals);
   const int64_t most = m->layout.numbers > rows * C ? m->layout.numbers : rows * C;
   to->squares = rpi_arena_take(arena, rpi_square_blocks(most), sizeof(double));
   if (!m->limits.training) return;
@@ -215,10 +216,11 @@ rp_status rpi_model_reserve(rpi_run *run) {
   int64_t bytes = 0;
   RPI_TRY(workspace_of(run, &bytes));
   if (bytes <= m->workspace_bytes) return RP_OK;
-  void *const workspace = rpi_allocate((size_t)bytes);
-  RPI_CHECK(workspace, RP_ERROR_MEMORY, "model: no memory for attention's workspace of %lld bytes",
-            (long long)bytes);
-  rpi_release(m->workspace);
+  void *workspace = NULL;
+  RPI_CHECK(m->ops->allocate(bytes, &workspace) == RP_OK, RP_ERROR_MEMORY,
+            "model: no memory for attention's workspace of %lld bytes on %s", (long long)bytes,
+            m->device);
+  m->ops->release(m->workspace);
   m->workspace = workspace;
   m->workspace_bytes = bytes;
   return RP_OK;
@@ -270,38 +272,59 @@ static void start(rp_model *m, const rp_config *config, const rp_limits *limits)
   atomic_flag_clear(&m->busy);
   m->config = *config;
   m->limits = *limits;
+  snprintf(m->device, sizeof m->device, "%s", limits->device ? limits->device : "cpu");
+  m->limits.device = m->device;
+  m->placement = rp_placement_default();
+  m->placement.device = m->device;
+  m->placement.precision = limits->precision;
 }
 
 rp_status rpi_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory) {
   rp_model m;
   start(&m, config, limits);
-  RPI_TRY(rpi_ops_get(&m.ops));
+  RPI_TRY(rpi_device_ops(m.device, &m.ops));
   const rp_status status = make_fixed(&m, memory);
   rpi_release(m.fixed);
   return status;
 }
 
+/* Initial weights, which are also where the average begins. */
+static rp_status set_weights(rp_model *m) {
+  const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
+  real *const weights = m->ops->host ? m->weights : rpi_allocate((size_t)bytes);
+  RPI_CHECK(weights, RP_ERROR_MEMORY, "model: no memory for %lld bytes of initial weights",
+            (long long)bytes);
+  rpi_layout_start(&m->config, &m->layout, weights);
+  rp_status status = RP_OK;
+  if (!m->ops->host) {
+    status = m->ops->write(m->weights, weights, bytes);
+    rpi_release(weights);
+  }
+  return status == RP_OK && m->average ? m->ops->copy(m->average, m->weights, bytes) : status;
+}
+
 static rp_status make(rp_model *m) {
-  RPI_TRY(rpi_ops_get(&m->ops));
+  RPI_TRY(rpi_device_ops(m->device, &m->ops));
   rp_memory memory = {.struct_size = sizeof memory};
   RPI_TRY(make_fixed(m, &memory));
-  m->numbers = rpi_allocate((size_t)m->numbers_bytes);
-  m->step_memory = rpi_allocate((size_t)memory.activations);
-  m->workspace = rpi_allocate((size_t)memory.workspace);
   m->workspace_bytes = memory.workspace;
-  RPI_CHECK(m->numbers && m->step_memory && m->workspace, RP_ERROR_MEMORY,
-            "model: no memory for %lld bytes; rp_model_memory says what they are for",
-            (long long)memory.total);
+  const bool made = m->ops->allocate(m->numbers_bytes, &m->numbers) == RP_OK &&
+                    m->ops->allocate(memory.activations, &m->step_memory) == RP_OK &&
+                    m->ops->allocate(memory.workspace, &m->workspace) == RP_OK;
+  RPI_CHECK(made, RP_ERROR_MEMORY,
+            "model: no memory for %lld bytes on %s; rp_model_memory says what they are for",
+            (long long)memory.total, m->device);
   plan p = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_over(m->numbers, m->numbers_bytes),
             rpi_arena_over(m->step_memory, memory.activations)};
   carve(m, &p, &memory);
   RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_MEMORY,
             "model: its memory was carved otherwise than planned");
-  memset(m->numbers, 0, (size_t)m->numbers_bytes);
-  for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
-  if (!m->bare) rpi_layout_start(&m->config, &m->layout, m->weights);
-  if (m->average) memcpy(m->average, m->weights, (size_t)memory.parameters);
-  return RP_OK;
+  RPI_TRY(m->ops->zero(m->numbers, m->numbers_bytes / (int64_t)sizeof(real)));
+  for (int s = 0; s < RPI_STACKS; s++) {
+    rpi_positions_fill(&m->stack[s].positions);
+    RPI_TRY(rpi_positions_make(m->ops, &m->stack[s].positions));
+  }
+  return m->bare ? RP_OK : set_weights(m);
 }
 
 static rp_status create(const rp_config *config, const rp_limits *limits, bool bare,
@@ -327,22 +350,24 @@ rp_status rpi_model_create_bare(const rp_config *config, const rp_limits *limits
 }
 
 rp_status rpi_model_own_weights(rp_model *m) {
-  const size_t bytes = (size_t)m->layout.numbers * sizeof(real);
-  m->own_weights = rpi_allocate(bytes);
-  RPI_CHECK(m->own_weights, RP_ERROR_MEMORY, "model: no memory for %zu bytes of weights", bytes);
-  memset(m->own_weights, 0, bytes);
-  m->weights = m->own_weights;
-  return RP_OK;
+  const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
+  void *memory = NULL;
+  RPI_CHECK(m->ops->allocate(bytes, &memory) == RP_OK, RP_ERROR_MEMORY,
+            "model: no memory for %lld bytes of weights on %s", (long long)bytes, m->device);
+  m->weights = m->own_weights = memory;
+  return m->ops->zero(m->weights, m->layout.numbers);
 }
 
 void rpi_model_free(rp_model *m) {
   if (!m) return;
   rpi_profile_free(&m->profile);
   rpi_file_unmap(&m->mapping);
-  rpi_release(m->own_weights);
   rpi_release(m->fixed);
-  rpi_release(m->numbers);
-  rpi_release(m->step_memory);
-  rpi_release(m->workspace);
+  if (m->ops) {
+    m->ops->release(m->own_weights);
+    m->ops->release(m->numbers);
+    m->ops->release(m->step_memory);
+    m->ops->release(m->workspace);
+  }
   rpi_release(m);
 }

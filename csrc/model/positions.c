@@ -178,27 +178,67 @@ static void fill_sinusoids(int64_t width, double steps, int64_t rows, int64_t fi
 }
 
 void rpi_positions_fill(const rpi_positions *p) {
-  const rp_config *const config = p->config;
-  const rp_stack *const stack = rpi_stack_of(config, p->stack);
-  const int64_t left = p->has.left, span = left + 1 + p->has.right, C = config->width;
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  const int64_t left = p->has.left, span = left + 1 + p->has.right;
   for (int64_t r = 0; p->buckets && r < span; r++) p->buckets[r] = bucket_of(p, r - left);
-  for (int64_t r = 0; p->distances && r < span; r++) {
-    p->distances[r] = (real)(r < left ? r - left : left - r);
-  }
-  for (int64_t h = 0; p->fixed && h < config->heads; h++) {
-    const double slope = rpi_alibi_slope(h, config->heads);
+  if (p->frequencies) fill_rope(p, stack);
+}
+
+static int64_t span_of(const rpi_positions *p) { return p->has.left + 1 + p->has.right; }
+
+static void make_distances(const rpi_positions *p, real *to) {
+  const int64_t left = p->has.left, span = span_of(p);
+  for (int64_t r = 0; r < span; r++) to[r] = (real)(r < left ? r - left : left - r);
+}
+
+static void make_fixed(const rpi_positions *p, real *to) {
+  const int64_t left = p->has.left, span = span_of(p);
+  for (int64_t h = 0; h < p->config->heads; h++) {
+    const double slope = rpi_alibi_slope(h, p->config->heads);
     for (int64_t r = 0; r < span; r++) {
-      p->fixed[h * span + r] = (real)(slope * (double)(r < left ? r - left : left - r));
+      to[h * span + r] = (real)(slope * (double)(r < left ? r - left : left - r));
     }
   }
-  if (p->frequencies) fill_rope(p, stack);
-  if (p->waves) fill_sinusoids(C, (double)(C / 2), span, left, -1, false, p->waves);
-  if (p->absolute) {
-    const bool closed = stack->sinusoid_rule == RP_FREQUENCIES_CLOSED;
-    const double steps = closed ? (double)(C / 2 - 1) : (double)C / 2;
-    fill_sinusoids(C, steps, config->max_length, stack->sinusoid_first, 1,
-                   stack->sinusoid_interleaved != 0, p->absolute);
+}
+
+static void make_waves(const rpi_positions *p, real *to) {
+  const int64_t C = p->config->width;
+  fill_sinusoids(C, (double)(C / 2), span_of(p), p->has.left, -1, false, to);
+}
+
+static void make_absolute(const rpi_positions *p, real *to) {
+  const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
+  const int64_t C = p->config->width;
+  const bool closed = stack->sinusoid_rule == RP_FREQUENCIES_CLOSED;
+  const double steps = closed ? (double)(C / 2 - 1) : (double)C / 2;
+  fill_sinusoids(C, steps, p->config->max_length, stack->sinusoid_first, 1,
+                 stack->sinusoid_interleaved != 0, to);
+}
+
+/* Made where it is to be, or where the host may write and then moved there. */
+static rp_status make_constant(const rp_ops *ops, const rpi_positions *p, int64_t count, real *to,
+                               void (*make)(const rpi_positions *p, real *to)) {
+  if (!to) return RP_OK;
+  if (ops->host) {
+    make(p, to);
+    return RP_OK;
   }
+  const int64_t bytes = count * (int64_t)sizeof *to;
+  real *const made = rpi_allocate((size_t)bytes);
+  RPI_CHECK(made, RP_ERROR_MEMORY, "model: no memory for %lld bytes of positions",
+            (long long)bytes);
+  make(p, made);
+  const rp_status status = ops->write(to, made, bytes);
+  rpi_release(made);
+  return status;
+}
+
+rp_status rpi_positions_make(const rp_ops *ops, const rpi_positions *p) {
+  const int64_t span = span_of(p), C = p->config->width;
+  RPI_TRY(make_constant(ops, p, span, p->distances, make_distances));
+  RPI_TRY(make_constant(ops, p, p->config->heads * span, p->fixed, make_fixed));
+  RPI_TRY(make_constant(ops, p, span * C, p->waves, make_waves));
+  return make_constant(ops, p, p->config->max_length * C, p->absolute, make_absolute);
 }
 
 /* ---- the terms of a layer -------------------------------------------------- */

@@ -53,8 +53,9 @@ typedef struct rpi_positions {
  * its own. */
 void rpi_positions_carve(const rp_config *config, int stack, bool training, rpi_arena *small,
                          rpi_arena *constants, rpi_arena *scratch, rpi_positions *p);
-/* Computes those constants that have memory. */
+/* Computes the small constants, and the large ones, which are where `ops` computes. */
 void rpi_positions_fill(const rpi_positions *p);
+rp_status rpi_positions_make(const rp_ops *ops, const rpi_positions *p);
 
 /* One layer's parameters or their gradients: where the numbers are. NULL: only shapes are asked
  * for; tables then point nowhere in particular. */

@@ -12,11 +12,12 @@
 
 #include "base/memory.h"
 
-rp_status rpi_profile_start(rpi_profile *profile, int64_t most) {
+rp_status rpi_profile_start(rpi_profile *profile, const rp_ops *ops, int64_t most) {
   rpi_profile_entry *const entries = rpi_allocate((size_t)most * sizeof *entries);
   RPI_CHECK(entries, RP_ERROR_MEMORY, "profile: no memory for %lld lines", (long long)most);
   rpi_profile_free(profile);
-  *profile = (rpi_profile){.on = true, .entries = entries, .most = most};
+  *profile =
+      (rpi_profile){.on = true, .ops = ops->host ? NULL : ops, .entries = entries, .most = most};
   return RP_OK;
 }
 
@@ -29,6 +30,7 @@ void rpi_profile_free(rpi_profile *profile) {
 
 double rpi_profile_now(const rpi_profile *profile) {
   if (!profile->on) return 0;
+  if (profile->ops) (void)profile->ops->read(NULL, NULL, 0); /* a failure comes to light again */
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;

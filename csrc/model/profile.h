@@ -12,7 +12,7 @@
 #include <stdbool.h>
 
 #include "base/error.h"
-#include "relpos/model.h"
+#include "ops/ops.h"
 
 typedef struct rpi_profile_entry {
   int stack;     /* -1: of no stack */
@@ -26,17 +26,19 @@ typedef struct rpi_profile_entry {
 
 typedef struct rpi_profile {
   bool on;
+  const rp_ops *ops;          /* of a device, that is waited for; NULL: of the host */
   rpi_profile_entry *entries; /* [most], or NULL */
   int64_t count, most;
 } rpi_profile;
 
 /* Begins anew with room for `most` lines. */
-rp_status rpi_profile_start(rpi_profile *profile, int64_t most);
+rp_status rpi_profile_start(rpi_profile *profile, const rp_ops *ops, int64_t most);
 /* Adds no more; the lines stay. */
 void rpi_profile_stop(rpi_profile *profile);
 void rpi_profile_free(rpi_profile *profile);
 
-/* Seconds of a clock that only rises; 0 where the profile is off. */
+/* Seconds of a clock that only rises, after all that was asked for is done; 0 where the profile is
+ * off. */
 double rpi_profile_now(const rpi_profile *profile);
 
 /* Adds one call that began at `began`. `operation` lives as long as the program. */

@@ -126,13 +126,14 @@ static rp_status stack_backward(rpi_run *run, int stack) {
 /* ---- output projection and loss -------------------------------------------- */
 
 /* logits = x . Eᵀ of one block of rows, or the products of its way back. */
-static rp_status output_gemm(rpi_run *run, bool backward, const rpi_gemm_args *g) {
+static rp_status output_gemm(rpi_run *run, bool backward, rpi_gemm_args g) {
   rp_model *const m = run->model;
+  g.precision = m->placement.precision;
   const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->gemm(g));
-  const int64_t moved = g->rows * g->inner + g->inner * g->columns + g->rows * g->columns;
+  RPI_TRY(m->ops->gemm(&g));
+  const int64_t moved = g.rows * g.inner + g.inner * g.columns + g.rows * g.columns;
   rpi_profile_add(&m->profile, -1, -1, "output", backward, began,
-                  2 * (double)g->rows * (double)g->columns * (double)g->inner,
+                  2 * (double)g.rows * (double)g.columns * (double)g.inner,
                   (double)moved * (double)sizeof(real));
   return RP_OK;
 }
@@ -149,7 +150,7 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
 rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
   const rpi_linear output = output_of(run->model, x, rows);
   const rpi_gemm_args g = rpi_linear_forward(&output, logits, output.out);
-  return output_gemm(run, false, &g);
+  return output_gemm(run, false, g);
 }
 
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
@@ -160,8 +161,8 @@ static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real 
   const rpi_gemm_args to_x = rpi_linear_to_input(&output, dlogits, output.out, dx, false);
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(&output, dlogits, output.out, m->gradients + m->layout.output);
-  RPI_TRY(output_gemm(run, true, &to_x));
-  return output_gemm(run, true, &to_weight);
+  RPI_TRY(output_gemm(run, true, to_x));
+  return output_gemm(run, true, to_weight);
 }
 
 /* Loss, score and hit of every row; where gradients are wanted, that of x in dstream. Tokens x
@@ -194,16 +195,20 @@ static rp_status loss_of(rpi_run *run) {
   return RP_OK;
 }
 
-static void add_losses(const rpi_run *run, rpi_sums *sums) {
+static rp_status add_losses(const rpi_run *run, rpi_sums *sums) {
   const rp_model *const m = run->model;
-  const int64_t rows = run->side[rpi_last_stack(m)].rows;
-  for (int64_t r = 0; r < rows; r++) {
-    if (run->labels[r] < 0) continue;
-    sums->tokens++;
-    sums->hits += m->scratch.hit[r];
-    sums->loss += (double)m->scratch.loss[r];
-    sums->nll += (double)m->scratch.nll[r];
-  }
+  const rpi_losses_args args = {.rows = run->side[rpi_last_stack(m)].rows,
+                                .labels = run->labels,
+                                .loss = m->scratch.loss,
+                                .nll = m->scratch.nll,
+                                .hit = m->scratch.hit};
+  rpi_losses found;
+  RPI_TRY(m->ops->losses(&args, &found));
+  sums->tokens += found.tokens;
+  sums->hits += found.hits;
+  sums->loss += found.loss;
+  sums->nll += found.nll;
+  return RP_OK;
 }
 
 /* ---- where a number that is not finite arose ------------------------------- */
@@ -243,7 +248,7 @@ rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
   if (last == RPI_DECODER) RPI_TRY(rpi_stack_forward(run, RPI_DECODER));
   if (!run->labels) return RP_OK;
   RPI_TRY(loss_of(run));
-  add_losses(run, sums);
+  RPI_TRY(add_losses(run, sums));
   if (!isfinite(sums->loss)) RPI_TRY(find_bad(run, sums->first_bad));
   if (!run->backward) return RP_OK;
   if (last == RPI_DECODER) {
@@ -254,15 +259,4 @@ rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
     RPI_TRY(stack_backward(run, RPI_DECODER));
   }
   return encoder ? stack_backward(run, RPI_ENCODER) : RP_OK;
-}
-
-rp_status rpi_transformer_heads(rpi_run *run, int stack, int64_t layer, int part, rp_attention *a,
-                                rp_rows *q, rp_rows *k) {
-  rp_model *const m = run->model;
-  RPI_TRY(rpi_model_reserve(run));
-  if (part == RPI_CROSS) RPI_TRY(rpi_stack_forward(run, RPI_ENCODER));
-  RPI_TRY(rpi_stack_enter(run, stack));
-  const int64_t last = layer * m->stack[stack].parts + part;
-  for (int64_t s = 0; s <= last; s++) RPI_TRY(rpi_sublayer_forward(run, s, s < last));
-  return rpi_stored_heads(run, last, a, q, k);
 }

@@ -13,6 +13,8 @@
  * groups, whose scores are on the stack; a larger maximum rescales what is there. Keys lie
  * anywhere, so that the processor cannot guess the next one: it is asked for ahead.
  */
+#include <string.h>
+
 #include "base/threads.h"
 #include "ops/attention.h"
 
@@ -219,5 +221,13 @@ static rp_status attend_rows(const rpi_attend_rows_args *args) {
   job.each = rpi_max(job.items * ATTEND_PAIRS / rpi_max(pairs, 1), 1);
   const int64_t tasks = (job.items + job.each - 1) / job.each;
   rpi_parallel_for(tasks, rp_get_threads(), mean ? attend_mean_task : attend_heads_task, &job);
+  return RP_OK;
+}
+
+static rp_status scatter(const rpi_scatter_args *args) {
+  for (int64_t r = 0; r < args->rows; r++) {
+    memcpy(args->to[r] + args->shift, args->x + r * args->x_stride,
+           (size_t)args->columns * sizeof(real));
+  }
   return RP_OK;
 }

@@ -139,3 +139,15 @@ static rp_status cross_entropy(const rpi_cross_entropy_args *args) {
                    cross_entropy_block, &job);
   return RP_OK;
 }
+
+static rp_status losses(const rpi_losses_args *args, rpi_losses *sums) {
+  *sums = (rpi_losses){.tokens = 0};
+  for (int64_t r = 0; r < args->rows; r++) {
+    if (args->labels[r] < 0) continue;
+    sums->tokens++;
+    sums->hits += args->hit[r];
+    sums->loss += (double)args->loss[r];
+    sums->nll += (double)args->nll[r];
+  }
+  return RP_OK;
+}

@@ -15,6 +15,13 @@
  *     allocates.
  *   - Work is cut into blocks whose borders depend on shapes alone, and partial
  *     sums are added in block order: any number of threads gives the same bits.
+ *   - Arrays of `real`, workspaces, rpi_cross_entropy_args.hit and lists of rows in
+ *     rpi_attend_rows_args.mean lie in memory of the table (allocate), which on a device the
+ *     host cannot read. All else lies on the host: ids, offsets, labels, ordinals, masks,
+ *     buckets, frequencies, lists of pointers, and results of other types. A table may read it
+ *     until the entry returns, not longer.
+ *   - Entries of a device are done in the order in which they were called, maybe after they
+ *     return; read, and entries with results on the host, wait.
  */
 #ifndef RPI_OPS_H
 #define RPI_OPS_H
@@ -23,6 +30,7 @@
 
 #include "base/error.h"
 #include "ops/real.h"
+#include "relpos/device.h"
 #include "relpos/model.h"
 
 /* C[rows, columns] = A . B (+ C where accumulate) (+ bias[columns] where given).
@@ -38,6 +46,7 @@ typedef struct rpi_gemm_args {
   int64_t c_stride;
   const real *bias;
   bool transpose_a, transpose_b, accumulate;
+  int precision; /* RP_F32, RP_BF16 */
 } rpi_gemm_args;
 
 /* One sequence's place in the arrays. */
@@ -76,7 +85,7 @@ typedef struct rpi_attention_map_args {
   rp_rows q, k;
   int what;
   int64_t b, head, row, rows;
-  real *to; /* [rows][keys of the sequence] */
+  real *to; /* [rows][keys of the sequence], on the host */
   int64_t to_stride;
   int workers; /* threads, the same for the workspace's size and the map */
   void *workspace;
@@ -235,6 +244,28 @@ typedef struct rpi_cross_entropy_args {
   int8_t *hit;      /* [rows] */
 } rpi_cross_entropy_args;
 
+/* What a batch lost: the sums over the rows whose label counts, in double, in the order of rows. */
+typedef struct rpi_losses {
+  int64_t tokens, hits;
+  double loss, nll;
+} rpi_losses;
+
+typedef struct rpi_losses_args {
+  int64_t rows;
+  const int32_t *labels; /* of -1 none counts */
+  const real *loss, *nll;
+  const int8_t *hit;
+} rpi_losses_args;
+
+/* to[r] + shift becomes row r of x, for decoding: what was computed goes where it is kept. */
+typedef struct rpi_scatter_args {
+  int64_t rows, columns;
+  const real *x;
+  int64_t x_stride;
+  real *const *to; /* [rows] */
+  int64_t shift;
+} rpi_scatter_args;
+
 /* sum[columns] += sum over rows of x[rows, columns], rows x_stride apart. */
 typedef struct rpi_column_sums_args {
   int64_t rows, columns;
@@ -263,6 +294,16 @@ static inline int64_t rpi_square_blocks(int64_t count) {
 
 typedef struct rp_ops {
   const char *name;
+  bool host; /* its memory is the host's: whoever allocates may read and write it */
+
+  /* Memory of `bytes`, aligned to RPI_ALIGN, of no particular content; RP_ERROR_MEMORY without a
+   * sentence of its own where there is none. release takes NULL. */
+  rp_status (*allocate)(int64_t bytes, void **memory);
+  void (*release)(void *memory);
+  rp_status (*write)(void *to, const void *from, int64_t bytes); /* from the host */
+  rp_status (*read)(void *to, const void *from, int64_t bytes);  /* to the host */
+  rp_status (*copy)(void *to, const void *from, int64_t bytes);  /* within; no overlap */
+
   rp_status (*gemm)(const rpi_gemm_args *args);
   rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,
                                    int64_t *backward_bytes);
@@ -274,6 +315,7 @@ typedef struct rp_ops {
   rp_status (*attend_rows)(const rpi_attend_rows_args *args);
   rp_status (*choose)(const rpi_choose_args *args);
   rp_status (*mix)(const rpi_mix_args *args);
+  rp_status (*scatter)(const rpi_scatter_args *args);
 
   rp_status (*embed)(const rpi_embed_args *args);
   rp_status (*embed_backward)(const rpi_embed_backward_args *args);
@@ -284,6 +326,7 @@ typedef struct rp_ops {
   rp_status (*activation)(const rpi_activation_args *args);
   rp_status (*activation_backward)(const rpi_activation_backward_args *args);
   rp_status (*cross_entropy)(const rpi_cross_entropy_args *args);
+  rp_status (*losses)(const rpi_losses_args *args, rpi_losses *sums);
   rp_status (*column_sums)(const rpi_column_sums_args *args);
   /* *sum = the squares of x[count], added up in double, NaN where one of them is not finite;
    * workspace: [rpi_square_blocks(count)] doubles */

@@ -57,6 +57,21 @@ def add_threads(command: Any) -> None:
     )
 
 
+def add_device(command: Any) -> None:
+    command.add_argument(
+        "--device",
+        default="cpu",
+        metavar="D",
+        help="where to compute: cpu, or a GPU as cuda or cuda:1 (cpu)",
+    )
+    command.add_argument(
+        "--precision",
+        choices=("f32", "bf16"),
+        default="f32",
+        help="of matrix products; bf16 on a GPU alone (f32)",
+    )
+
+
 def use_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
         library.set_threads(options.threads)

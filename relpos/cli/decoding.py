@@ -17,6 +17,7 @@ from relpos.cli.arguments import (
     FAILED,
     USAGE,
     add_command,
+    add_device,
     add_progress,
     add_threads,
     count,
@@ -88,6 +89,7 @@ def add_running(command: Any) -> None:
         help="source tokens at the same time (2048): fewer take less memory",
     )
     add_threads(group)
+    add_device(group)
     add_progress(group, "nothing")
 
 
@@ -162,7 +164,10 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
     from relpos.translator import Translator
 
     use_threads(options)
-    return Translator.load(models, average=options.average, batch_tokens=options.batch_tokens)
+    return Translator.load(
+        models, average=options.average, batch_tokens=options.batch_tokens,
+        device=options.device, precision=options.precision,
+    )  # fmt: skip
 
 
 @contextmanager

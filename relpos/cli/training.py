@@ -14,6 +14,7 @@ from relpos.cli.arguments import (
     INTERRUPTED,
     USAGE,
     add_command,
+    add_device,
     add_progress,
     add_threads,
     count,
@@ -182,6 +183,7 @@ def _add_train(commands: Any) -> None:
         "--tensorboard", action="store_true", help="event files for TensorBoard, in DIR/events"
     )
     add_threads(run)
+    add_device(run)
     add_progress(run)
 
 
@@ -234,6 +236,7 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
         folder=options.output, validation=validation, resume=options.resume,
         subwords=_subwords(options, config, text),
         seed=config.seed, progress=options.progress, recompute=options.recompute,
+        device=options.device, precision=options.precision,
         tensorboard=options.tensorboard, **loop,
     )  # fmt: skip
     say = print if options.progress != "none" else lambda *_: None
@@ -408,7 +411,8 @@ def _add_plot(commands: Any) -> None:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from relpos.plot import plot
+    from relpos import plots
 
-    print(plot(options.runs, options.output))
+    plots.canvas.use_no_display()
+    print(plots.save(plots.curves(options.runs), options.output))
     return 0

@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from relpos.position import arrays
-from relpos.position.arrays import Array, Table, as_array, check_shape, check_table
+from relpos.position.arrays import (
+    Array,
+    Table,
+    as_array,
+    beside,
+    check_shape,
+    check_table,
+    through,
+)
 from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
 
 
@@ -52,15 +60,15 @@ class ALiBi(Scheme):
         left, right = shape.band()
         distance = np.abs(np.arange(-left, right + 1)).astype(arrays.REAL)
         if self.slopes is None:
-            slopes = alibi_slopes(shape.H).astype(arrays.REAL)
+            slopes: Any = alibi_slopes(shape.H).astype(arrays.REAL)
         else:
             slopes = as_array("slopes", self.slopes)
             check_shape("slopes", slopes, H=shape.H)
 
         def pull(raw: Array) -> dict[str, Array]:
-            return {"slopes": -(raw @ distance)}
+            return {"slopes": through("slopes", raw, lambda x: -(x @ beside(x, distance)))}
 
-        table = slopes[:, None] * -distance
+        table = through("slopes", slopes, lambda x: x[:, None] * -beside(x, distance))
         learned = self.slopes is not None
         term = Term("slopes", "bias", table, Band(left, right), pull if learned else None)
         return Lowered((term,))

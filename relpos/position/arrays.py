@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from relpos.device_array import DeviceArray, from_dlpack, place_of
 
 Array = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
@@ -18,26 +21,21 @@ REAL: npt.DTypeLike = (
     np.float32
 )  # the core's type of numbers; tests replace core and type by double
 
-HOST_DEVICES = (1, 3, 11)  # DLPack: CPU, memory pinned for CUDA, for ROCm
-DEVICE_NAMES = {2: "a CUDA device", 8: "a Metal device", 10: "a ROCm device"}
 MAX_POSITION = 1 << 30  # relpos.h
 
 
-def as_array(name: str, x: Any) -> Any:
-    """`x` as a NumPy array over the same memory, never a copy.
+def as_array(name: str, x: Any, stream: int | None = None) -> Any:
+    """`x` as an array over the same memory, never a copy: NumPy's or, on a GPU, a `DeviceArray`.
 
-    ndarrays pass. What exports neither DLPack nor the array interface passes too: it is for the
-    checks that follow to refuse, by the name of the argument.
+    Those pass. What exports neither DLPack nor the array interface passes too: it is for the
+    checks that follow to refuse, by the name of the argument. stream: of a GPU, what the array is
+    to be read on; None: what its library works on.
     """
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | DeviceArray):
         return x
     if hasattr(x, "__dlpack__"):
-        device = x.__dlpack_device__()[0]
-        if device not in HOST_DEVICES:
-            where = DEVICE_NAMES.get(int(device), f"DLPack device {int(device)}")
-            raise TypeError(
-                f"{name}: lies on {where}, relpos computes on the CPU; move it there first"
-            )
+        if place_of(name, x) is not None:
+            return from_dlpack(name, x, stream)
         try:
             return np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -45,6 +43,35 @@ def as_array(name: str, x: Any) -> Any:
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     return x
+
+
+def on_host(name: str, x: Any) -> Any:
+    """`x` as a NumPy array, for what the host reads: integers and masks."""
+    where = place_of(name, x)
+    if where is not None:
+        raise TypeError(f"{name}: lies on {where}; relpos reads it on the host, copy it there")
+    return as_array(name, x)
+
+
+# ---- computing with tables, for the schemes that do ------------------------------------------------
+
+
+def through(name: str, table: Any, change: Callable[[Any], Any]) -> Any:
+    """change(table), computed where the table lies: with NumPy on the host, with torch in
+    relpos.torch. `change` uses what both have, and the functions below."""
+    if isinstance(table, DeviceArray):
+        return table.through(name, change)
+    return change(table)
+
+
+def contiguous(x: Any) -> Any:
+    """x in C order."""
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x.contiguous()
+
+
+def beside(x: Any, values: npt.NDArray[Any]) -> Any:
+    """`values`, made by NumPy, for computing with x."""
+    return values if isinstance(x, np.ndarray) else x.new_tensor(values)
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -58,14 +85,25 @@ def describe(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {shape_of(x)}"
 
 
+def may_be_narrow(table: Any) -> bool:
+    """Whether a table may be bfloat16: tensors of torch on a GPU, which relpos.torch widens."""
+    return bool(getattr(table, "is_cuda", False))
+
+
+def _fix(name: str, table: Any) -> str:
+    if place_of(name, table) is not None:
+        return f"; convert {name} first"
+    return f"; use np.ascontiguousarray({name}, np.{np.dtype(REAL)})"
+
+
 def check_table(name: str, table: Any, axes: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a table, or why it is none. Only looked at: tensors stay tensors."""
     expected = f"{name}: expected {np.dtype(REAL)} {axes}, got {describe(table)}"
-    fix = f"; use np.ascontiguousarray({name}, np.{np.dtype(REAL)})"
     if not hasattr(table, "shape") or not hasattr(table, "dtype"):
-        raise TypeError(expected + fix)
-    if str(table.dtype).removeprefix("torch.") != str(np.dtype(REAL)):
-        raise TypeError(expected + fix)
+        raise TypeError(expected + _fix(name, table))
+    dtype = str(table.dtype).removeprefix("torch.")
+    if dtype != str(np.dtype(REAL)) and not (dtype == "bfloat16" and may_be_narrow(table)):
+        raise TypeError(expected + _fix(name, table))
     shape = shape_of(table)
     if len(shape) not in ranks:
         raise ValueError(expected)
@@ -116,7 +154,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_integers(name: str, values: Any, axes: str, ranks: tuple[int, ...]) -> Any:
     """An integer array, of whatever integer type."""
-    array = np.asarray(as_array(name, values))
+    array = np.asarray(on_host(name, values))
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers {axes}, got {describe(array)}")
     if array.ndim not in ranks:

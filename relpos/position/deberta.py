@@ -79,8 +79,9 @@ class DeBERTa(Scheme):
         terms: list[Term] = []
         kinds: dict[str, Kind] = {"key_table": "key", "query_table": "query"}
         shared: dict[tuple[int, bool], Any] = {}
+        arrays: dict[int, Any] = {}  # the same object twice stays one
         for name, table in self.tables().items():
-            array = as_array(name, table)
+            array = arrays.setdefault(id(table), as_array(name, table))
             turned = name == "query_table" and self.p2c == "paper"
             sign = 1 if turned else -1  # of d in g: g(i - j) or g(j - i)
             if (id(table), turned) not in shared:
@@ -109,10 +110,14 @@ class DeBERTa(Scheme):
 
 
 def _identity(array: Array, sign: int, shape: Shape) -> tuple[Any, Band, Any]:
-    """Row sign * d + span: a band, of the reversed table where the sign is that of i - j."""
+    """Row sign * d + span: a band, of the reversed table where the sign is that of i - j. On a GPU
+    of the table as it is, through rows that are named one by one."""
     span = array.shape[-2] // 2
     if sign > 0:
         return array, Band(span, span - 1), itself
+    if not isinstance(array, np.ndarray):
+        rows = np.arange(2 * span - 1, -1, -1, dtype=np.int32)
+        return array, Band(span - 1, span, "clip", rows), itself
 
     def pull(name: str) -> Callable[[Array], dict[str, Array]]:
         return lambda raw: {name: np.ascontiguousarray(raw[..., ::-1, :])}

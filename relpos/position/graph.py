@@ -15,6 +15,7 @@ from relpos.position.arrays import (
     check_integers,
     check_table,
     describe,
+    on_host,
 )
 from relpos.position.terms import Kind, Lowered, Scheme, Shape, Term, itself
 
@@ -173,13 +174,13 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> tuple[Any, Any]:
             raise ValueError(
                 f"{name}: expected (flat, starts) for packed arrays, got {len(given)} parts"
             )
-        flat = as_array(name, given[0])
+        flat = on_host(name, given[0])
         if getattr(flat, "ndim", 0) == 4 and given[1] is None:  # as this function returns it
             return flat, None
         starts = check_integers(f"{name} starts", given[1], "(B,)", (1,)).astype(np.int64)
         return _typed(name, flat, types, "(count,)", (1,)), starts
     if isinstance(given, list):
-        parts = [_typed(name, as_array(name, part), types, "(n, m)", (2,)) for part in given]
+        parts = [_typed(name, on_host(name, part), types, "(n, m)", (2,)) for part in given]
         sizes = [part.size for part in parts]
         starts = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]).astype(np.int64)
         starts = starts[: len(parts)]
@@ -187,7 +188,7 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> tuple[Any, Any]:
         flat = np.concatenate(joined) if joined else np.zeros(0, types[0])
         return flat, starts
     axes = "(N, M), (B, N, M) or (B|1, H|1, N, M)"
-    matrix = _typed(name, as_array(name, given), types, axes, (2, 3, 4))
+    matrix = _typed(name, on_host(name, given), types, axes, (2, 3, 4))
     if matrix.ndim == 2:
         matrix = matrix[None, None]
     elif matrix.ndim == 3:

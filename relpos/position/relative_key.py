@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from relpos.position.arrays import Array, Table, as_array, check_choice, check_table
-from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
+from relpos.position.terms import Band, Lowered, Pull, Scheme, Shape, Term, itself
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -49,6 +49,10 @@ class RelativeKey(Scheme):
                 "beyond='clip' takes the rows at the ends"
             )
         left, right = min(left, reach), min(right, reach)
+        if not isinstance(given, np.ndarray):  # on a GPU: the rows of the table as it is, by name
+            rows = np.arange(reach + left, reach - right - 1, -1, dtype=np.int32)
+            band = Band(left, right, "clip", rows)
+            return self._terms(shape, given, band, itself("distance_table"))
         # Row r of the reversed part is the distance d = r - left, row P - 1 - d of the table.
         part = slice(reach - right, reach + left + 1)
         table = np.ascontiguousarray(given[..., part, :][..., ::-1, :])
@@ -58,7 +62,9 @@ class RelativeKey(Scheme):
             gradient[..., part, :] = raw[..., ::-1, :]
             return {"distance_table": gradient}
 
-        band = Band(left, right)
+        return self._terms(shape, table, Band(left, right), pull)
+
+    def _terms(self, shape: Shape, table: Any, band: Band, pull: Pull) -> Lowered:
         terms = [Term("distance_table", "key", table, band, pull)]
         if isinstance(self, RelativeKeyQuery):
             terms.append(Term("distance_table", "query", table, band, pull))

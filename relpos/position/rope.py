@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
+from relpos.device_array import DeviceArray, Placement, check_beside, memory_of, place_of
 from relpos.position.arrays import (
-    Array,
     Integers,
     as_array,
     check_choice,
@@ -87,41 +87,56 @@ class RoPE(Scheme):
 
 
 def turn(
-    q: Array, k: Array, rotation: Rotation, shape: Shape, layout: str, *, back: bool = False
-) -> tuple[Array, Array]:
+    q: Any,
+    k: Any,
+    rotation: Rotation,
+    shape: Shape,
+    layout: str,
+    place: Placement | None = None,
+    *,
+    back: bool = False,
+) -> tuple[Any, Any]:
     """q and k of a call, turned; with `back` their gradients, turned back where they lie."""
-    own = rotation.query_positions
-    q = _turned(q, rotation, shape.queries, shape.start, own, layout, back)
+    own, rest = rotation.query_positions, (layout, place, back)
+    q = _turned(q, rotation, shape.queries, shape.start, own, *rest)
     if rotation.rotate_keys:
         own = rotation.key_positions
-        k = _turned(k, rotation, shape.keys, np.zeros_like(shape.start), own, layout, back)
+        k = _turned(k, rotation, shape.keys, np.zeros_like(shape.start), own, *rest)
     return q, k
 
 
 def _turned(
-    x: Array,
+    x: Any,
     rotation: Rotation,
     side: Side,
     start: Counts,
     positions: Integers | None,
     layout: str,
+    place: Placement | None,
     back: bool,
-) -> Array:
+) -> Any:
     offsets = np.append(side.first, side.rows) if side.packed else None
     if positions is not None and positions.ndim == 1 and not side.packed:
         positions = positions[None]
-    return _core.rotate(
-        x,
-        x if back else None,
-        layout,
-        offsets,
-        None if side.packed else side.counts,
-        start if positions is None else None,
-        positions,
-        rotation.frequencies,
-        rotation.interleaved,
-        back,
-    )
+    lengths = None if side.packed else side.counts
+    places = (layout, offsets, lengths, start if positions is None else None, positions)
+    return _rotate(x, x if back else None, places, rotation, back, place)
+
+
+Places = tuple[str, Any, Any, Any, Any]  # layout, offsets, lengths, start, positions
+
+
+def _rotate(
+    x: Any, out: Any, places: Places, rotation: Rotation, back: bool, place: Placement | None
+) -> Any:
+    """The core's call."""
+    how = (rotation.frequencies, rotation.interleaved, back)
+    if place is None:
+        return _core.rotate(x, out, *places, *how)
+    out = place.empty(x.shape) if out is None else out
+    x, to = memory_of("x", x, place), memory_of("out", out, place)
+    _core.rotate(x, to, *places, *how, place.core)
+    return out
 
 
 def rotate(
@@ -134,12 +149,13 @@ def rotate(
     lengths: Any = None,
     layout: str = "bhnd",
     out: Any = None,
-) -> Array:
+) -> Any:
     """x turned by `rope`, as attention turns q and k: for a cache of turned keys.
 
         (x, y) -> (x cos t - y sin t, x sin t + y cos t) of every pair c, t = position * frequency
 
-    x: float32 (B, H, N, D), (B, N, H, D) with layout "bnhd", or packed (tokens, H, D).
+    x: float32 (B, H, N, D), (B, N, H, D) with layout "bnhd", or packed (tokens, H, D). On a GPU
+        also bfloat16, as `relpos.attention` takes arrays.
     rope: RoPE.
     start: int or int (B,). The position of row 0 of each sequence, the others following it.
     positions: int (N,) or (B, N), packed (tokens,), instead of start.
@@ -147,9 +163,13 @@ def rotate(
     lengths: int (B,). Rows in use of padded arrays; those beyond give zeros.
     out: float32, to be written and returned; x itself will do. None: a new array.
     """
+    where = place_of("x", x)
+    if out is not None:
+        check_beside("out", place_of("out", out), where, "x")
     x = as_array("x", x)
-    out = None if out is None else as_array("out", out)
-    if not isinstance(x, np.ndarray) or x.ndim not in (3, 4):
+    place = Placement.of("x", x, "f32", out) if isinstance(x, DeviceArray) else None
+    out = None if out is None else as_array("out", out, None if place is None else place.stream)
+    if not isinstance(x, np.ndarray | DeviceArray) or x.ndim not in (3, 4):
         raise ValueError(f"x: expected float32 (B, H, N, D) or (tokens, H, D), got {describe(x)}")
     if x.ndim == 3 and offsets is None:
         offsets = [0, len(x)]
@@ -166,7 +186,8 @@ def rotate(
         if positions.ndim == 1 and offsets is None:
             positions = positions[None]
     rotation = rope.rotation(x.shape[-1])
-    return _core.rotate(
-        x, out, layout, offsets, lengths, start, positions,
-        rotation.frequencies, rotation.interleaved, False,
-    )  # fmt: skip
+    places = (layout, offsets, lengths, start, positions)
+    turned = _rotate(x, out, places, rotation, False, place)
+    if place is not None:
+        place.done()
+    return turned

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from relpos.position import arrays
 from relpos.position.arrays import (
     Array,
     Table,
@@ -18,6 +17,8 @@ from relpos.position.arrays import (
     check_number,
     check_shape,
     check_table,
+    contiguous,
+    through,
 )
 from relpos.position.terms import Lowered, Scheme, Shape, Term, bucket_band
 
@@ -91,7 +92,10 @@ class T5Bias(Scheme):
     def lower(self, shape: Shape) -> Lowered:
         table: Array = as_array("bias_table", self.bias_table)
         check_shape("bias_table", table, num_buckets=-1, H=shape.H)
-        factor = np.asarray(self.bias_scale, arrays.REAL)
+        factor = float(self.bias_scale)
+
+        def turned(x: Any) -> Any:
+            return contiguous(x.T * factor)
 
         def buckets(d: Any) -> npt.NDArray[np.int64]:
             return t5_buckets(d, len(table), self.max_distance, self.bidirectional)
@@ -99,9 +103,9 @@ class T5Bias(Scheme):
         term = Term(
             "bias_table",
             "bias",
-            np.ascontiguousarray(table.T * factor),  # (H, num_buckets)
+            through("bias_table", table, turned),  # (H, num_buckets)
             bucket_band(buckets, *shape.band(self.max_distance)),
-            lambda raw: {"bias_table": np.ascontiguousarray(raw.T * factor)},
+            lambda raw: {"bias_table": through("bias_table", raw, turned)},
         )
         scale = shape.default_scale if self.scale is None else self.scale
         return Lowered((term,), scale=scale)

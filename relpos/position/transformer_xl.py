@@ -15,9 +15,12 @@ from relpos.position.arrays import (
     Array,
     Table,
     as_array,
+    beside,
     check_count,
     check_shape,
     check_table,
+    contiguous,
+    through,
 )
 from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
 
@@ -65,14 +68,20 @@ class TransformerXL(Scheme):
         check_shape("position_weight", weight, **{"H * D": H * D, "d_model": -1})
         left, right = shape.band(self.clamp_len)
         waves = _waves(left, right, weight.shape[1])  # (T, d_model)
+
         # One product for all heads each way: H small ones took several times as long.
-        rows = (waves @ weight.T).reshape(len(waves), H, D)
-        table = np.ascontiguousarray(rows.swapaxes(0, 1))  # (H, T, D)
+        def project(x: Any) -> Any:
+            rows = (beside(x, waves) @ x.T).reshape(len(waves), H, D)
+            return contiguous(rows.swapaxes(0, 1))  # (H, T, D)
+
+        def project_back(x: Any) -> Any:
+            flat = contiguous(x.swapaxes(0, 1)).reshape(len(waves), H * D)
+            return flat.T @ beside(x, waves)
 
         def pull_weight(raw: Array) -> dict[str, Array]:
-            flat = np.ascontiguousarray(raw.swapaxes(0, 1)).reshape(len(waves), H * D)
-            return {"position_weight": flat.T @ waves}
+            return {"position_weight": through("position_weight", raw, project_back)}
 
+        table = through("position_weight", weight, project)
         terms = [Term("position_weight", "key", table, Band(left, right), pull_weight)]
         if self.content_bias is not None:
             u = as_array("content_bias", self.content_bias)
@@ -81,9 +90,12 @@ class TransformerXL(Scheme):
                 Term(
                     "content_bias",
                     "query",
-                    u[:, None, :],  # one row, which every key meets
+                    # one row, which every key meets
+                    through("content_bias", u, lambda x: x[:, None, :]),
                     Band(0, 0),
-                    lambda raw: {"content_bias": raw[:, 0, :]},
+                    lambda raw: {
+                        "content_bias": through("content_bias", raw, lambda x: x[:, 0, :])
+                    },
                 )
             )
         v = None

@@ -66,8 +66,8 @@ def put_mean(model: Transformer, files: Sequence[Path]) -> None:
         model.restore(file)
         for name, weights in model.parameters.items():
             sums[name] += weights
-    for name, weights in model.parameters.items():
-        weights[...] = sums[name] / len(files)
+    for name, total in sums.items():
+        model.assign(name, total / len(files))
 
 
 def check_same(one: Config, other: Config, here: Path, there: Path) -> None:

@@ -41,7 +41,7 @@ from relpos.data import (
     check_vocabulary,
     load_subwords,
 )
-from relpos.model import StepResult, Transformer
+from relpos.model import Precision, StepResult, Transformer
 from relpos.position.arrays import check_count
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
@@ -120,7 +120,7 @@ class Trainer:
     keep: int. Checkpoints that stay, the best validation's beside them.
     log_every: int. Updates to a line of the log.
     progress: "auto", a bar on terminals and in notebooks, else lines; "bar", "lines" or "none".
-    recompute: bool. Less memory, more time, as of `Transformer`.
+    recompute, device, precision: as of `Transformer`.
     tensorboard: bool. The log's figures go into event files in `folder`/events too.
     """
 
@@ -148,6 +148,8 @@ class Trainer:
         log_every: int = 10,
         progress: str = "auto",
         recompute: bool = False,
+        device: str = "cpu",
+        precision: Precision = "f32",
         tensorboard: bool = False,
     ) -> None:
         self.folder = Path(folder)
@@ -192,8 +194,9 @@ class Trainer:
                 tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
             )  # fmt: skip
         self.model = Transformer(
-            self.config, tokens=tokens, sentences=sentences, recompute=recompute
-        )
+            self.config, tokens=tokens, sentences=sentences, recompute=recompute,
+            device=device, precision=precision,
+        )  # fmt: skip
         self._best: float | None = None
         self._best_step: int | None = None
         self._validated: float | None = None

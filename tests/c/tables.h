@@ -7,15 +7,31 @@
 #define TABLES_H
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/cpu.h"
 #include "isa/dispatch.h"
+#ifndef RP_REAL_IS_DOUBLE
+#include "device_table.h"
+#endif
 
 /* Under a sanitizer, under an emulator: the same checks on fewer and smaller shapes. */
 static inline bool is_small_run(void) { return getenv("RELPOS_TEST_SMALL") != NULL; }
 
-/* The i-th table that can run here, the plainest first; NULL beyond the last. */
+/* Under the checker of races, who needs to see every kind of block once: fewer still. */
+static inline bool is_tiny_run(void) {
+  return is_small_run() && strcmp(getenv("RELPOS_TEST_SMALL"), "tiny") == 0;
+}
+
+/* Is the table that of a device, and not of this processor? */
+static inline bool is_device_run(void) { return getenv("RELPOS_TEST_DEVICE") != NULL; }
+
+/* The i-th table that can run here, the plainest first; NULL beyond the last. On a device there is
+ * one. */
 static inline const rp_ops *table_at(int i) {
+#ifndef RP_REAL_IS_DOUBLE
+  if (is_device_run()) return i == 0 ? device_table() : NULL;
+#endif
   static const struct {
     int feature;
     const rp_ops *ops;

@@ -48,11 +48,11 @@ static void make(call *c, int64_t D, int64_t H, bool plain) {
   c->shape.H = H;
   c->shape.D = c->shape.Dv = D;
   const int64_t token = 2 * H * D;
-  c->q = array_random("q", ROWS * (H * D + 3), 1);
+  c->q = array_random("q", ROWS * (H * D + 4), 1);
   c->log = array_random("keys and values", TOKENS * token, 1);
   c->tables = array_random("tables", 6 * 8 * TABLE * D, 1);
-  c->bias = array_random("position bias", H * (D + 1), 1);
-  c->out = array_of("out", ROWS * (H * D + 5), (real)NAN);
+  c->bias = array_random("position bias", H * (D + 4), 1);
+  c->out = array_of("out", ROWS * (H * D + 8), (real)NAN);
   c->mean = array_of("mean", ROWS * MOST_KEYS, (real)NAN);
   for (int i = 0; i < 64; i++) c->buckets[i] = (int32_t)(draw() % (TABLE + 1)) - 1;
   int64_t table = 0;
@@ -68,15 +68,16 @@ static void make(call *c, int64_t D, int64_t H, bool plain) {
   }
   if (!plain && draw() % 2) {
     c->shape.position_bias = c->bias.data;
-    c->shape.position_bias_stride = D + 1;
+    c->shape.position_bias_stride = D + 4;
   }
   if (!plain && draw() % 4 == 0) c->shape.softcap = 1.5;
   if (!plain && draw() % 3 == 0) c->shape.window_left = draw() % 30;
   static const int64_t counts[] = {1, 0, 2, 13, 64, 255, 256, 257, MOST_KEYS};
+  const int64_t aside = 1 + draw() % 2; /* 2: some keys lie on other borders */
   for (int r = 0; r < ROWS; r++) {
     c->counts[r] = counts[draw() % 9];
     for (int64_t j = 0; j < c->counts[r]; j++) {
-      c->places[r][j] = c->log.data + draw() % (TOKENS - 1) * token;
+      c->places[r][j] = c->log.data + draw() % (TOKENS - 1) * token + draw() % aside;
     }
     c->lists[r] = c->places[r];
     c->means[r] = c->mean.data + r * MOST_KEYS;
@@ -115,13 +116,13 @@ typedef struct scores {
 static void softmax(const call *c, int64_t row, int64_t head, scores *s) {
   const rp_attention *const a = &c->shape;
   const int64_t D = a->D, n = c->counts[row], at = n - 1;
-  const real *const q = c->q.data + row * (a->H * D + 3) + head * D;
+  const real *const q = c->q.data + row * (a->H * D + 4) + head * D;
   long double max = -INFINITY, sum = 0;
   s->error = 0;
   for (int64_t j = 0; j < n; j++) {
     const real *const k = c->places[row][j] + head * D;
     const int64_t d = j - at;
-    const real *const bias = a->position_bias ? a->position_bias + head * (D + 1) : NULL;
+    const real *const bias = a->position_bias ? a->position_bias + head * (D + 4) : NULL;
     long double size = 0, score = dot_of(q, k, D, &size);
     for (int t = 0; t < RP_TERMS; t++) {
       const real *const relation_of_key = row_of(&a->key[t], head, d);
@@ -170,7 +171,7 @@ static bool check_head(const rp_ops *ops, const call *c, int64_t row, int64_t he
       expected += s.p[j] * value;
       size += s.p[j] * all;
     }
-    const real got = c->out.data[row * (a->H * D + 5) + head * D + x];
+    const real got = c->out.data[row * (a->H * D + 8) + head * D + x];
     right = right && is_close(ops, "out", x, got, expected, relative * size);
   }
   for (int64_t j = 0; j < n; j++) {
@@ -186,12 +187,12 @@ static void test_call(const rp_ops *ops, int64_t D, int64_t H, bool plain, bool 
   layer l = {{.shape = &c.shape,
               .rows = ROWS,
               .q = c.q.data,
-              .q_stride = H * D + 3,
+              .q_stride = H * D + 4,
               .keys = c.lists,
               .counts = c.counts,
               .to_value = H * D,
               .out = c.out.data,
-              .out_stride = H * D + 5,
+              .out_stride = H * D + 8,
               .mean = with_mean ? c.means : NULL}};
   if (!CHECK(has_same_bits(ops, run, &l, (array[]){c.out, c.mean}, with_mean ? 2 : 1))) return;
   bool right = true;
@@ -257,6 +258,37 @@ static void test_not_finite(const rp_ops *ops) {
   release(&c);
 }
 
+/* Rows go where they belong, and what lies between keeps its bits. */
+static void test_scatter(const rp_ops *ops) {
+  static const int64_t widths[] = {0, 1, 7, 8, 130};
+  for (size_t i = 0; i < sizeof widths / sizeof widths[0]; i++) {
+    const int64_t width = widths[i], apart = width + 5, shift = i % 2 == 0 ? 4 : 3;
+    array x = array_random("x", ROWS * (width + 3), 1);
+    array log = array_of("log", ROWS * apart + shift, (real)NAN);
+    real *to[ROWS];
+    for (int64_t r = 0; r < ROWS; r++) to[r] = log.data + (r * 2 % ROWS) * apart;
+    const rpi_scatter_args a = {.rows = ROWS,
+                                .columns = width,
+                                .x = x.data,
+                                .x_stride = width + 3,
+                                .to = to,
+                                .shift = shift};
+    CHECK_INT(ops->scatter(&a), RP_OK);
+    bool right = true;
+    for (int64_t r = 0; r < ROWS; r++) {
+      const real *const row = to[r] + shift;
+      for (int64_t c = 0; c < width; c++) right = right && row[c] == x.data[r * (width + 3) + c];
+      for (int64_t c = width; c < 5 && r * 2 % ROWS + 1 < ROWS; c++) {
+        right = right && isnan(row[c]);
+      }
+    }
+    CHECK(right && isnan(log.data[0]));
+    array_free(&x);
+    array_free(&log);
+  }
+  CHECK_INT(ops->scatter(&(rpi_scatter_args){.columns = 3}), RP_OK);
+}
+
 int main(void) {
   static const int64_t widths[] = {1, 3, 8, 16, 30, 64, 80};
   const rp_ops *ops;
@@ -267,6 +299,7 @@ int main(void) {
     }
     test_shift(ops);
     test_not_finite(ops);
+    test_scatter(ops);
   }
   return check_report();
 }

@@ -139,7 +139,8 @@ static void test_shape(const rp_ops *ops, int64_t rows, int64_t classes, int64_t
   const size_t count = (size_t)(rows * most);
   double *const first = malloc((count + 1) * sizeof *first);
   if (first == NULL) abort();
-  for (size_t t = 0; t < sizeof threads / sizeof threads[0]; t++) {
+  const size_t runs = is_device_run() ? 1 : sizeof threads / sizeof threads[0];
+  for (size_t t = 0; t < runs; t++) {
     rp_set_threads(threads[t]);
     memcpy(c.logits.data, before.data, (size_t)c.logits.count * sizeof(real));
     CHECK_INT(ops->choose(&c.args), RP_OK);
@@ -164,11 +165,14 @@ static void test_shape(const rp_ops *ops, int64_t rows, int64_t classes, int64_t
 static void test_shapes(const rp_ops *ops) {
   static const int64_t classes[] = {1, 2, 3, 17, 64, 80, 255, 257, 513, 1025, 5000, 32768};
   static const double temperatures[] = {1, 0.5, 3, 0.01};
-  const int sizes = (int)(sizeof classes / sizeof classes[0]) - (is_small_run() ? 2 : 0);
+  const int sizes = (int)(sizeof classes / sizeof classes[0]) - (is_tiny_run()    ? 4
+                                                                 : is_small_run() ? 2
+                                                                                  : 0);
   for (int i = 0; i < sizes; i++) {
     for (int k = 0; k < 4; k++) {
-      const int64_t V = classes[i], rows = k == 3 ? 1 : V < 100 ? 70 : 11;
-      const int64_t most[] = {1, 4, V < 300 ? V : 40, 0};
+      const int64_t V = classes[i], many = is_small_run() ? 100 : 300;
+      const int64_t rows = k == 3 ? 1 : is_tiny_run() ? 3 : V < 100 && !is_small_run() ? 70 : 11;
+      const int64_t most[] = {1, 4, V < many ? V : 40, 0};
       test_shape(ops, rows, V, most[k], k == 1 ? 20 : 3, temperatures[(i + k) % 4]);
     }
   }
@@ -176,13 +180,18 @@ static void test_shapes(const rp_ops *ops) {
 }
 
 /* All that there is, in order: every class once. */
-static void test_whole_order(const rp_ops *ops) { test_shape(ops, 3, 1500, 1500, 5, 1); }
+static void test_whole_order(const rp_ops *ops) {
+  const int64_t classes = is_small_run() ? 300 : 1500;
+  test_shape(ops, 3, classes, classes, 5, 1);
+  if (!is_tiny_run()) test_shape(ops, 2, 20000, 150, 5, 1); /* many of very many */
+}
 
-static void test_not_finite(const rp_ops *ops) {
+static void test_not_finite(const rp_ops *ops, int64_t most) {
+  enum { MOST = 200 };
   for (int what = 0; what < 5; what++) {
     real x[3 * 70];
-    int32_t tokens[6];
-    double log_p[6], left[3];
+    int32_t tokens[3 * MOST];
+    double log_p[3 * MOST], left[3];
     for (int i = 0; i < 3 * 70; i++) x[i] = (real)(i % 70) / 70;
     if (what == 0) x[70 + 66] = (real)NAN;
     if (what == 1) x[70 + 3] = (real)INFINITY;
@@ -198,22 +207,44 @@ static void test_not_finite(const rp_ops *ops) {
                                .temperature = 1,
                                .banned_offsets = what == 4 ? offsets : NULL,
                                .banned = banned,
-                               .most = 2,
+                               .most = most,
                                .tokens = tokens,
                                .log_probabilities = log_p,
                                .left = left};
     CHECK_INT(ops->choose(&a), RP_OK);
-    CHECK(tokens[0] == 69 && tokens[1] == 68 && tokens[4] == 69 && tokens[5] == 68);
+    const int32_t *const token = tokens + most, *const last = tokens + 2 * most;
+    const double *const p = log_p + most;
+    CHECK(tokens[0] == 69 && tokens[1] == 68 && last[0] == 69 && last[1] == 68);
+    CHECK(most < 71 || (tokens[69] == 0 && tokens[70] == -1 && log_p[70] == -INFINITY));
     CHECK(left[0] == 1 && left[2] == 1);
-    CHECK(tokens[3] == -1);
+    CHECK(token[1] == -1 && token[most - 1] == -1);
     if (what < 3) {
-      CHECK(tokens[2] == -1 && isnan(log_p[2]) && isnan(log_p[3]) && isnan(left[1]));
+      CHECK(token[0] == -1 && isnan(p[0]) && isnan(p[most - 1]) && isnan(left[1]));
     } else if (what == 3) { /* one class alone is certain */
-      CHECK(tokens[2] == 0 && log_p[2] == 0 && log_p[3] == -INFINITY && left[1] == 1);
+      CHECK(token[0] == 0 && p[0] == 0 && p[1] == -INFINITY && left[1] == 1);
     } else {
-      CHECK(tokens[2] == -1 && log_p[2] == -INFINITY && log_p[3] == -INFINITY && left[1] == 0);
+      CHECK(token[0] == -1 && p[0] == -INFINITY && p[most - 1] == -INFINITY && left[1] == 0);
     }
   }
+}
+
+/* There is one zero: classes of 0 and -0 tie. */
+static void test_zeros(const rp_ops *ops, int64_t most) {
+  enum { CLASSES = 9, MOST = 200 };
+  real x[CLASSES];
+  int32_t tokens[MOST];
+  double log_p[MOST];
+  for (int i = 0; i < CLASSES; i++) x[i] = i % 2 == 0 ? (real)-0.0 : (real)0;
+  const rpi_choose_args a = {.rows = 1,
+                             .classes = CLASSES,
+                             .logits = x,
+                             .stride = CLASSES,
+                             .temperature = 1,
+                             .most = most,
+                             .tokens = tokens,
+                             .log_probabilities = log_p};
+  CHECK_INT(ops->choose(&a), RP_OK);
+  for (int i = 0; i < CLASSES; i++) CHECK_INT(tokens[i], i);
 }
 
 /* A temperature of next to nothing is no trap. */
@@ -316,6 +347,18 @@ static void test_mix_values(const rp_ops *ops) {
   CHECK_NEAR((double)one[0], log((0.5 + 1.0 / 3) / 2), 8 * UNIT);
   CHECK(one[1] == -INFINITY);
   CHECK_NEAR((double)one[2], log(1.0 / 6), 8 * UNIT);
+  real far[] = {0, -95}; /* e^-95 is no normal float */
+  const rpi_mix_args c = {.rows = 1,
+                          .classes = 2,
+                          .logits = far,
+                          .stride = 2,
+                          .mean = far,
+                          .mean_stride = 2,
+                          .share = 1,
+                          .first = true,
+                          .last = true};
+  CHECK_INT(ops->mix(&c), RP_OK);
+  CHECK(far[0] == 0 && (IS_DOUBLE || far[1] == -INFINITY));
   real bad[] = {0, (real)NAN, 1, (real)INFINITY};
   for (int at = 1; at < 4; at += 2) {
     real x[] = {0, 1, 2, 3};
@@ -339,7 +382,10 @@ int main(void) {
     const rp_ops *const ops = table_at(t);
     test_shapes(ops);
     test_whole_order(ops);
-    test_not_finite(ops);
+    for (int64_t most = 2; most <= 200; most += 198) { /* a few, and more than there are */
+      test_not_finite(ops, most);
+      test_zeros(ops, most < 9 ? 9 : most);
+    }
     test_cold(ops);
     test_mix(ops, 11, 513, 3);
     test_mix(ops, 70, 17, 10);

@@ -33,7 +33,7 @@ static double value(const rp_ops *ops, void *context) {
 
 static void layer_create(layer *l, int64_t rows, int64_t classes, double scale, double smoothing,
                          int rule) {
-  const int64_t stride = classes + 5;
+  const int64_t stride = classes + 8;
   l->logits = array_random("logits", rows * stride, scale);
   l->loss = array_of("loss", rows, (real)NAN);
   l->nll = array_of("nll", rows, (real)NAN);
@@ -155,10 +155,13 @@ static void test_shape(const rp_ops *ops, int64_t rows, int64_t classes, double 
 static void test_shapes(const rp_ops *ops) {
   static const int64_t all[] = {1, 2, 3, 17, 64, 80, 513, 1025, 2048, 5000, 32768};
   static const double scales[] = {1, 20, 100};
-  const int sizes = (int)(sizeof all / sizeof all[0]) - (is_small_run() ? 2 : 0);
+  const int sizes = (int)(sizeof all / sizeof all[0]) - (is_tiny_run()    ? 3
+                                                         : is_small_run() ? 2
+                                                                          : 0);
   for (int i = 0; i < sizes; i++) {
     for (int flags = 0; flags < 8; flags++) {
-      const int64_t rows = flags == 5 ? 0 : flags == 6 ? 1 : all[i] < 100 ? 70 : 11;
+      const int64_t many = is_tiny_run() ? 6 : all[i] < 100 ? 70 : 11;
+      const int64_t rows = flags == 5 ? 0 : flags == 6 ? 1 : many;
       test_shape(ops, rows, all[i], scales[(i + flags) % 3], (flags & 1) != 0 ? 0.1 : 0,
                  (flags & 2) != 0 ? RP_SMOOTH_ALL : RP_SMOOTH_OTHERS, (flags & 4) == 0);
     }
@@ -230,6 +233,46 @@ static void test_not_finite(const rp_ops *ops) {
   }
 }
 
+/* Sums over the rows that count, in double. */
+static void test_losses(const rp_ops *ops) {
+  static const int64_t rows[] = {0, 1, 31, 3000};
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    const int64_t n = rows[i];
+    array loss = array_random("loss", n, 5), nll = array_random("nll", n, 5);
+    int32_t *const labels = malloc((size_t)(n + 1) * sizeof(int32_t));
+    int8_t *const hit = malloc((size_t)(n + 1));
+    if (labels == NULL || hit == NULL) abort();
+    rpi_losses expected = {0};
+    double sizes[2] = {0};
+    for (int64_t r = 0; r < n; r++) {
+      labels[r] = r % 4 == 2 ? -1 : (int32_t)(draw() % 100);
+      hit[r] = draw() % 3 == 0;
+      if (labels[r] < 0) {
+        loss.data[r] = (real)NAN; /* not read */
+        continue;
+      }
+      expected.tokens++;
+      expected.hits += hit[r];
+      expected.loss += (double)loss.data[r];
+      expected.nll += (double)nll.data[r];
+      sizes[0] += fabs((double)loss.data[r]);
+      sizes[1] += fabs((double)nll.data[r]);
+    }
+    const rpi_losses_args a = {n, labels, loss.data, nll.data, hit};
+    rpi_losses sums;
+    CHECK_INT(ops->losses(&a, &sums), RP_OK);
+    CHECK_INT(sums.tokens, expected.tokens);
+    CHECK_INT(sums.hits, expected.hits);
+    const double u = (double)(n + 1) * DBL_EPSILON;
+    CHECK(fabs(sums.loss - expected.loss) <= u * sizes[0]);
+    CHECK(fabs(sums.nll - expected.nll) <= u * sizes[1]);
+    array_free(&loss);
+    array_free(&nll);
+    free(labels);
+    free(hit);
+  }
+}
+
 int main(void) {
   for (int t = 0; table_at(t) != NULL; t++) {
     const rp_ops *const ops = table_at(t);
@@ -239,6 +282,7 @@ int main(void) {
     test_derivatives(ops, 0.3, RP_SMOOTH_OTHERS);
     test_values(ops);
     test_not_finite(ops);
+    test_losses(ops);
   }
   return check_report();
 }

@@ -196,20 +196,23 @@ static rp_batch pairs_of(void) {
 static void test_alignments_without_memory(void) {
   rp_model *const model = make(1);
   const rp_batch batch = pairs_of();
+  const int64_t last[] = {-1};
   rp_real weights[2 * 5 + 1 * 6], expected[2 * 5 + 1 * 6];
-  CHECK_INT(rp_model_alignments(model, &batch, -1, -1, expected), RP_OK);
+  CHECK_INT(rp_model_alignments(model, &batch, last, 1, NULL, 0, expected), RP_OK);
   rpi_set_allocator(&faulty_allocator);
+  for (int n = 1; n <= 2; n++) { /* a head's map, and what it is made with */
+    reset();
+    memory.fail_at = n;
+    CHECK_INT(rp_model_alignments(model, &batch, last, 1, NULL, 0, weights), RP_ERROR_MEMORY);
+    CHECK_INT(memory.held, 0);
+  }
   reset();
-  memory.fail_at = 1;
-  CHECK_INT(rp_model_alignments(model, &batch, -1, -1, weights), RP_ERROR_MEMORY);
-  CHECK_INT(memory.held, 0);
-  reset();
-  CHECK_INT(rp_model_alignments(model, &batch, -1, -1, weights), RP_OK);
-  CHECK_INT(memory.calls, 1);
+  CHECK_INT(rp_model_alignments(model, &batch, last, 1, NULL, 0, weights), RP_OK);
+  CHECK_INT(memory.calls, 2);
   CHECK_INT(memory.held, 0);
   rpi_set_allocator(NULL);
   CHECK(memcmp(weights, expected, sizeof weights) == 0);
-  CHECK_INT(rp_model_alignments(model, &batch, -1, -1, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_alignments(model, &batch, last, 1, NULL, 0, NULL), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "weights is NULL");
   rp_model_free(model);
 }
@@ -305,7 +308,8 @@ static void test_arguments(void) {
   REFUSED(rp_decoder_step(decoder, 1, NULL, NULL, NULL), RP_ERROR_ARGUMENT, "tokens is NULL");
   CHECK_INT(rp_decoder_search(decoder, &good_batch, &good), RP_OK);
   REFUSED(rp_decoder_step(decoder, 1, NULL, ids, NULL), RP_ERROR_ORDER, "nothing was begun");
-  REFUSED(rp_model_alignments(NULL, &batch, 0, 0, NULL), RP_ERROR_ARGUMENT, "model is NULL");
+  REFUSED(rp_model_alignments(NULL, &batch, NULL, 0, NULL, 0, NULL), RP_ERROR_ARGUMENT,
+          "model is NULL");
   rp_decoder_free(decoder);
   rp_model_free(models[0]);
 }

@@ -136,6 +136,50 @@ static void test_derivatives(const rp_ops *ops) {
   layer_free(&l);
 }
 
+/* Places of one's own, as decoding has them, and one id and one place many times: long sums. */
+static void test_places(const rp_ops *ops) {
+  enum { ROWS = 150, COLUMNS = 20 };
+  layer l;
+  layer_create(&l, (layer_shape){ROWS, COLUMNS}, 0, true);
+  int64_t places[ROWS];
+  for (int64_t row = 0; row < ROWS; row++) places[row] = draw() % 9;
+  array positions = array_random("positions", 9 * COLUMNS, 1);
+  l.args.forward.positions = positions.data;
+  l.args.forward.places = places;
+  CHECK_INT(ops->embed(&l.args.forward), RP_OK);
+  bool right = true;
+  for (int64_t i = 0; i < l.out.count; i++) {
+    const int64_t row = i / COLUMNS, column = i % COLUMNS;
+    const long double from = l.table.data[l.ids[row] * COLUMNS + column];
+    const long double scaled = (long double)l.args.forward.scale * from;
+    const long double sum = scaled + positions.data[places[row] * COLUMNS + column];
+    const long double allowed = 1.01L * UNIT * (fabsl(scaled) + fabsl(sum));
+    right = right && is_close(ops, "out", i, l.out.data[i], sum, allowed);
+  }
+  CHECK(right);
+  array_free(&positions);
+  layer_free(&l);
+}
+
+/* The same id in many rows, beside others of a few: sums that run on and on. */
+static void test_frequent(const rp_ops *ops) {
+  layer l;
+  layer_create(&l, (layer_shape){300, 13}, 0.1, false);
+  for (int64_t row = 0; row < 300; row++) l.ids[row] = row % 7 == 3 ? (int32_t)(row % IDS) : 4;
+  array before = array_copy(&l.dtable);
+  CHECK(has_same_bits(ops, run, &l, (array[]){l.dtable}, 1));
+  long double sums[IDS * 13] = {0}, sizes[IDS * 13] = {0};
+  for (int64_t i = 0; i < l.out.count; i++) {
+    const int64_t row = i / 13, column = i % 13, at = l.ids[row] * 13 + column;
+    const long double d = (long double)keep_factor(&l.p.dropout, row, column) * l.dout.data[i];
+    sums[at] += (long double)l.args.forward.scale * d;
+    sizes[at] += fabsl((long double)l.args.forward.scale * d);
+  }
+  CHECK(is_sum_right(ops, &before, &l.dtable, sums, sizes, 300));
+  array_free(&before);
+  layer_free(&l);
+}
+
 int main(void) {
   for (int t = 0; table_at(t) != NULL; t++) {
     for (int i = 0; i < layer_shape_count(); i++) {
@@ -143,6 +187,8 @@ int main(void) {
         test_shape(table_at(t), layer_shapes[i], layer_rates[r], (i + r) % 2 == 0);
       }
     }
+    test_places(table_at(t));
+    test_frequent(table_at(t));
     test_derivatives(table_at(t));
   }
   return check_report();

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * The matrix product, in every table this machine can run, with the BLAS that is
- * found and (in a child process) with our own product.
+ * found and (in a child process) with our own product; on a device with operands in f32
+ * and rounded to bf16.
  *
  * Small products are compared with sums in extended precision. Each result may be
  * off by what the plain loop may: with u the unit roundoff and n additions,
@@ -86,6 +87,7 @@ static product product_create(int64_t rows, int64_t columns, int64_t inner, int 
   g->b = p.b;
   g->c = p.c + g->c_stride;
   g->bias = (flags & 8) != 0 ? p.bias : NULL;
+  g->precision = (flags & 16) != 0 ? RP_BF16 : RP_F32;
   return p;
 }
 
@@ -106,12 +108,26 @@ static bool canaries_alive(const product *p) {
   return true;
 }
 
+/* Rounded to bf16, halves to even, where the product's precision is that. */
+static real rounded(const rpi_gemm_args *g, real x) {
+  if (g->precision != RP_BF16) return x;
+  const float number = (float)x;
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  bits = (bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return (real)value;
+}
+
 static real element_a(const rpi_gemm_args *g, int64_t row, int64_t k) {
-  return g->transpose_a ? g->a[k * g->a_stride + row] : g->a[row * g->a_stride + k];
+  const real x = g->transpose_a ? g->a[k * g->a_stride + row] : g->a[row * g->a_stride + k];
+  return rounded(g, x);
 }
 
 static real element_b(const rpi_gemm_args *g, int64_t k, int64_t column) {
-  return g->transpose_b ? g->b[column * g->b_stride + k] : g->b[k * g->b_stride + column];
+  const real x = g->transpose_b ? g->b[column * g->b_stride + k] : g->b[k * g->b_stride + column];
+  return rounded(g, x);
 }
 
 /* The largest error, as a share of what is allowed. */
@@ -201,7 +217,7 @@ static void test_small(const rp_ops *ops) {
   for (int i = 0; i < count; i++) {
     for (int j = 0; j < count; j++) {
       for (int transposes = 0; transposes < 4; transposes++) {
-        const int flags = transposes + 4 * (int)(draw() % 4);
+        const int flags = transposes + 4 * (int)(draw() % (is_device_run() ? 8 : 4));
         const int64_t third = sizes[draw() % (uint32_t)count];
         const int64_t extra = draw() % 3 == 0 ? draw() % 20 : 0;
         switch (draw() % 3) {
@@ -318,6 +334,7 @@ static int test_all(void) {
 }
 
 int main(void) {
+  if (is_device_run()) return test_all();
   const pid_t child = fork(); /* before the choice, which is made once per process */
   if (child == 0) {
     setenv("RELPOS_BLAS", "builtin", 1);

@@ -245,6 +245,10 @@ int main(void) {
       }
     }
     test_shape(ops, (layer_shape){is_small_run() ? 70 : 1500, 35}, WITH_SHIFT, 0);
+    /* The widths of models, which a device may take in ways of their own, and wider. */
+    test_shape(ops, (layer_shape){20, 512}, WITH_SHIFT | WITH_STREAM | DX_IS_STREAM, 0);
+    test_shape(ops, (layer_shape){18, 1024}, WITH_STREAM | DX_IS_DY, 0);
+    test_shape(ops, (layer_shape){37, 1100}, WITH_SHIFT | WITH_STREAM | DX_IS_DY, 0);
     test_derivatives(ops, 0);
     test_derivatives(ops, WITH_SHIFT | WITH_STREAM);
     test_values(ops);

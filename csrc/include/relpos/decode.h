@@ -140,11 +140,12 @@ RP_API rp_status rp_decoder_step(rp_decoder *decoder, int64_t rows, const int64_
  * 4. Alignments
  * ------------------------------------------------------------------------ */
 
-/* Attention from targets to sources in one layer (negative: from the last, -1), of one head or the
- * mean of all (-1), sentence by sentence, dense: that of sentence b is [targets][sources] and
- * begins where the one before ended. Targets are read as in training. */
-RP_API rp_status rp_model_alignments(rp_model *model, const rp_batch *batch, int64_t layer,
-                                     int64_t head, rp_real *weights);
+/* Attention from targets to sources, the mean over layers (negative: from the last, -1) and in each
+ * of them over heads (NULL: all), sentence by sentence, dense: that of sentence b is
+ * [targets][sources] and begins where the one before ended. Targets are read as in training. */
+RP_API rp_status rp_model_alignments(rp_model *model, const rp_batch *batch, const int64_t *layers,
+                                     int64_t layer_count, const int64_t *heads, int64_t head_count,
+                                     rp_real *weights);
 
 #ifdef __cplusplus
 }

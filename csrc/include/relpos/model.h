@@ -175,10 +175,12 @@ RP_API rp_status rp_config_check(const rp_config *config);
 /* How large a batch may be: all memory is planned from this. Start from rp_limits_default(). */
 typedef struct rp_limits {
   size_t struct_size;
-  int64_t tokens;    /* the most of a batch, on each side */
-  int64_t sentences; /* the most of a batch */
-  int training;      /* 0: no gradients and no moments; forward, scores and maps alone */
-  int recompute;     /* activations are computed again in backward, layer by layer, not stored */
+  int64_t tokens;     /* the most of a batch, on each side */
+  int64_t sentences;  /* the most of a batch */
+  int training;       /* 0: no gradients and no moments; forward, scores and maps alone */
+  int recompute;      /* activations are computed again in backward, layer by layer, not stored */
+  const char *device; /* where the model lies and is computed (device.h); NULL: "cpu" */
+  int precision;      /* of products: RP_F32, or on GPUs RP_BF16 */
 } rp_limits;
 
 static inline rp_limits rp_limits_default(void) {
@@ -218,7 +220,7 @@ typedef struct rp_parameter {
   int dimensions;     /* 1 to 3 */
   int64_t shape[3];
   int64_t count;
-  rp_real *data;
+  rp_real *data;              /* this and what follows: NULL where the model lies on a GPU */
   rp_real *gradient;          /* of the sum of the tokens' losses; NULL without training */
   rp_real *moment1, *moment2; /* NULL without training */
   rp_real *average;           /* NULL where ema is 0 */
@@ -226,6 +228,17 @@ typedef struct rp_parameter {
 
 RP_API int64_t rp_model_parameter_count(const rp_model *model); /* of arrays, not of numbers */
 RP_API rp_status rp_model_parameter(rp_model *model, int64_t index, rp_parameter *parameter);
+
+/* Copies of one parameter's arrays, [count], from and to any device. */
+enum {
+  RP_ARRAY_WEIGHTS = 0,
+  RP_ARRAY_GRADIENT = 1,
+  RP_ARRAY_MOMENT1 = 2,
+  RP_ARRAY_MOMENT2 = 3,
+  RP_ARRAY_AVERAGE = 4
+};
+RP_API rp_status rp_model_read(rp_model *model, int64_t index, int array, rp_real *to);
+RP_API rp_status rp_model_write(rp_model *model, int64_t index, int array, const rp_real *from);
 
 /* ------------------------------------------------------------------------
  * 3. Batches, and one training step
@@ -322,11 +335,42 @@ RP_API rp_status rp_model_hidden(rp_model *model, const rp_batch *batch, rp_real
 /* Which attention a map is of. */
 enum { RP_ATTENTION_ENCODER = 0, RP_ATTENTION_DECODER = 1, RP_ATTENTION_CROSS = 2 };
 
-/* The map of one sentence, layer and head, as rp_attention_map shows it, without dropout: [queries
- * of the sentence][keys of it], dense. */
+/* One map that is wanted, of one head in one sentence. Start from rp_model_map_default(). */
+typedef struct rp_model_map {
+  size_t struct_size;
+  int kind; /* RP_ATTENTION_... */
+  int64_t layer, head, sentence;
+  int show;          /* RP_SHOW_..., as rp_attention_map shows it */
+  int64_t row, rows; /* the queries that are wanted; rows -1: all from `row` on */
+  rp_real *to;       /* [rows][keys of the sentence], dense, on the host */
+} rp_model_map;
+
+static inline rp_model_map rp_model_map_default(void) {
+  rp_model_map map;
+  memset(&map, 0, sizeof map);
+  map.struct_size = sizeof map;
+  map.rows = -1;
+  return map;
+}
+
+/* Any number of maps from one pass, which ends behind the last layer that is asked for; nothing of
+ * the size of a map is made but the maps themselves. dropout != 0: behind the dropout that the next
+ * rp_model_backward of this batch would draw; the probabilities are those before attention's own in
+ * any case. Weights, gradients, counters and what is accumulated stay as they are. Where it fails,
+ * the maps are unspecified. */
+RP_API rp_status rp_model_attention_maps(rp_model *model, const rp_batch *batch, int dropout,
+                                         const rp_model_map *maps, int64_t count);
+
+/* One map, of all queries, without dropout. */
 RP_API rp_status rp_model_attention_map(rp_model *model, const rp_batch *batch, int kind,
                                         int64_t layer, int64_t head, int64_t sentence, int show,
-                                        rp_real *map);
+                                        rp_real *to);
+
+/* What the logits of a kind of attention consist of: the name of part `index`, and in *show (or
+ * NULL) its RP_SHOW_...; "content" is the first, NULL follows the last. Relation terms are named
+ * after the parameter that is their table ("key_table", "bias_table", "slopes"). Every layer of a
+ * stack has the same. */
+RP_API const char *rp_model_attention_part(const rp_model *model, int kind, int index, int *show);
 
 /* ------------------------------------------------------------------------
  * 5. Files

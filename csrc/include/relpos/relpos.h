@@ -246,6 +246,7 @@ typedef struct rp_attention {
   uint32_t dropout_site;
   uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key; b's is b more */
   const uint32_t *dropout_ordinals; /* [B]: each sequence's own, dropout_first unread; or NULL */
+  const struct rp_placement *placement; /* where arrays lie (device.h); NULL: on the host, f32 */
 } rp_attention;
 
 /* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size
@@ -334,8 +335,8 @@ typedef struct rp_rotation {
   int64_t pairs;             /* from 0 to D / 2 */
   int interleaved;           /* 0: pair c is columns c and pairs + c; else 2c and 2c + 1 */
   int inverse;               /* != 0: turn back */
+  const struct rp_placement *placement; /* as in rp_attention */
 } rp_rotation;
-
 static inline rp_rotation rp_rotation_default(void) {
   rp_rotation r;
   memset(&r, 0, sizeof r);

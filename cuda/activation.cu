@@ -1,0 +1,182 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * activation.cu: a = keep(f(h)), between the two products of the feed-forward layer.
+ *
+ *   ReLU     f(x) = max(x, 0)            f'(x) = 1 where x > 0
+ *   GELU     f(x) = x P(x)               f'(x) = P(x) + x p(x), the standard normal's P and p
+ *   SwiGLU   f(x, y) = x s(x) y          df/dx = s(x) (1 + x (1 - s(x))) y,   df/dy = x s(x)
+ *
+ * with the logistic function s. ReLU's backward needs no mask: forward's result is positive just
+ * where the number was kept and counts.
+ */
+#include <math.h>
+
+#include "packing.h"
+
+namespace rpc {
+namespace {
+
+/* The share of the standard normal distribution below x, P(x), and e^(-x^2 / 2). */
+struct NormalShare {
+  float below, bell;
+};
+
+/* The polynomial of ops/activation.c, where it is derived. */
+__device__ inline NormalShare normal_below(float x) {
+  const float size = fabsf(x);
+  const float bell = exp2f(-0.72134752044448170368f * size * size);
+  const float t = 1.0f / (1.0f + 0.26f * size);
+  float r = 0.03276637685982288f;
+  r = r * t - 0.1639342634262619f;
+  r = r * t + 0.27472375175365843f;
+  r = r * t - 0.1779323838319997f;
+  r = r * t + 0.17993390246670546f;
+  r = r * t + 0.04276115847977268f;
+  r = r * t + 0.10519954012226267f;
+  r = r * t + 0.10270393936820006f;
+  r = r * t + 0.10377797941374278f;
+  const float beyond = r * t * bell;
+  return {x < 0 ? beyond : 1.0f - beyond, bell};
+}
+
+/* By the exponential of something negative: nothing overflows. */
+__device__ inline float logistic(float x) {
+  const float e = exp2f(-1.44269504088896340736f * fabsf(x));
+  return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+/* f(h), or f(x, y) of SwiGLU. Written so that a NaN stays: comparisons are false for it. */
+template <int kind>
+__device__ inline float activated(float x, float y) {
+  if (kind == RP_RELU) return x < 0 ? 0.0f : x;
+  if (kind == RP_GELU) return x * normal_below(x).below;
+  return x * logistic(x) * y;
+}
+
+/* a may be h for ReLU: every number is read before its place is written. */
+template <int kind, bool wide>
+__global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t columns,
+                                Packing packing) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Place place = place_of(packing, row);
+  const float *const from = h + row * columns * (kind == RP_SWIGLU ? 2 : 1);
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t count = columns - 4 * quad;
+    Four x = load_four<wide>(from + 4 * quad, count), y = x;
+    if (kind == RP_SWIGLU) y = load_four<wide>(from + columns + 4 * quad, count);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x.x[i] = activated<kind>(x.x[i], y.x[i]);
+    keep_four(packing, place, quad, x);
+    store_four<wide>(a + row * columns + 4 * quad, count, x);
+  }
+}
+
+/* scale: dropout's, of what was kept. */
+template <bool wide>
+__global__ void relu_backward_rows(const float *a, const float *da, float *dh, int64_t rows,
+                                   int64_t columns, float scale) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
+    const Four forward = load_four<wide>(a + start, count);
+    Four d = load_four<wide>(da + start, count);
+#pragma unroll
+    for (int i = 0; i < 4; i++) d.x[i] = forward.x[i] <= 0 ? 0.0f : scale * d.x[i];
+    store_four<wide>(dh + start, count, d);
+  }
+}
+
+template <bool wide>
+__global__ void gelu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
+                                   int64_t columns, Packing packing) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Place place = place_of(packing, row);
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
+    const Four x = load_four<wide>(h + start, count);
+    Four d = load_four<wide>(da + start, count);
+    keep_four(packing, place, quad, d);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const NormalShare n = normal_below(x.x[i]);
+      d.x[i] *= n.below + x.x[i] * (0.39894228040143267794f * n.bell);
+    }
+    store_four<wide>(dh + start, count, d);
+  }
+}
+
+template <bool wide>
+__global__ void swiglu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
+                                     int64_t columns, Packing packing) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Place place = place_of(packing, row);
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t start = 2 * row * columns + 4 * quad, count = columns - 4 * quad;
+    const Four x = load_four<wide>(h + start, count);
+    const Four y = load_four<wide>(h + start + columns, count);
+    Four d = load_four<wide>(da + row * columns + 4 * quad, count), dx;
+    keep_four(packing, place, quad, d);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float s = logistic(x.x[i]);
+      dx.x[i] = s * (1.0f + x.x[i] * (1.0f - s)) * y.x[i] * d.x[i];
+      d.x[i] *= x.x[i] * s;
+    }
+    store_four<wide>(dh + start, count, dx);
+    store_four<wide>(dh + start + columns, count, d);
+  }
+}
+
+template <bool wide>
+rp_status forward_of(const rpi_activation_args *a, const RowGrid &g, const Packing &packing) {
+  auto kernel = activation_rows<RP_SWIGLU, wide>;
+  if (a->kind == RP_RELU) kernel = activation_rows<RP_RELU, wide>;
+  if (a->kind == RP_GELU) kernel = activation_rows<RP_GELU, wide>;
+  CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a->h, a->a, a->rows, a->columns,
+                  packing));
+  return RP_OK;
+}
+
+template <bool wide>
+rp_status backward_of(const rpi_activation_backward_args *a, const RowGrid &g,
+                      const Packing &packing) {
+  if (a->kind == RP_RELU) {
+    CUDA_TRY(launch(relu_backward_rows<wide>, {g.grid, g.block, 0, context().stream}, a->a, a->da,
+                    a->dh, a->rows, a->columns, packing.dropout.scale));
+    return RP_OK;
+  }
+  CUDA_TRY(launch(a->kind == RP_GELU ? gelu_backward_rows<wide> : swiglu_backward_rows<wide>,
+                  {g.grid, g.block, 0, context().stream}, a->h, a->da, a->dh, a->rows, a->columns,
+                  packing));
+  return RP_OK;
+}
+
+}  // namespace
+
+rp_status activation(const rpi_activation_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  if (rows == 0 || columns == 0) return RP_OK;
+  Packing packing;
+  RPI_TRY(packing_of(&args->dropout, false, &packing));
+  const bool wide = is_wide(args->h, columns) && is_wide(args->a, columns);
+  const RowGrid g = row_grid(rows, columns);
+  return wide ? forward_of<true>(args, g, packing) : forward_of<false>(args, g, packing);
+}
+
+rp_status activation_backward(const rpi_activation_backward_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  if (rows == 0 || columns == 0) return RP_OK;
+  Packing packing;
+  RPI_TRY(packing_of(&args->dropout, false, &packing));
+  const float *const read = args->kind == RP_RELU ? args->a : args->h;
+  const bool wide =
+      is_wide(read, columns) && is_wide(args->da, columns) && is_wide(args->dh, columns);
+  const RowGrid g = row_grid(rows, columns);
+  return wide ? backward_of<true>(args, g, packing) : backward_of<false>(args, g, packing);
+}
+
+}  // namespace rpc

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_backward.h: what the kernels of attention's backward share: the call and its
+ * gradients, the numbers of a row, tiles of p~ and ds.
+ */
+#ifndef RPC_ATTENTION_BACKWARD_H
+#define RPC_ATTENTION_BACKWARD_H
+
+#include "pairs.h"
+#include "table_gradients.h"
+
+namespace rpc {
+
+/* Of one query. A row that sees no key has an lse of +inf here: its weights are 0. */
+struct RowNumbers {
+  float lse, delta;       /* log-sum-exp in units of log 2; dz_i . z_i */
+  float key[2], value[2]; /* of the fast path: what it meets at the ends of the band, see there */
+};
+
+struct Backward {
+  Call call;
+  rp_rows out, dout;
+  rp_rows_out dq, dk, dv;
+  const float *lse; /* natural, as forward left it */
+  RowNumbers *rows; /* laid out as lse */
+  const Tile *query_tiles, *key_tiles;
+  int32_t query_tile_count, key_tile_count;
+  float scale; /* of products, natural */
+
+  float *met[4 * RP_TERMS]; /* of Call.lookups: [rows][T], products of a row of queries (of keys for
+                               query terms) with a short table; or NULL */
+  int64_t key_rows;         /* of all sequences */
+};
+
+/* The number of a row of keys among those of all sequences and heads. */
+__device__ inline int64_t key_number(const Backward &c, const Sequence &seq, int head, int row) {
+  return head * c.key_rows + seq.key_batch * seq.key_rows + seq.key_row + row;
+}
+
+/* Over all lanes of a warp. */
+__device__ inline float sum_of_lanes(float x) {
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+/* ---- the fast path: attention_backward_band.cu -------------------------------------- */
+
+/* Does it serve this shape? Bands of keys and values, short enough, and bands of bias; no masks,
+ * no softcap, no position_bias, nothing looked up. */
+bool band_serves(const rp_attention *shape);
+
+/* Its workspace, behind the rows. */
+int64_t band_bytes(const rp_attention *shape);
+
+/* dq, dk, dv, and the gradients of the tables of keys and values. c.rows are there. */
+rp_status band_backward(const rp_attention *shape, const Backward &c,
+                        const rp_attention_gradients *gradients, void *workspace);
+
+}  // namespace rpc
+
+#endif

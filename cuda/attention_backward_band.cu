@@ -1,0 +1,328 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_backward_band.cu: the fast path of attention's backward (backward_band.h): passes over
+ * queries and over keys, and the way of their sums into the gradients of tables.
+ *
+ *   vectors_kernel   the vectors of the bands, distance by distance, as operands of products
+ *   queries_kernel   dq, and of every block the sums for each distance, in lines of its own
+ *   keys_kernel      dk, dv
+ *   totals_kernel    the lines of a head's blocks, added up in order
+ *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order
+ */
+#include "backward_band.h"
+
+namespace rpc {
+namespace {
+
+constexpr int64_t kMostColumns = 131; /* 129 distances, and a column for none at both ends */
+constexpr int64_t kMostBlocks = 1024; /* that have lines, of all heads; and their numbers: */
+constexpr int64_t kMostNumbers = int64_t{1} << 24;
+constexpr int kThreads = 256, kStrips = 4, kSumNumbers = kThreads / kStrips;
+
+int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_positions; }
+
+/* Sizes that the shape alone decides. */
+struct Sizes {
+  int width;
+  bool bf16;
+  int64_t low, high, columns, table_rows; /* columns 0: no band of keys or values */
+  int64_t bias_low, bias_high, bias_columns;
+  int64_t blocks, value_offset, bias_offset, numbers; /* of a block's lines */
+  int64_t table_bytes, line_bytes, total_bytes;
+};
+
+bool has_table(const rp_relation *terms) { return terms[0].table || terms[1].table; }
+
+/* Widens low and high, as read_call does, by the bands among some terms. */
+void read_ends(const rp_relation *terms, int64_t *low, int64_t *high, int64_t *columns) {
+  for (int i = 0; i < RP_TERMS; i++) {
+    const rp_relation &r = terms[i];
+    if (!r.table || !on_band(r)) continue;
+    const int64_t outside = r.beyond == RP_BEYOND_CLIP ? 0 : 1; /* a column for no relation */
+    const int64_t first = -r.left - outside, last = r.right + outside;
+    *low = *columns == 0 || first < *low ? first : *low;
+    *high = *columns == 0 || last > *high ? last : *high;
+    *columns = *high - *low + 1;
+  }
+}
+
+Sizes sizes_of(const rp_attention *s) {
+  Sizes sizes = {};
+  const int64_t widest = s->D > s->Dv ? s->D : s->Dv;
+  sizes.width = widest <= 32 ? 32 : widest <= 64 ? 64 : 128;
+  sizes.bf16 = placement_of(s).precision == RP_BF16;
+  read_ends(s->key, &sizes.low, &sizes.high, &sizes.columns);
+  read_ends(s->value, &sizes.low, &sizes.high, &sizes.columns);
+  read_ends(s->bias, &sizes.bias_low, &sizes.bias_high, &sizes.bias_columns);
+  int64_t tiles = 0;
+  for (int64_t b = 0; b < s->B; b++) tiles += divided(sequence_of(s, b).query_rows, 64);
+  sizes.blocks = tiles;
+  sizes.table_rows = divided(sizes.columns, 64) * 64;
+  sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
+  sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
+  sizes.numbers = sizes.bias_offset + sizes.bias_columns;
+  if (sizes.numbers == 0) return sizes;
+  const int64_t heads = s->H > 0 ? s->H : 1, most = kMostNumbers / sizes.numbers;
+  const int64_t fit = (most < kMostBlocks ? most : kMostBlocks) / heads;
+  if (sizes.blocks > fit) sizes.blocks = fit > 1 ? fit : 1;
+  const int64_t element = sizes.bf16 ? 2 : 4;
+  sizes.table_bytes = rounded(s->H * 2 * sizes.table_rows * sizes.width * element);
+  sizes.line_bytes = rounded(s->H * sizes.blocks * sizes.numbers * 4);
+  sizes.total_bytes = rounded(s->H * sizes.numbers * 4);
+  return sizes;
+}
+
+/* ---- tables ------------------------------------------------------------------------ */
+
+/* Row x of head h's table of keys (or values) is the vector of distance low + x. */
+template <class Operand>
+__global__ void __launch_bounds__(kThreads)
+    vectors_kernel(const __grid_constant__ BandBackward f, int width, Operand *to) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const int column = static_cast<int>(at % width);
+  const int64_t row = at / width, table = row / f.table_rows;
+  const int x = static_cast<int>(row % f.table_rows), head = static_cast<int>(table / 2);
+  if (head >= f.c.call.H) return;
+  const bool values = table % 2 != 0;
+  const Band &band = values ? f.c.call.value : f.c.call.key;
+  const int there = values ? f.c.call.Dv : f.c.call.D;
+  float number = 0;
+  if (x < f.columns && column < there) number = band_at(band, head, f.low + x, column);
+  put_number(to[at], number);
+}
+
+/* A thread adds every kStrips-th block's number, then one of them the strips' sums. */
+__global__ void __launch_bounds__(kThreads)
+    totals_kernel(const float *lines, int64_t numbers, int32_t blocks, float *totals) {
+  __shared__ float strips[kStrips][kSumNumbers];
+  const int own = static_cast<int>(threadIdx.x) % kSumNumbers;
+  const int strip = static_cast<int>(threadIdx.x) / kSumNumbers;
+  const int64_t number = int64_t{blockIdx.x} * kSumNumbers + own, head = blockIdx.y;
+  float sum = 0;
+  if (number < numbers) {
+    for (int64_t block = strip; block < blocks; block += kStrips) {
+      sum += lines[(head * blocks + block) * numbers + number];
+    }
+  }
+  strips[strip][own] = sum;
+  __syncthreads();
+  if (strip != 0 || number >= numbers) return;
+  for (int other = 1; other < kStrips; other++) sum += strips[other][own];
+  totals[head * numbers + number] = sum;
+}
+
+/* Of one term: a thread has one number of the table. */
+__global__ void __launch_bounds__(kThreads)
+    rows_kernel(Part part, int rows, int width, int low, int columns, const float *totals,
+                int64_t numbers, int heads, float factor, float *gradient) {
+  const int64_t size = int64_t{rows} * width, tables = part.head_stride != 0 ? heads : 1;
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at >= tables * size) return;
+  const int64_t table = at / size;
+  const int row = static_cast<int>(at % size / width), number = static_cast<int>(at % width);
+  const int64_t first = table, end = tables > 1 ? table + 1 : heads;
+  float sum = 0;
+  int begin = 0, stop = columns;
+  if (!part.buckets) { /* distance and row go together, but for what an end stands for */
+    if (row > 0) begin = row - part.left - low;
+    if (row < rows - 1) stop = row - part.left - low + 1;
+  }
+  for (int column = begin; column < stop; column++) {
+    if (part_row(part, low + column) != row) continue;
+    for (int64_t head = first; head < end; head++) {
+      sum += totals[head * numbers + int64_t{column} * width + number];
+    }
+  }
+  gradient[table * part.head_stride + row * part.row_stride + number] += factor * sum;
+}
+
+/* ---- passes -------------------------------------------------------------------------- */
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads)
+    queries_kernel(const __grid_constant__ BandBackward f) {
+  const int head = static_cast<int>(blockIdx.x) / f.blocks;
+  const int own = static_cast<int>(blockIdx.x) % f.blocks;
+  QueryBlock<S> block(f, head);
+  float *const lines = f.lines ? f.lines + int64_t{blockIdx.x} * f.line_numbers : nullptr;
+  for (int tile = own; tile < f.c.query_tile_count; tile += f.blocks) {
+    block.run(f.c.query_tiles[tile], tile == own, lines);
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads) keys_kernel(const __grid_constant__ BandBackward f) {
+  const int head = static_cast<int>(blockIdx.x) / f.c.key_tile_count;
+  KeyBlock<S> block(f, head);
+  block.run(f.c.key_tiles[static_cast<int>(blockIdx.x) % f.c.key_tile_count]);
+}
+
+/* ds of a tile and the sums of its diagonals: add_biases. */
+template <class S>
+int64_t slope_numbers(const Sizes &sizes) {
+  return sizes.bias_columns > 0 ? S::kOwn * (S::kOther + 1) + S::kOwn + S::kOther : 0;
+}
+
+/* Rows of cells: `line` modulo 32 keeps the pairs of a warp in different banks. */
+int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 9, 32) * 32 + 9 : 0; }
+
+template <class S>
+int64_t shared_bytes(const Sizes &sizes) {
+  const int64_t cells = 2 * S::kOwn * line_of(sizes.columns);
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + (cells + slope_numbers<S>(sizes)) * 4;
+}
+
+template <class S>
+rp_status run(BandBackward f, const Sizes &sizes) {
+  cudaStream_t const stream = context().stream;
+  const auto operands =
+      static_cast<typename S::Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
+  const int64_t heads = f.c.call.H, shared = shared_bytes<S>(sizes);
+  const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
+  if (f.banded) {
+    const int64_t numbers = heads * 2 * f.table_rows * S::kWidth;
+    CUDA_TRY(launch(vectors_kernel<typename S::Operand>,
+                    {grid(divided(numbers, kThreads)), dim3(kThreads), 0, stream}, f, S::kWidth,
+                    operands));
+  }
+  if (f.c.query_tile_count > 0) {
+    CUDA_TRY(launch(
+        queries_kernel<S>,
+        {grid(heads * f.blocks), dim3(S::kThreads), static_cast<size_t>(shared), stream}, f));
+  }
+  if (f.c.key_tile_count > 0) {
+    CUDA_TRY(launch(
+        keys_kernel<S>,
+        {grid(heads * f.c.key_tile_count), dim3(S::kThreads), static_cast<size_t>(shared), stream},
+        f));
+  }
+  return RP_OK;
+}
+
+template <class Operand, class Storage>
+rp_status run_width(const BandBackward &f, const Sizes &sizes) {
+  if (sizes.width == 32) return run<BandShape<Operand, Storage, 32>>(f, sizes);
+  if (sizes.width == 64) return run<BandShape<Operand, Storage, 64>>(f, sizes);
+  return run<BandShape<Operand, Storage, 128>>(f, sizes);
+}
+
+int64_t shared_needed(const Sizes &sizes) {
+  if (sizes.bf16) {
+    return sizes.width == 32   ? shared_bytes<BandShape<bf16, float, 32>>(sizes)
+           : sizes.width == 64 ? shared_bytes<BandShape<bf16, float, 64>>(sizes)
+                               : shared_bytes<BandShape<bf16, float, 128>>(sizes);
+  }
+  return sizes.width == 32   ? shared_bytes<BandShape<float, float, 32>>(sizes)
+         : sizes.width == 64 ? shared_bytes<BandShape<float, float, 64>>(sizes)
+                             : shared_bytes<BandShape<float, float, 128>>(sizes);
+}
+
+/* Where the totals of one kind of terms lie, and what their columns are. */
+struct Totals {
+  const float *numbers;
+  int32_t low, columns, width;
+  float factor;
+};
+
+/* The sums of the blocks into the gradients of one kind of tables. */
+rp_status add_tables(const rp_attention *s, const rp_relation *terms, float *const *gradients,
+                     const Band &band, const BandBackward &f, const Totals &totals) {
+  int parts = 0;
+  for (int i = 0; i < RP_TERMS; i++) {
+    if (!terms[i].table) continue;
+    const Part &part = band.parts[parts++];
+    const int64_t rows = terms[i].buckets ? terms[i].rows : terms[i].left + 1 + terms[i].right;
+    const int64_t size = (part.head_stride ? s->H : 1) * rows * totals.width;
+    if (!gradients[i] || size == 0) continue;
+    CUDA_TRY(launch(
+        rows_kernel,
+        {dim3(static_cast<unsigned>(divided(size, kThreads))), dim3(kThreads), 0, context().stream},
+        part, static_cast<int>(rows), totals.width, totals.low, totals.columns, totals.numbers,
+        f.line_numbers, f.c.call.H, totals.factor, gradients[i]));
+  }
+  return RP_OK;
+}
+
+rp_status add_lines(const rp_attention *s, const BandBackward &f, float *totals,
+                    const rp_attention_gradients *g) {
+  const Call &call = f.c.call;
+  const dim3 grid(static_cast<unsigned>(divided(f.line_numbers, kSumNumbers)),
+                  static_cast<unsigned>(s->H));
+  CUDA_TRY(launch(totals_kernel, {grid, dim3(kThreads), 0, context().stream}, f.lines,
+                  f.line_numbers, f.blocks, totals));
+  const Totals keys = {totals, f.low, f.columns, call.D, f.c.scale};
+  const Totals values = {totals + f.value_offset, f.low, f.columns, call.Dv, 1};
+  const Totals biases = {totals + f.bias_offset, call.bias.low, f.bias_columns, 1, 1};
+  RPI_TRY(add_tables(s, s->key, g->key, call.key, f, keys));
+  RPI_TRY(add_tables(s, s->bias, g->bias, call.bias, f, biases));
+  return add_tables(s, s->value, g->value, call.value, f, values);
+}
+
+}  // namespace
+
+bool band_serves(const rp_attention *s) {
+  if (s->mask.data || s->softcap != 0 || s->position_bias || s->D > 128 || s->Dv > 128) {
+    return false;
+  }
+  for (int i = 0; i < RP_TERMS; i++) {
+    if (s->query[i].table) return false;
+    for (const rp_relation *r : {&s->key[i], &s->bias[i], &s->value[i]}) {
+      if (r->table && !on_band(*r)) return false;
+    }
+  }
+  const Sizes sizes = sizes_of(s);
+  return sizes.columns <= kMostColumns && s->H <= 65535 &&
+         shared_needed(sizes) <= context().shared_bytes;
+}
+
+int64_t band_bytes(const rp_attention *s) {
+  const Sizes sizes = sizes_of(s);
+  return sizes.table_bytes + sizes.line_bytes + sizes.total_bytes;
+}
+
+rp_status band_backward(const rp_attention *s, const Backward &c, const rp_attention_gradients *g,
+                        void *workspace) {
+  const Sizes sizes = sizes_of(s);
+  unsigned char *const memory = static_cast<unsigned char *>(workspace);
+  BandBackward f = {};
+  f.c = c;
+  f.banded = sizes.columns > 0;
+  f.biased = c.call.bias.count > 0;
+  f.blocks = static_cast<int32_t>(sizes.blocks);
+  if (f.banded) {
+    f.low = static_cast<int32_t>(sizes.low);
+    f.high = static_cast<int32_t>(sizes.high);
+    f.columns = static_cast<int32_t>(sizes.columns);
+    f.line = static_cast<int32_t>(line_of(sizes.columns));
+    f.tables = memory;
+    f.table_rows = static_cast<int32_t>(sizes.table_rows);
+  }
+  f.value_offset = sizes.value_offset;
+  f.bias_offset = sizes.bias_offset;
+  bool wanted = false;
+  for (int i = 0; i < RP_TERMS; i++) {
+    wanted |= s->key[i].table && g->key[i];
+    wanted |= s->value[i].table && g->value[i];
+    if (s->bias[i].table && g->bias[i]) f.bias_columns = static_cast<int32_t>(sizes.bias_columns);
+  }
+  f.line_numbers = f.bias_columns > 0 ? sizes.numbers : sizes.bias_offset;
+  if ((wanted || f.bias_columns > 0) && sizes.blocks > 0) {
+    f.lines = reinterpret_cast<float *>(memory + sizes.table_bytes);
+  }
+  const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
+  f.aligned = s->D % 8 == 0 && s->Dv % 8 == 0 && rows_aligned(c.call.q, s->D, element) &&
+              rows_aligned(c.call.k, s->D, element) && rows_aligned(c.call.v, s->Dv, element) &&
+              rows_aligned(c.dout, s->Dv, element);
+  if (s->H == 0) return RP_OK;
+  if (element == 2) RPI_TRY((run_width<bf16, bf16>(f, sizes)));
+  else if (sizes.bf16) RPI_TRY((run_width<bf16, float>(f, sizes)));
+  else RPI_TRY((run_width<float, float>(f, sizes)));
+  if (!f.lines) return RP_OK;
+  float *const totals = reinterpret_cast<float *>(memory + sizes.table_bytes + sizes.line_bytes);
+  return add_lines(s, f, totals, g);
+}
+
+}  // namespace rpc

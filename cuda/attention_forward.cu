@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_forward.cu: relation-aware flash attention, forward.
+ *
+ * A block takes a tile of queries of one sequence and head, a warp 16 of them, and walks the keys
+ * they may see in tiles: scores, maximum, weights, weighted values, as flash attention does. What
+ * relations add:
+ *
+ *   bands     related[i][c] = scale (q_i + position_bias) . wK[c] is computed once for a block,
+ *             where the band has few columns. A tile of keys wholly before or behind it adds one
+ *             number a row; across it a score takes the cell of its distance and, where values have
+ *             relations too, puts itself in its place: a cell inside the band belongs to one key.
+ *             At the end the cells become weights, the two ends are sums that were kept in
+ *             registers, and out += weights . wV is one small product.
+ *             A long band is met tile by tile: the same for the diagonals of a tile (general).
+ *
+ *   bias      a number for every diagonal of a tile, beside its keys and values
+ *
+ *   lookups   (general) of a short table queries meet all rows at once, and weights are summed by
+ *             row; rows of a longer one are taken pair by pair
+ *
+ * Every sum has one order: the same bits every time.
+ */
+#include "forward_block.h"
+
+namespace rpc {
+namespace {
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    forward_kernel(const __grid_constant__ Forward forward) {
+  ForwardBlock<S> block(forward);
+  block.run();
+}
+
+template <class S>
+rp_status launch_shape(Forward *f, const rp_attention *shape) {
+  const bool fits = lay_out<S>(f, context().shared_bytes);
+  if constexpr (!S::kGeneral) {
+    if (f->tiled) { /* a band for which there is no room */
+      constexpr int kWidth = S::kWidth < 64 ? 64 : S::kWidth;
+      return launch_shape<Shape<Operand<S>, typename S::Storage, kWidth, true>>(f, shape);
+    }
+  }
+  if (!fits) {
+    return fail(RP_ERROR_DEVICE,
+                "attention: D=%d, Dv=%d with these terms needs %lld bytes of shared memory, more "
+                "than this GPU has",
+                f->call.D, f->call.Dv, static_cast<long long>(f->shared_bytes));
+  }
+  int64_t tiles = 0;
+  RPI_TRY(make_tiles(shape, false, S::kQueries, &f->tiles, &tiles));
+  const int64_t blocks = tiles * shape->H;
+  if (blocks == 0) return RP_OK;
+  if (blocks > INT32_MAX) {
+    return fail(RP_ERROR_SHAPE, "attention: %lld tiles of queries; a GPU takes at most 2^31 - 1",
+                static_cast<long long>(blocks));
+  }
+  f->tile_count = static_cast<int32_t>(tiles);
+  const Launch blocks_of = {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
+                            static_cast<size_t>(f->shared_bytes), context().stream};
+  CUDA_TRY(launch(forward_kernel<S>, blocks_of, *f));
+  return RP_OK;
+}
+
+/* Does a call need more than plain attention, short bands and dropout? */
+bool is_general(const Forward &f) {
+  const Call &call = f.call;
+  return call.lookup_count > 0 || call.query.count > 0 || call.softcap != 0 || call.mask ||
+         (f.banded && int64_t{f.high} - f.low + 1 > kShortBand);
+}
+
+template <class Operand, class Storage>
+rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
+  const int64_t width = shape->D > shape->Dv ? shape->D : shape->Dv;
+  if constexpr (sizeof(Operand) == 2) {
+    if (!general && width <= 32) {
+      return launch_shape<Shape<Operand, Storage, 32, false>>(f, shape);
+    }
+    if (!general && width <= 64) {
+      return launch_shape<Shape<Operand, Storage, 64, false>>(f, shape);
+    }
+    if (!general && width <= 128) {
+      return launch_shape<Shape<Operand, Storage, 128, false>>(f, shape);
+    }
+  }
+  if (width <= 64) return launch_shape<Shape<Operand, Storage, 64, true>>(f, shape);
+  if (width <= 128) return launch_shape<Shape<Operand, Storage, 128, true>>(f, shape);
+  return launch_shape<Shape<Operand, Storage, 256, true>>(f, shape);
+}
+
+template <class Storage>
+bool arrays_aligned(const rpi_attention_args *args) {
+  const rp_attention *const s = args->shape;
+  const int64_t element = static_cast<int64_t>(sizeof(Storage));
+  const int64_t step = 8; /* columns are read eight at a time, whatever they are stored as */
+  return s->D % step == 0 && s->Dv % step == 0 && rows_aligned(args->q, s->D, element) &&
+         rows_aligned(args->k, s->D, element) && rows_aligned(args->v, s->Dv, element);
+}
+
+}  // namespace
+
+rp_status attention_workspace(const rp_attention *shape, int, int64_t *forward_bytes,
+                              int64_t *backward_bytes) {
+  if (forward_bytes) *forward_bytes = 0;
+  return backward_bytes ? backward_workspace(shape, backward_bytes) : RP_OK;
+}
+
+rp_status attention_forward(const rpi_attention_args *args) {
+  const rp_attention *const shape = args->shape;
+  const rp_placement placement = placement_of(shape);
+  const OnStream on(placement.stream);
+  Forward f = {};
+  RPI_TRY(read_call(shape, args->q, args->k, args->v, &f.call));
+  f.out = args->out;
+  f.lse = args->lse;
+  read_band(&f);
+  const bool general = is_general(f);
+  if (placement.element == RP_BF16) {
+    f.aligned = arrays_aligned<bf16>(args);
+    return launch_width<bf16, bf16>(&f, shape, general);
+  }
+  f.aligned = arrays_aligned<float>(args);
+  if (placement.precision == RP_BF16) return launch_width<bf16, float>(&f, shape, general);
+  return launch_width<float, float>(&f, shape, general);
+}
+
+}  // namespace rpc

@@ -1,0 +1,766 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * backward_band.h: what one block of the fast path of attention's backward does: terms on bands of
+ * keys and values, short enough for a block to keep them whole.
+ *
+ * A block owns 64 rows, 16 of them a warp: queries (QueryBlock: dq and the sums of tables) or keys
+ * (KeyBlock: dk and dv), and walks the tiles of the other side. p and ds are made in the registers
+ * that products leave their sums in (tile.h), and are the left side of the next products there.
+ *
+ * Both bands are one: constant up to `low` and from `high` on, with a column for every distance
+ * from low to high. q . wK and dz . wV of a block of queries are cells, one a row and column:
+ *
+ *   column   0        1 ... columns - 2        columns - 1
+ *            ends     one pair each            ends
+ *
+ * A cell between the ends belongs to one pair of a query and a key. So QueryBlock reads it once,
+ * and leaves ds, or p~, in its place: after the last tile the cells are the gradient's, but for the
+ * ends, which are sums that the registers of a row hold. A tile beyond the band knows none of this:
+ * one number a row more is added to its scores, as the log-sum-exp is.
+ */
+#ifndef RPC_BACKWARD_BAND_H
+#define RPC_BACKWARD_BAND_H
+
+#include "attention_backward.h"
+#include "tile.h"
+
+namespace rpc {
+
+/* The call, and what the fast path has beside it. */
+struct BandBackward {
+  Backward c;
+  bool banded, biased;              /* are there bands of keys or values; of bias */
+  int32_t low, high, columns, line; /* line: numbers from one row of cells to the next */
+  const void *tables; /* operands [H][2][table_rows][width]: vectors of keys, of values */
+  int32_t table_rows;
+  float *lines; /* [H][blocks][line_numbers]: sums of a block; NULL: not wanted */
+  int64_t line_numbers, value_offset; /* of one block, and where its values' are */
+  int64_t bias_offset;                /* where its sums of ds by distance are */
+  int32_t bias_columns;               /* from call.bias.low to high; 0: not wanted */
+  int32_t blocks;                     /* of a head, in the pass over queries */
+  bool aligned;                       /* all inputs: see load_rows */
+};
+
+template <class OperandType, class StorageType, int kTheWidth>
+struct BandShape {
+  using Operand = OperandType;
+  using Storage = StorageType;
+  static constexpr bool kBf16 = sizeof(Operand) == 2;
+  static constexpr int kWidth = kTheWidth, kWarps = 4, kThreads = 32 * kWarps, kOwn = 16 * kWarps;
+  static constexpr int kOther = kWidth <= 64 ? 64 : 32; /* registers are scarce */
+  static constexpr int kStages = kBf16 ? 2 : 1;
+  static constexpr bool kKept = kBf16 && kWidth <= 32; /* own rows, in registers */
+  static constexpr int kLine = row_stride<Operand, kWidth>;
+  static constexpr int kTiles = kOther / 8, kOut = kWidth / 8; /* of eight columns */
+};
+
+/* Numbers of a row of queries, as KeyBlock wants them: see RowNumbers. */
+constexpr int kRowNumbers = 6;
+
+template <class S>
+struct BandShared {
+  typename S::Operand own[2][S::kOwn * S::kLine];
+  typename S::Operand other[S::kStages][2][S::kOther * S::kLine];
+  typename S::Operand table[S::kOther * S::kLine]; /* some columns of a band */
+  float rows[S::kStages][kRowNumbers][S::kOther];
+  float bias[S::kStages][S::kOwn + S::kOther];
+  uint4 keep[S::kWarps][S::kOther]; /* bytes of dropout */
+  float share[S::kWarps][shared_weights<typename S::Operand, S::kTiles> + 4];
+};
+
+/* What both kinds of block are made of. */
+template <class S>
+class BandBlock {
+ protected:
+  using Operand = typename S::Operand;
+  using Storage = typename S::Storage;
+  using Left = LeftRows<Operand, S::kWidth, S::kKept>;
+  using LeftAgain = LeftRows<Operand, S::kWidth, false>; /* not both: registers are scarce */
+  using Scores = float[S::kTiles][4];
+  using Sums = float[S::kOut][4];
+
+  __device__ BandBlock(const BandBackward &backward, int the_head)
+      : f(backward),
+        call(backward.c.call),
+        s(*reinterpret_cast<BandShared<S> *>(dynamic_smem())),
+        cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>))),
+        slopes(cells + 2 * S::kOwn * backward.line),
+        lane(lane_of()),
+        warp(warp_of()),
+        row(lane_of() / 4),
+        t(lane_of() % 4 * 2),
+        head(the_head) {}
+
+  /* Starts to load 64 or fewer rows of an array. */
+  template <int kRows>
+  __device__ void load(Operand *to, const rp_rows &from, int64_t batch, int64_t first, int count,
+                       int width) {
+    load_rows<kRows, S::kWidth, S::kThreads>(to, row_of<Storage>(from, batch, head, first),
+                                             from.row_stride, count > kRows ? kRows : count, width,
+                                             f.aligned);
+  }
+  __device__ void load_queries(Operand *q, Operand *dz, int first, int rows_of_tile) {
+    const int count = seq->queries - first;
+    if (rows_of_tile == S::kOwn) {
+      load<S::kOwn>(q, call.q, seq->query_batch, seq->query_row + first, count, call.D);
+      load<S::kOwn>(dz, f.c.dout, seq->query_batch, seq->query_row + first, count, call.Dv);
+    } else {
+      load<S::kOther>(q, call.q, seq->query_batch, seq->query_row + first, count, call.D);
+      load<S::kOther>(dz, f.c.dout, seq->query_batch, seq->query_row + first, count, call.Dv);
+    }
+  }
+  __device__ void load_keys(Operand *k, Operand *v, int first, int rows_of_tile) {
+    const int count = seq->keys - first;
+    if (rows_of_tile == S::kOwn) {
+      load<S::kOwn>(k, call.k, seq->key_batch, seq->key_row + first, count, call.D);
+      load<S::kOwn>(v, call.v, seq->key_batch, seq->key_row + first, count, call.Dv);
+    } else {
+      load<S::kOther>(k, call.k, seq->key_batch, seq->key_row + first, count, call.D);
+      load<S::kOther>(v, call.v, seq->key_batch, seq->key_row + first, count, call.Dv);
+    }
+  }
+
+  /* The numbers of a bias band for a tile whose first pair is at `distance`, in units of log 2:
+   * number x is that of distance - (kOwn or kOther rows) + x. */
+  __device__ void load_bias(float *to, int nearest, int count) {
+    for (int x = static_cast<int>(threadIdx.x); x < count; x += S::kThreads) {
+      to[x] = kLog2E * band_at(call.bias, head, nearest + x, 0);
+    }
+  }
+
+  /* Vectors of a band, from column `first` on, to shared memory, where they are after a barrier. */
+  __device__ void load_table(int which, int first) {
+    const Operand *const from = static_cast<const Operand *>(f.tables) +
+                                ((int64_t{head} * 2 + which) * f.table_rows + first) * S::kWidth;
+    load_rows<S::kOther, S::kWidth, S::kThreads>(s.table, from, S::kWidth, S::kOther, S::kWidth,
+                                                 true);
+    cp_async_commit();
+    cp_async_wait<0>();
+  }
+
+  /* Cells of `rows` rows of queries: products of q, or dz, with the vectors of a band. */
+  __device__ void make_cells(int which, const Operand *queries, int rows, float *to) {
+    for (int first = 0; first < f.columns; first += S::kOther) {
+      __syncthreads(); /* the table before has been read */
+      load_table(which, first);
+      __syncthreads();
+      for (int begin = warp * 16; begin < rows; begin += S::kOwn) {
+        LeftRows<Operand, S::kWidth, false> left;
+        left.read(queries + begin * S::kLine);
+        Scores c = {};
+        multiply_rows<S::kWidth>(c, left, s.table);
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int column = first + n * 8 + t + e % 2;
+            if (column < f.columns) to[(begin + row + e / 2 * 8) * f.line + column] = c[n][e];
+          }
+        }
+      }
+    }
+  }
+
+  __device__ Meets meets_band(int nearest, int farthest) const {
+    if (!f.banded) return MEETS_NOTHING;
+    return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
+  }
+
+  /* Is anything hidden in a tile? Rows of no query have a weight of 0 anyway. */
+  __device__ bool is_cut(int i, int rows, int j, int keys) const {
+    return j + keys > seq->keys || j + keys - 1 - i > seq->farthest ||
+           j - (i + rows - 1) < seq->nearest;
+  }
+
+  __device__ float *cells_of(int which, int rows) const { return cells + which * rows * f.line; }
+
+  const BandBackward &f;
+  const Call &call;
+  BandShared<S> &s;
+  float *const cells;  /* [2][rows][line] */
+  float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
+  const int lane, warp, row, t; /* row: of the warp's sixteen, the thread's first; and 8 more */
+  const int head;
+  const Sequence *seq; /* read where it is wanted */
+};
+
+/* ---- queries ---------------------------------------------------------------------- */
+
+template <class S>
+class QueryBlock : BandBlock<S> {
+  using Base = BandBlock<S>;
+  using Base::call;
+  using Base::cells_of;
+  using Base::f;
+  using Base::head;
+  using Base::lane;
+  using Base::row;
+  using Base::s;
+  using Base::seq;
+  using Base::slopes;
+  using Base::t;
+  using Base::warp;
+  using typename Base::Left;
+  using typename Base::LeftAgain;
+  using typename Base::Scores;
+  using typename Base::Storage;
+  using typename Base::Sums;
+
+ public:
+  __device__ QueryBlock(const BandBackward &backward, int the_head) : Base(backward, the_head) {}
+
+  /* One tile of queries; first: of those whose sums go to the same lines. */
+  __device__ void run(const Tile &tile, bool first, float *lines) {
+    seq = call.sequences + tile.sequence;
+    q0 = tile.row;
+    __syncthreads(); /* the tile before is done with */
+    Sums dq = {};
+    distances = lines && f.bias_columns > 0 ? lines + f.bias_offset : nullptr;
+    if (distances && first) {
+      for (int x = static_cast<int>(threadIdx.x); x < f.bias_columns; x += S::kThreads) {
+        distances[x] = 0;
+      }
+    }
+    bias_low = bias_high = 0;
+    if (q0 < seq->queries) {
+      open();
+      walk(dq);
+      if (distances) add_bias_ends();
+      if (f.banded) close(dq, first, lines);
+    } else if (f.banded && first && lines) {
+      for (int64_t at = threadIdx.x; at < f.bias_offset; at += S::kThreads) lines[at] = 0;
+    }
+    write(dq);
+  }
+
+ private:
+  /* What a row starts with, and sums up; h: row + 8 h. */
+  struct Row {
+    float lse, delta;
+    float key[2], value[2];      /* of the ends: scores in units of log 2, dz . wV */
+    float slopes[2], weights[2]; /* sums beyond the ends */
+  };
+
+  __device__ void open() {
+    this->load_queries(s.own[0], s.own[1], q0, S::kOwn);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    q.read(s.own[0] + warp * 16 * S::kLine);
+    dz.read(s.own[1] + warp * 16 * S::kLine);
+    if (f.banded) {
+      this->make_cells(0, s.own[0], S::kOwn, cells_of(0, S::kOwn));
+      this->make_cells(1, s.own[1], S::kOwn, cells_of(1, S::kOwn));
+      __syncwarp(); /* the cells of its rows are the warp's own */
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = q0 + warp * 16 + row + 8 * h;
+      rows[h] = {INFINITY, 0, {}, {}, {}, {}};
+      if (i >= seq->queries) continue;
+      RowNumbers *const own = f.c.rows + lse_of(call, *seq, head) + i;
+      rows[h].lse = own->lse;
+      rows[h].delta = own->delta;
+      if (!f.banded) continue;
+      const float *const key = cells_of(0, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
+      const float *const value = cells_of(1, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
+#pragma unroll
+      for (int end = 0; end < 2; end++) {
+        const int column = end == 0 ? 0 : f.columns - 1;
+        rows[h].key[end] = call.scale * key[column];
+        rows[h].value[end] = value[column];
+      }
+      if (t == 0) { /* for the pass over keys */
+        own->key[0] = rows[h].key[0];
+        own->key[1] = rows[h].key[1];
+        own->value[0] = rows[h].value[0];
+        own->value[1] = rows[h].value[1];
+      }
+    }
+  }
+
+  __device__ void load_tile(int stage, int j) {
+    this->load_keys(s.other[stage][0], s.other[stage][1], j, S::kOther);
+    if (f.biased)
+      this->load_bias(s.bias[stage], j - q0 - seq->start - (S::kOwn - 1), S::kOwn + S::kOther - 1);
+    cp_async_commit();
+  }
+
+  __device__ void walk(Sums &dq) {
+    const int queries_end = q0 + S::kOwn < seq->queries ? q0 + S::kOwn : seq->queries;
+    const int first = q0 + seq->nearest > 0 ? q0 + seq->nearest : 0;
+    const int seen = queries_end - 1 + seq->farthest;
+    const int last = seen < seq->keys - 1 ? seen : seq->keys - 1;
+    walked_from = first / S::kOther * S::kOther;
+    walked_to = last < walked_from ? walked_from : (last / S::kOther + 1) * S::kOther;
+    int stage = 0;
+    if (S::kStages == 2 && walked_from < walked_to) load_tile(0, walked_from);
+    for (int j = walked_from; j < walked_to; j += S::kOther) {
+      if (S::kStages == 1) {
+        __syncthreads();
+        load_tile(0, j);
+      }
+      cp_async_wait<0>();
+      __syncthreads();
+      if (S::kStages == 2 && j + S::kOther < walked_to) load_tile(1 - stage, j + S::kOther);
+      tile(stage, j, dq);
+      if (S::kStages == 2) stage = 1 - stage;
+    }
+  }
+
+  __device__ void tile(int stage, int j, Sums &dq) {
+    Scores p = {}, ds = {};
+    multiply_rows<S::kWidth>(p, q, s.other[stage][0]);
+    multiply_rows<S::kWidth>(ds, dz, s.other[stage][1]);
+    const int distance = j - q0 - seq->start;
+    const Meets meets = this->meets_band(distance - (S::kOwn - 1), distance + S::kOther - 1);
+    const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
+                       !this->is_cut(q0, S::kOwn, j, S::kOther);
+    if (plain) differentiate_plain(meets, p, ds);
+    else differentiate(stage, meets, j, p, ds);
+    if (distances) add_biases(j, ds);
+    add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
+  }
+
+  __device__ void differentiate_plain(Meets meets, Scores &p, Scores &ds) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Row &own = rows[h];
+      const bool tail = meets == MEETS_TAIL;
+      const float level = own.lse - (tail ? own.key[1] : own.key[0]);
+      const float delta = own.delta - (tail ? own.value[1] : own.value[0]);
+      float sum_of_weights = 0, sum_of_slopes = 0;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+          const float weight = exp2_approx(call.scale * p[n][e] - level);
+          ds[n][e] = weight * (ds[n][e] - delta);
+          sum_of_weights += weight;
+          sum_of_slopes += ds[n][e];
+        }
+      }
+      own.slopes[0] += tail ? 0.0f : sum_of_slopes;
+      own.slopes[1] += tail ? sum_of_slopes : 0.0f;
+      own.weights[0] += tail ? 0.0f : sum_of_weights;
+      own.weights[1] += tail ? sum_of_weights : 0.0f;
+    }
+  }
+
+  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. */
+  __device__ void differentiate(int stage, Meets meets, int j, Scores &p, Scores &ds) {
+    const int distance = j - q0 - seq->start;
+    if (call.dropout.threshold) make_keep(j);
+    const bool cut = this->is_cut(q0, S::kOwn, j, S::kOther);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Row &own = rows[h];
+      const int r = warp * 16 + row + 8 * h; /* of the block */
+      float *const key_cells = cells_of(0, S::kOwn) + r * f.line;
+      float *const value_cells = cells_of(1, S::kOwn) + r * f.line;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+          const int x = n * 8 + t + e % 2, d = distance + x - r, column = d - f.low;
+          float score = call.scale * p[n][e], dp = ds[n][e];
+          const bool inside = meets == MEETS_BAND && column > 0 && column < f.columns - 1;
+          const bool tail = meets == MEETS_TAIL || (meets == MEETS_BAND && column > 0);
+          if (inside) {
+            score += call.scale * key_cells[column];
+            dp += value_cells[column];
+          } else {
+            score += tail ? own.key[1] : own.key[0];
+            dp += tail ? own.value[1] : own.value[0];
+          }
+          if (f.biased) score += s.bias[stage][x - r + S::kOwn - 1];
+          float weight = exp2_approx(score - own.lse), keep = 1;
+          if (cut && !in_sight(*seq, q0 + r, j + x)) weight = 0;
+          if (call.dropout.threshold) keep = kept(r % 16, x);
+          const float slope = weight > 0 ? weight * (keep * dp - own.delta) : weight;
+          weight *= keep;
+          if (inside) {
+            key_cells[column] = slope;
+            value_cells[column] = weight;
+          } else { /* without a band nobody asks for them */
+            own.slopes[0] += tail ? 0.0f : slope;
+            own.slopes[1] += tail ? slope : 0.0f;
+            own.weights[0] += tail ? 0.0f : weight;
+            own.weights[1] += tail ? weight : 0.0f;
+          }
+          ds[n][e] = slope;
+        }
+      }
+    }
+  }
+
+  /* Sixteen rows of the warp, kOther / 16 blocks each. */
+  __device__ void make_keep(int j) {
+    __syncwarp(); /* what was there has been read */
+    for (int at = lane; at < S::kOther; at += 32) {
+      const int r = at / (S::kOther / 16), block = at % (S::kOther / 16);
+      s.keep[warp][at] = keep_block(dropout_at(call, head), seq->ordinal,
+                                    static_cast<uint32_t>(q0 + warp * 16 + r),
+                                    static_cast<uint32_t>(j / 16 + block));
+    }
+    __syncwarp();
+  }
+  __device__ float kept(int r, int x) const {
+    const auto *const bytes = reinterpret_cast<const unsigned char *>(s.keep[warp]);
+    return bytes[r * S::kOther + x] >= call.dropout.threshold ? call.dropout.scale : 0.0f;
+  }
+
+  /* The cells become those of the gradient; they go to dq, and to the sums of the tables. */
+  __device__ void close(Sums &dq, bool first, float *lines) {
+    float *const key_cells = cells_of(0, S::kOwn), *const value_cells = cells_of(1, S::kOwn);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = warp * 16 + row + 8 * h;
+      for (int column = 1 + t / 2; column < f.columns - 1; column += 4) {
+        const int j = q0 + r + seq->start + f.low + column;
+        if (j >= walked_from && j < walked_to) continue;
+        key_cells[r * f.line + column] = value_cells[r * f.line + column] = 0;
+      }
+      const float slopes_low = quad_sum(rows[h].slopes[0]);
+      const float slopes_high = quad_sum(rows[h].slopes[1]);
+      const float weights_low = quad_sum(rows[h].weights[0]);
+      const float weights_high = quad_sum(rows[h].weights[1]);
+      if (t == 0) {
+        const bool one = f.columns == 1; /* both ends are the same relation */
+        key_cells[r * f.line] = one ? slopes_low + slopes_high : slopes_low;
+        value_cells[r * f.line] = one ? weights_low + weights_high : weights_low;
+        if (!one) {
+          key_cells[r * f.line + f.columns - 1] = slopes_high;
+          value_cells[r * f.line + f.columns - 1] = weights_high;
+        }
+      }
+    }
+    __syncthreads();
+    if (call.key.count) {
+      for (int from = 0; from < f.columns; from += S::kOther) {
+        if (from > 0) __syncthreads();
+        this->load_table(0, from);
+        __syncthreads();
+        Scores w;
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int column = from + n * 8 + t + e % 2;
+            w[n][e] = column < f.columns
+                          ? key_cells[(warp * 16 + row + e / 2 * 8) * f.line + column]
+                          : 0.0f;
+          }
+        }
+        add_weighted<S::kWidth>(dq, w, s.table, s.share[warp]);
+      }
+    }
+    if (!lines) return;
+    if (call.key.count) add_lines(key_cells, s.own[0], call.D, first, lines);
+    if (call.value.count) add_lines(value_cells, s.own[1], call.Dv, first, lines + f.value_offset);
+  }
+
+  /* lines[column][c] = sum over the rows of cells[row][column] x[row][c], or added to them. */
+  __device__ void add_lines(const float *from, const typename S::Operand *x, int width, bool first,
+                            float *lines) {
+    for (int begin = warp * 16; begin < f.columns; begin += S::kOwn) {
+      Sums sums = {};
+      for (int done = 0; done < S::kOwn; done += S::kOther) {
+        Scores w;
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int column = begin + row + e / 2 * 8, r = done + n * 8 + t + e % 2;
+            w[n][e] = column < f.columns ? from[r * f.line + column] : 0.0f;
+          }
+        }
+        add_weighted<S::kWidth>(sums, w, x + done * S::kLine, s.share[warp]);
+      }
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int column = begin + row + e / 2 * 8, c = n * 8 + t + e % 2;
+          if (column >= f.columns || c >= width) continue;
+          float &to = lines[int64_t{column} * width + c];
+          to = first ? sums[n][e] : to + sums[n][e];
+        }
+      }
+    }
+  }
+
+  /* ds of a tile by distance, for the gradients of biases: a thread has a diagonal. Diagonals
+   * beyond the band are one relation, and one thread's. */
+  __device__ void add_biases(int j, const Scores &ds) {
+    constexpr int kDiagonals = S::kOwn + S::kOther - 1, kRow = S::kOther + 1;
+    const Band &band = call.bias;
+    const int nearest = j - q0 - seq->start - (S::kOwn - 1), farthest = nearest + kDiagonals - 1;
+    if (farthest <= band.low || nearest >= band.high) {
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) sum += ds[n][0] + ds[n][1] + (ds[n][2] + ds[n][3]);
+      bias_low += farthest <= band.low ? sum : 0.0f;
+      bias_high += farthest <= band.low ? 0.0f : sum;
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        slopes[(warp * 16 + row + e / 2 * 8) * kRow + n * 8 + t + e % 2] = ds[n][e];
+      }
+    }
+    __syncthreads();
+    float *const sums = slopes + S::kOwn * kRow;
+    const int x = static_cast<int>(threadIdx.x), d = nearest + x;
+    if (x < kDiagonals) {
+      float sum = 0;
+      for (int r = 0; r < S::kOwn; r++) {
+        const int column = x - (S::kOwn - 1) + r;
+        if (column >= 0 && column < S::kOther) sum += slopes[r * kRow + column];
+      }
+      sums[x] = sum;
+      if (d > band.low && d < band.high) distances[d - band.low] += sum;
+    }
+    if (nearest > band.low && farthest < band.high) return;
+    __syncthreads();
+    if (x != 0) return;
+    for (int y = 0; y < kDiagonals; y++) {
+      bias_low += nearest + y <= band.low ? sums[y] : 0.0f;
+      bias_high += nearest + y > band.low && nearest + y >= band.high ? sums[y] : 0.0f;
+    }
+  }
+
+  __device__ void add_bias_ends() {
+    const float low = sum_of_lanes(bias_low), high = sum_of_lanes(bias_high);
+    __syncthreads();
+    if (lane == 0) {
+      slopes[2 * warp] = low;
+      slopes[2 * warp + 1] = high;
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float sum_low = 0, sum_high = 0;
+    for (int x = 0; x < S::kWarps; x++) {
+      sum_low += slopes[2 * x];
+      sum_high += slopes[2 * x + 1];
+    }
+    distances[0] += sum_low;
+    distances[f.bias_columns - 1] += sum_high;
+  }
+
+  __device__ void write(const Sums &dq) {
+#pragma unroll
+    for (int n = 0; n < S::kOut; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int i = q0 + warp * 16 + row + e / 2 * 8, c = n * 8 + t + e % 2;
+        if (i >= seq->query_rows || c >= call.D) continue;
+        put_number(row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row + i)[c],
+                   i < seq->queries ? f.c.scale * dq[n][e] : 0.0f);
+      }
+    }
+  }
+
+  Left q;
+  LeftAgain dz;
+  Row rows[2];
+  int q0, walked_from, walked_to;
+  float *distances; /* of the block's lines: sums of ds by distance, or NULL */
+  float bias_low, bias_high;
+};
+
+/* ---- keys --------------------------------------------------------------------------- */
+
+template <class S>
+class KeyBlock : BandBlock<S> {
+  using Base = BandBlock<S>;
+  using Base::call;
+  using Base::cells_of;
+  using Base::f;
+  using Base::head;
+  using Base::lane;
+  using Base::row;
+  using Base::s;
+  using Base::seq;
+  using Base::t;
+  using Base::warp;
+  using typename Base::Left;
+  using typename Base::LeftAgain;
+  using typename Base::Scores;
+  using typename Base::Storage;
+  using typename Base::Sums;
+
+ public:
+  __device__ KeyBlock(const BandBackward &backward, int the_head) : Base(backward, the_head) {}
+
+  __device__ void run(const Tile &tile) {
+    seq = call.sequences + tile.sequence;
+    k0 = tile.row;
+    Sums dk = {}, dv = {};
+    if (k0 < seq->keys) {
+      this->load_keys(s.own[0], s.own[1], k0, S::kOwn);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+      k.read(s.own[0] + warp * 16 * S::kLine);
+      v.read(s.own[1] + warp * 16 * S::kLine);
+      walk(dk, dv);
+    }
+    write(f.c.dk, call.D, f.c.scale, dk);
+    write(f.c.dv, call.Dv, 1, dv);
+  }
+
+ private:
+  enum { LSE, DELTA, KEY_LOW, KEY_HIGH, VALUE_LOW, VALUE_HIGH };
+
+  __device__ void load_tile(int stage, int i) {
+    this->load_queries(s.other[stage][0], s.other[stage][1], i, S::kOther);
+    const RowNumbers *const from = f.c.rows + lse_of(call, *seq, head) + i;
+    for (int x = static_cast<int>(threadIdx.x); x < S::kOther; x += S::kThreads) {
+      const bool there = i + x < seq->queries;
+      const RowNumbers own = there ? from[x] : RowNumbers{INFINITY, 0, {}, {}};
+      s.rows[stage][LSE][x] = own.lse;
+      s.rows[stage][DELTA][x] = own.delta;
+      if (!f.banded) continue;
+      s.rows[stage][KEY_LOW][x] = own.key[0];
+      s.rows[stage][KEY_HIGH][x] = own.key[1];
+      s.rows[stage][VALUE_LOW][x] = own.value[0];
+      s.rows[stage][VALUE_HIGH][x] = own.value[1];
+    }
+    if (f.biased)
+      this->load_bias(s.bias[stage], k0 - i - seq->start - (S::kOther - 1),
+                      S::kOwn + S::kOther - 1);
+    cp_async_commit();
+  }
+
+  __device__ void walk(Sums &dk, Sums &dv) {
+    const int keys_end = k0 + S::kOwn < seq->keys ? k0 + S::kOwn : seq->keys;
+    const int first = k0 - seq->farthest > 0 ? k0 - seq->farthest : 0;
+    const int seeing = keys_end - 1 - seq->nearest;
+    const int last = seeing < seq->queries - 1 ? seeing : seq->queries - 1;
+    const int from = first / S::kOther * S::kOther;
+    int stage = 0;
+    if (S::kStages == 2 && from <= last) load_tile(0, from);
+    for (int i = from; i <= last; i += S::kOther) {
+      if (S::kStages == 1) {
+        __syncthreads();
+        load_tile(0, i);
+      }
+      cp_async_wait<0>();
+      __syncthreads();
+      if (S::kStages == 2 && i + S::kOther <= last) load_tile(1 - stage, i + S::kOther);
+      tile(stage, i, dk, dv);
+      if (S::kStages == 2) stage = 1 - stage;
+    }
+  }
+
+  __device__ void tile(int stage, int i, Sums &dk, Sums &dv) {
+    const int distance = k0 - i - seq->start;
+    const Meets meets = this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1);
+    if (meets == MEETS_BAND) { /* waits for what is on its way too, which costs little here */
+      this->make_cells(0, s.other[stage][0], S::kOther, cells_of(0, S::kOther));
+      this->make_cells(1, s.other[stage][1], S::kOther, cells_of(1, S::kOther));
+      __syncthreads();
+    }
+    Scores p = {}, ds = {};
+    multiply_rows<S::kWidth>(p, k, s.other[stage][0]);
+    multiply_rows<S::kWidth>(ds, v, s.other[stage][1]);
+    const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
+                       !this->is_cut(i, S::kOther, k0, S::kOwn);
+    if (plain) differentiate_plain(stage, meets, p, ds);
+    else differentiate(stage, meets, i, p, ds);
+    add_weighted<S::kWidth>(dv, p, s.other[stage][1], s.share[warp]);
+    add_weighted<S::kWidth>(dk, ds, s.other[stage][0], s.share[warp]);
+  }
+
+  __device__ void differentiate_plain(int stage, Meets meets, Scores &p, Scores &ds) {
+    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
+    const int end = meets == MEETS_TAIL ? 1 : 0;
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int x = n * 8 + t + e;
+        float level = rows[LSE][x], delta = rows[DELTA][x];
+        if (meets != MEETS_NOTHING) {
+          level -= rows[KEY_LOW + end][x];
+          delta -= rows[VALUE_LOW + end][x];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          float &own = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
+          own = exp2_approx(call.scale * own - level);
+          slope = own * (slope - delta);
+        }
+      }
+    }
+  }
+
+  __device__ void differentiate(int stage, Meets meets, int i, Scores &p, Scores &ds) {
+    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
+    const int distance = k0 - i - seq->start;
+    if (call.dropout.threshold) make_keep(i);
+    const bool cut = this->is_cut(i, S::kOther, k0, S::kOwn);
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int x = n * 8 + t + e % 2, r = warp * 16 + row + e / 2 * 8;
+        const int column = distance + r - x - f.low;
+        float score = call.scale * p[n][e], dp = ds[n][e];
+        if (meets == MEETS_BAND && column > 0 && column < f.columns - 1) {
+          score += call.scale * cells_of(0, S::kOther)[x * f.line + column];
+          dp += cells_of(1, S::kOther)[x * f.line + column];
+        } else if (meets != MEETS_NOTHING) {
+          const bool tail = meets == MEETS_TAIL || (meets == MEETS_BAND && column > 0);
+          score += rows[tail ? KEY_HIGH : KEY_LOW][x];
+          dp += rows[tail ? VALUE_HIGH : VALUE_LOW][x];
+        }
+        if (f.biased) score += s.bias[stage][r - x + S::kOther - 1];
+        float weight = exp2_approx(score - rows[LSE][x]), keep = 1;
+        if (cut && !in_sight(*seq, i + x, k0 + r)) weight = 0;
+        if (call.dropout.threshold) keep = kept(r % 16, x);
+        ds[n][e] = weight > 0 ? weight * (keep * dp - rows[DELTA][x]) : weight;
+        p[n][e] = keep * weight;
+      }
+    }
+  }
+
+  /* A block of sixteen keys of the warp for every query. */
+  __device__ void make_keep(int i) {
+    __syncwarp();
+    for (int x = lane; x < S::kOther; x += 32) {
+      s.keep[warp][x] =
+          keep_block(dropout_at(call, head), seq->ordinal, static_cast<uint32_t>(i + x),
+                     static_cast<uint32_t>(k0 / 16 + warp));
+    }
+    __syncwarp();
+  }
+  __device__ float kept(int r, int x) const {
+    const auto *const bytes = reinterpret_cast<const unsigned char *>(s.keep[warp]);
+    return bytes[x * 16 + r] >= call.dropout.threshold ? call.dropout.scale : 0.0f;
+  }
+
+  __device__ void write(const rp_rows_out &to, int width, float factor, const Sums &sums) {
+#pragma unroll
+    for (int n = 0; n < S::kOut; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int j = k0 + warp * 16 + row + e / 2 * 8, c = n * 8 + t + e % 2;
+        if (j >= seq->key_rows || c >= width) continue;
+        put_number(row_of<Storage>(to, seq->key_batch, head, seq->key_row + j)[c],
+                   j < seq->keys ? factor * sums[n][e] : 0.0f);
+      }
+    }
+  }
+
+  Left k;
+  LeftAgain v;
+  int k0;
+};
+
+}  // namespace rpc
+
+#endif

@@ -1,0 +1,658 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * forward_block.h: what one block of attention_forward.cu does.
+ *
+ * A thread owns the numbers of two rows, h = 0 and 1 (tile.h): queries q0 + row + 8 h. The loop
+ * over the tiles of keys keeps two of them in shared memory where there is room: one is computed
+ * with while the next one is on its way.
+ */
+#ifndef RPC_FORWARD_BLOCK_H
+#define RPC_FORWARD_BLOCK_H
+
+#include "forward_pairs.h"
+#include "forward_plan.h"
+
+namespace rpc {
+
+template <class S>
+class ForwardBlock {
+  using Storage = typename S::Storage;
+  using Left = LeftRows<Operand<S>, S::kWidth, S::kKept>;
+  using Scores = float[S::kTiles][4];
+
+ public:
+  __device__ explicit ForwardBlock(const Forward &forward)
+      : f(forward),
+        call(forward.call),
+        s(*reinterpret_cast<Shared<S> *>(dynamic_smem())),
+        lane(lane_of()),
+        row(warp_of() * 16 + lane_of() / 4),
+        t(lane_of() % 4 * 2) {
+    const int index = static_cast<int>(blockIdx.x);
+    const Tile tile = f.tiles[index % f.tile_count];
+    head = index / f.tile_count;
+    batch = tile.sequence;
+    q0 = tile.row;
+    seq = call.sequences[batch];
+    dropout = dropout_at(call, head);
+  }
+
+  __device__ void run() {
+    if (q0 < seq.queries) {
+      const int last = (q0 + S::kQueries < seq.queries ? q0 + S::kQueries : seq.queries) - 1;
+      begin = q0 + seq.nearest > 0 ? (q0 + seq.nearest) / S::kKeys * S::kKeys : 0;
+      end = last + seq.farthest + 1 < seq.keys ? last + seq.farthest + 1 : seq.keys;
+      if (begin < end) {
+        open();
+        walk();
+        close();
+      }
+    }
+    write_rows();
+  }
+
+ private:
+  const Forward &f;
+  const Call &call;
+  Shared<S> &s;
+  const int lane, row, t; /* row: of h = 0 */
+  int head, batch, q0;
+  int begin, end; /* keys that some query of the tile may see */
+  Sequence seq;
+  Dropout dropout;
+
+  Left left;
+  float out[S::kOut][4] = {};
+  float most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  float rescaled[2];                            /* what the last tile multiplied all sums with */
+  float before[2] = {}, behind[2] = {};         /* scores of the ends of the band */
+  float before_sum[2] = {}, behind_sum[2] = {}; /* weights there */
+
+  template <class T>
+  __device__ T *area(int32_t at) const {
+    return reinterpret_cast<T *>(dynamic_smem() + at);
+  }
+  __device__ float *related(int h) const {
+    return area<float>(f.related_at) + (row + 8 * h) * f.line;
+  }
+  __device__ int query_of(int h) const { return q0 + row + 8 * h; }
+  __device__ int column_of(int n, int e) const { return n * 8 + t + e % 2; }
+
+  /* ---- getting ready -------------------------------------------------------------- */
+
+  /* The queries, with position_bias where it is given. */
+  __device__ void load_queries(Operand<S> *to, const float *bias) {
+    const Storage *const from = row_of<Storage>(call.q, seq.query_batch, head, seq.query_row + q0);
+    if (!bias) {
+      load_rows<S::kQueries, S::kWidth, S::kThreads>(to, from, call.q.row_stride, seq.queries - q0,
+                                                     call.D, f.aligned);
+      return;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < S::kQueries * S::kWidth; i += S::kThreads) {
+      const int r = i / S::kWidth, c = i % S::kWidth;
+      const bool there = r < seq.queries - q0 && c < call.D;
+      const float x = there ? number_of(from[r * call.q.row_stride + c]) + bias[c] : 0.0f;
+      put_number(to[r * S::kLine + c], x);
+    }
+  }
+
+  /* Tile j0 of keys and values, and the bias of its diagonals. */
+  __device__ void load_tile(int stage, int j0) {
+    load_rows<S::kKeys, S::kWidth, S::kThreads>(
+        s.keys[stage], row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j0),
+        call.k.row_stride, seq.keys - j0, call.D, f.aligned);
+    load_rows<S::kKeys, S::kWidth, S::kThreads>(
+        s.values[stage], row_of<Storage>(call.v, seq.key_batch, head, seq.key_row + j0),
+        call.v.row_stride, seq.keys - j0, call.Dv, f.aligned);
+    if (call.bias.count > 0) {
+      const int first = first_diagonal(j0);
+      for (int c = static_cast<int>(threadIdx.x); c < S::kDiagonals; c += S::kThreads) {
+        s.bias[stage][c] = kLog2E * band_at(call.bias, head, first + c, 0);
+      }
+    }
+    cp_async_commit();
+  }
+
+  /* The distance of the tile's last query and first key. */
+  __device__ int first_diagonal(int j0) const { return j0 - (q0 + S::kQueries - 1) - seq.start; }
+
+  /* Rows first, first + step, ... of a source become operands; `count` of kKeys. */
+  __device__ void load_source(Operand<S> *to, const Source &from, int first, int step, int count) {
+    constexpr int kPieces = S::kWidth / 8;
+    for (int i = static_cast<int>(threadIdx.x); i < S::kKeys * kPieces; i += S::kThreads) {
+      const int r = i / kPieces, c = i % kPieces * 8;
+      float x[8] = {};
+      for (int p = 0; r < count && p < from.count; p++) {
+        const int d = first + r * step;
+        const int at = from.whole ? d : part_row(from.parts[p], d);
+        if (at >= 0) add_numbers(x, table_row(from.parts[p], head, at) + c, from.width - c);
+      }
+      put_numbers(to + r * S::kLine + c, x);
+    }
+  }
+
+  /* to[r][c] = scale x_r . source[first + c step] for the rows r of this warp and c below count.
+   * `chunk` is free before and after. active: has the warp any rows? */
+  __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float *to,
+                                  int line, int first, int step, int count, bool active = true) {
+    for (int c0 = 0; c0 < count; c0 += S::kKeys) {
+      const int columns = count - c0 < S::kKeys ? count - c0 : S::kKeys;
+      const int tiles = (columns + 7) / 8;
+      float c[S::kTiles][4] = {};
+      if (from.count > 0) {
+        load_source(chunk, from, first + c0 * step, step, columns);
+        __syncthreads();
+        if (active) multiply_rows<S::kWidth>(c, x, chunk, tiles);
+        __syncthreads();
+      }
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+        if (n >= tiles || !active) continue;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          to[(row + 8 * (e / 2)) * line + c0 + column_of(n, e)] = c[n][e] * call.scale;
+        }
+      }
+    }
+    __syncwarp(); /* the rows of a warp are its own */
+  }
+
+  /* out += weight(h, c) source[first + c step], c below count. */
+  template <class Weight>
+  __device__ void add_source(const Source &from, Operand<S> *chunk, int first, int step, int count,
+                             Weight weight) {
+    __syncwarp(); /* what weights come from was written by other lanes */
+    for (int c0 = 0; c0 < count; c0 += S::kKeys) {
+      const int columns = count - c0 < S::kKeys ? count - c0 : S::kKeys;
+      load_source(chunk, from, first + c0 * step, step, columns);
+      __syncthreads();
+      for (int k = 0; k < columns; k += 16) {
+        float w[2][4];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const int c = c0 + k + column_of(n, e);
+            w[n][e] = c < count ? weight(e / 2, c) : 0.0f;
+          }
+        }
+        add_weighted<S::kWidth, 2>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ Source key_source() const { return {call.key.parts, call.key.count, call.D, false}; }
+  __device__ Source value_source() const {
+    return {call.value.parts, call.value.count, call.Dv, false};
+  }
+
+  __device__ void read_ends(int last) {
+    for (int h = 0; h < 2; h++) {
+      before[h] = related(h)[0];
+      behind[h] = related(h)[last];
+    }
+    __syncwarp();
+  }
+
+  __device__ const float *position_bias() const {
+    return call.position_bias ? call.position_bias + head * call.position_bias_stride : nullptr;
+  }
+
+  /* The queries are there, and products find them; the first tile of keys may be on its way. */
+  __device__ void read_queries(const Operand<S> *from, bool tile_follows) {
+    if (tile_follows) cp_async_wait<1>();
+    else cp_async_wait<0>();
+    __syncthreads();
+    left.read(from + warp_of() * 16 * S::kLine);
+  }
+
+  /* Queries, and what they meet of the band. */
+  __device__ void open() {
+    constexpr int kLast = S::kStages - 1;
+    Operand<S> *const queries = S::kKept ? s.keys[kLast] : s.queries;
+    const bool tiled = S::kGeneral && f.tiled;
+    const bool first_biased = position_bias() && meets_rows();
+    Operand<S> *const first =
+        first_biased && tiled && call.key.count > 0 ? area<Operand<S>>(f.biased_at) : queries;
+    load_queries(first, first_biased ? position_bias() : nullptr);
+    cp_async_commit();
+    if (S::kStages == 2) load_tile(0, begin);
+    read_queries(first, S::kStages == 2);
+    if (f.banded) {
+      const int columns = f.high - f.low + 1;
+      multiply_source(left, key_source(), s.values[kLast], area<float>(f.related_at), f.line, f.low,
+                      tiled ? f.high - f.low : 1, tiled ? 2 : columns);
+      read_ends(tiled ? 1 : columns - 1);
+    }
+    if constexpr (S::kGeneral) open_tables(s.values[kLast]);
+    __syncthreads(); /* the next to be loaded goes to where queries and tables came */
+    if (!first_biased) return;
+    load_queries(queries, nullptr);
+    cp_async_commit();
+    read_queries(queries, false);
+    __syncthreads();
+  }
+
+  /* Do queries meet rows of tables in products? */
+  __device__ bool meets_rows() const {
+    bool any = call.key.count > 0;
+    for (int n = 0; S::kGeneral && n < call.lookup_count; n++) {
+      any = any || (f.table_at[n] != 0 && call.lookups[n].kind == KIND_KEY);
+    }
+    return any;
+  }
+
+  /* ---- the walk over the keys --------------------------------------------------------- */
+
+  __device__ void walk() {
+    if (S::kStages == 1) load_tile(0, begin);
+    int stage = 0;
+    for (int j0 = begin; j0 < end; j0 += S::kKeys) {
+      cp_async_wait<0>();
+      __syncthreads(); /* this tile is there, and nobody reads the last one */
+      const int next = j0 + S::kKeys;
+      if (S::kStages == 2 && next < end) load_tile(1 - stage, next);
+      take_tile(stage, j0);
+      if (S::kStages == 2) {
+        stage = 1 - stage;
+      } else if (next < end) {
+        __syncthreads();
+        load_tile(0, next);
+      }
+    }
+    __syncthreads(); /* close() uses the memory of a tile */
+  }
+
+  __device__ void take_tile(int stage, int j0) {
+    const int d0 = j0 - q0 - seq.start; /* of row 0 and column 0 */
+    const int nearest = d0 - (S::kQueries - 1), farthest = d0 + S::kKeys - 1;
+    Meets meets = MEETS_NOTHING;
+    if (f.banded) {
+      meets = farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
+    }
+    const bool tiled = S::kGeneral && f.tiled;
+    const int first = tiled ? nearest : f.low; /* distance of cell 0 */
+    if (S::kGeneral && tiled && meets == MEETS_BAND) {
+      open_tile_band(nearest);
+    }
+    Scores x = {};
+    multiply_rows<S::kWidth>(x, left, s.keys[stage]);
+    add_relations(x, meets, d0, first);
+    if (call.bias.count > 0) add_bias(x, s.bias[stage]);
+    if constexpr (S::kGeneral) finish_scores(x, stage, j0);
+    const bool all_seen = j0 + S::kKeys <= seq.keys && j0 - (q0 + S::kQueries - 1) >= seq.nearest &&
+                          j0 + S::kKeys - 1 - q0 <= seq.farthest;
+    if (!all_seen) hide(x, j0);
+    const uint32_t keep = dropout.threshold == 0 ? ~0u : keep_bits(j0);
+    const bool related_values = call.value.count > 0;
+    if (related_values && meets == MEETS_BAND) put_cells(x, keep, d0, first);
+    weigh(x);
+    drop(x, keep);
+    if (related_values) sum_ends(x, meets, d0);
+    if constexpr (S::kGeneral) {
+      if (call.value_lookups) fetch_values(x, j0);
+    }
+    add_weighted<S::kWidth, S::kTiles>(out, x, s.values[stage], s.share[warp_of()]);
+    if (S::kGeneral && tiled && related_values && meets == MEETS_BAND) {
+      close_tile_band(nearest, j0);
+    }
+  }
+
+  /* Products to scores in units of log 2, with what the band adds. */
+  __device__ void add_relations(Scores &x, Meets meets, int d0, int first) {
+    if (meets == MEETS_BAND) {
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
+          const float relation = d <= f.low    ? before[h]
+                                 : d >= f.high ? behind[h]
+                                               : related(h)[d - first];
+          x[n][e] = x[n][e] * call.scale + relation;
+        }
+      }
+      return;
+    }
+    for (int h = 0; h < 2; h++) {
+      const float relation = meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+        x[n][2 * h] = x[n][2 * h] * call.scale + relation;
+        x[n][2 * h + 1] = x[n][2 * h + 1] * call.scale + relation;
+      }
+    }
+  }
+
+  __device__ void add_bias(Scores &x, const float *bias) {
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        x[n][e] += bias[column_of(n, e) - (row + e / 2 * 8) + S::kQueries - 1];
+      }
+    }
+  }
+
+  __device__ void hide(Scores &x, int j0) {
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (!in_sight(seq, query_of(e / 2), j0 + column_of(n, e))) x[n][e] = -INFINITY;
+      }
+    }
+  }
+
+  /* Bit 4 n + e: is x[n][e] kept? The four lanes of a row make a block of sixteen columns each. */
+  __device__ uint32_t keep_bits(int j0) {
+    uint32_t bits = 0;
+    for (int h = 0; h < 2; h++) {
+      const uint4 mine = keep_block(dropout, seq.ordinal, static_cast<uint32_t>(query_of(h)),
+                                    static_cast<uint32_t>(j0 / 16 + lane % 4));
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+        const int owner = lane / 4 * 4 + n / 2;
+        const uint32_t low = __shfl_sync(~0u, n % 2 == 0 ? mine.x : mine.z, owner);
+        const uint32_t high = __shfl_sync(~0u, n % 2 == 0 ? mine.y : mine.w, owner);
+        const uint32_t word = t < 4 ? low : high;
+        for (int e = 0; e < 2; e++) {
+          if (is_kept(dropout, word, t % 4 + e)) bits |= 1u << (4 * n + 2 * h + e);
+        }
+      }
+    }
+    return bits;
+  }
+
+  /* Scores take the cells of their distances, for close_band. */
+  __device__ void put_cells(const Scores &x, uint32_t keep, int d0, int first) {
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
+        if (d > f.low && d < f.high) {
+          related(h)[d - first] = keep >> (4 * n + e) & 1 ? x[n][e] : -INFINITY;
+        }
+      }
+    }
+  }
+
+  /* Scores to weights, against the maximum of all tiles up to here. */
+  __device__ void weigh(Scores &x) {
+    for (int h = 0; h < 2; h++) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) top = fmaxf(top, fmaxf(x[n][2 * h], x[n][2 * h + 1]));
+      top = fmaxf(most[h], quad_max(top));
+      const float from = base_of(top), factor = exp2_approx(most[h] - from);
+      most[h] = top;
+      rescaled[h] = factor;
+      before_sum[h] *= factor;
+      behind_sum[h] *= factor;
+      float add = 0;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) {
+          x[n][e] = exp2_approx(x[n][e] - from);
+          add += x[n][e];
+        }
+      }
+      sum[h] = sum[h] * factor + add;
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+        out[n][2 * h] *= factor;
+        out[n][2 * h + 1] *= factor;
+      }
+    }
+  }
+
+  /* What scores are measured from: not -inf, where a row has seen nothing yet. */
+  static __device__ float base_of(float top) { return top == -INFINITY ? 0.0f : top; }
+
+  __device__ void drop(Scores &x, uint32_t keep) {
+    if (dropout.threshold == 0) return;
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (!(keep >> (4 * n + e) & 1)) x[n][e] = 0;
+      }
+    }
+  }
+
+  /* The weights that lie in the ends of the band. */
+  __device__ void sum_ends(const Scores &x, Meets meets, int d0) {
+    for (int h = 0; h < 2; h++) {
+      float low = 0, high = 0;
+      if (meets == MEETS_BAND) {
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+          for (int e = 2 * h; e < 2 * h + 2; e++) {
+            const int d = d0 + column_of(n, e) - (row + 8 * h);
+            low += d <= f.low ? x[n][e] : 0.0f;
+            high += d > f.low && d >= f.high ? x[n][e] : 0.0f;
+          }
+        }
+      } else {
+        float all = 0;
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) all += x[n][2 * h] + x[n][2 * h + 1];
+        low = meets == MEETS_HEAD ? all : 0;
+        high = meets == MEETS_TAIL ? all : 0;
+      }
+      before_sum[h] += low;
+      behind_sum[h] += high;
+    }
+  }
+
+  /* ---- the end ---------------------------------------------------------------------- */
+
+  /* The weight of cell c of a row: of its one key, if the row sees it. */
+  __device__ float cell_weight(int h, int c, int d, int j_begin, int j_end) const {
+    const int j = query_of(h) + seq.start + d;
+    if (d <= f.low || d >= f.high || j < j_begin || j >= j_end) return 0;
+    if (!in_sight(seq, query_of(h), j)) return 0;
+    return exp2_approx(related(h)[c] - base_of(most[h]));
+  }
+
+  __device__ void close() {
+    for (int h = 0; h < 2; h++) {
+      sum[h] = quad_sum(sum[h]);
+      before_sum[h] = quad_sum(before_sum[h]);
+      behind_sum[h] = quad_sum(behind_sum[h]);
+    }
+    if constexpr (S::kGeneral) close_tables(s.values[0]);
+    if (call.value.count == 0) return;
+    const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
+    const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
+    add_source(value_source(), s.values[0], f.low, step, last + 1, [&](int h, int c) {
+      float w = tiled ? 0 : cell_weight(h, c, f.low + c, 0, seq.keys);
+      if (c == 0) w += before_sum[h];
+      if (c == last) w += behind_sum[h];
+      return w;
+    });
+  }
+
+  /* Divides by the sums; rows that see nothing, and padding, are zeros. */
+  __device__ void write_rows() {
+    const Sequence place = call.sequences[batch]; /* read again: registers are scarce till here */
+    for (int h = 0; h < 2; h++) {
+      const int i = query_of(h);
+      if (i >= place.query_rows) continue;
+      const bool live = i < place.queries && sum[h] != 0; /* a NaN is not 0 and goes on */
+      const float factor = live ? dropout.scale / sum[h] : 0.0f;
+      Storage *const to = row_of<Storage>(f.out, place.query_batch, head, place.query_row + i);
+      const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+        const int c = column_of(n, 0);
+        const float x = live ? out[n][2 * h] * factor : 0.0f;
+        const float y = live ? out[n][2 * h + 1] * factor : 0.0f;
+        if (paired && c + 1 < call.Dv) {
+          put_pair(to + c, x, y);
+        } else {
+          if (c < call.Dv) put_number(to[c], x);
+          if (c + 1 < call.Dv) put_number(to[c + 1], y);
+        }
+      }
+      if (!f.lse || t != 0) continue;
+      const double log2_sum = static_cast<double>(most[h]) + static_cast<double>(log2f(sum[h]));
+      f.lse[lse_of(call, place, head) + i] =
+          live ? static_cast<float>(log2_sum * 0.69314718055994530942) : -INFINITY;
+    }
+  }
+
+  /* ---- what plain attention and short bands do without ---------------------------------- */
+
+  __device__ float *pair_row(int r) const { return area<float>(f.pairs_at) + r * S::kPairLine; }
+
+  /* The rows of the tables that are looked up, as far as they are kept: what queries meet of them,
+   * or no weights yet. */
+  __device__ void open_tables(Operand<S> *chunk) {
+    for (int n = 0; n < call.lookup_count; n++) {
+      const Lookup &x = call.lookups[n];
+      if (f.table_at[n] == 0) continue;
+      const Source none = {nullptr, 0, 0, true}, all = {&x.part, 1, call.D, true};
+      multiply_source(left, x.kind == KIND_KEY ? all : none, chunk, area<float>(f.table_at[n]),
+                      f.table_line[n], 0, 1, x.rows);
+    }
+  }
+
+  /* Softcap, mask, and what pairs add. */
+  __device__ void finish_scores(Scores &x, int stage, int j0) {
+    const bool paired = call.score_lookups || call.query.count > 0;
+    if (f.crossed_at != 0) cross_keys(stage, j0);
+    if (paired) {
+      const int first = warp_of() * 16;
+      const Kept kept = {
+          dynamic_smem(), q0,           j0,
+          f.table_at,     f.table_line, f.crossed_at != 0 ? area<float>(f.crossed_at) : nullptr,
+          f.crossed_line, S::kQueries};
+      score_pairs<Storage, S::kKeys>(call, seq, batch, head, q0 + first, kept, pair_row(first),
+                                     S::kPairLine);
+    }
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int r = row + e / 2 * 8, c = column_of(n, e), i = q0 + r;
+        if (paired) x[n][e] += pair_row(r)[c];
+        if (call.softcap != 0) x[n][e] = soft_capped(call.softcap, x[n][e]);
+        if (call.mask && i < seq.queries && j0 + c < seq.keys &&
+            !mask_shows(call, seq, batch, head, i, j0 + c)) {
+          x[n][e] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  /* What the keys of a tile meet of the query bands at its diagonals. */
+  __device__ void cross_keys(int stage, int j0) {
+    constexpr int kRows = S::kKeys / 16; /* warps that have keys */
+    const bool active = warp_of() < kRows;
+    Left keys;
+    keys.read(s.keys[stage] + (active ? warp_of() : 0) * 16 * S::kLine);
+    multiply_source(keys, {call.query.parts, call.query.count, call.D, false},
+                    area<Operand<S>>(f.chunk_at), area<float>(f.crossed_at), f.crossed_line,
+                    first_diagonal(j0), 1, S::kDiagonals, active);
+    __syncthreads(); /* all warps read them */
+  }
+
+  /* The weights x go to their relations: to those of short tables as sums for later, of the others
+   * out += what they fetch. */
+  __device__ void fetch_values(const Scores &x, int j0) {
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) pair_row(row + e / 2 * 8)[column_of(n, e)] = x[n][e];
+    }
+    __syncwarp();
+    bool fetch = false;
+    for (int n = 0; n < call.lookup_count; n++) {
+      if (call.lookups[n].kind != KIND_VALUE) continue;
+      if (f.table_at[n] == 0) fetch = true;
+      else collect_weights(n, j0);
+    }
+    if (fetch) fetch_rows(j0);
+    __syncwarp();
+  }
+
+  __device__ void collect_weights(int n, int j0) {
+    const int first = warp_of() * 16, line = f.table_line[n];
+    float *const sums = area<float>(f.table_at[n]) + first * line;
+    for (int r = 0; r < 16; r++) {
+      const float factor = __shfl_sync(~0u, r < 8 ? rescaled[0] : rescaled[1], r % 8 * 4);
+      for (int c = lane; factor != 1 && c < call.lookups[n].rows; c += 32) {
+        sums[r * line + c] *= factor;
+      }
+    }
+    __syncwarp();
+    if (lane < 16 &&
+        q0 + first + lane < seq.queries) { /* one lane a row: weights add up in order */
+      for_relations<S::kKeys>(
+          call.lookups[n], seq, batch, head, q0 + first + lane, j0, pair_row(first + lane),
+          [&](float weight, int relation) { sums[lane * line + relation] += weight; });
+    }
+    __syncwarp();
+  }
+
+  __device__ void fetch_rows(int j0) {
+    const int first = warp_of() * 16;
+    float *const fetched = area<float>(f.fetched_at) + first * S::kFetchedLine;
+    const float *const mine = fetched + (row - first) * S::kFetchedLine + t;
+    for (int c0 = 0; c0 < call.Dv; c0 += 32) {
+      fetch_pairs<S::kKeys>(call, f.table_at, seq, batch, head, q0 + first, j0, c0 + lane,
+                            pair_row(first), S::kPairLine, fetched, S::kFetchedLine);
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+        if (n / 4 != c0 / 32) continue;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          out[n][e] += mine[e / 2 * 8 * S::kFetchedLine + n % 4 * 8 + e % 2];
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  /* What the sums of weights are for. */
+  __device__ void close_tables(Operand<S> *chunk) {
+    for (int n = 0; n < call.lookup_count; n++) {
+      const Lookup &x = call.lookups[n];
+      if (f.table_at[n] == 0 || x.kind != KIND_VALUE) continue;
+      const float *const sums = area<float>(f.table_at[n]);
+      const int line = f.table_line[n];
+      add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows,
+                 [&](int h, int c) { return sums[(row + 8 * h) * line + c]; });
+    }
+  }
+
+  /* The diagonals of one tile, as a band of their own. */
+  __device__ void open_tile_band(int first) {
+    Operand<S> *const chunk = area<Operand<S>>(f.chunk_at);
+    float *const to = area<float>(f.related_at);
+    if (!position_bias() || call.key.count == 0) {
+      multiply_source(left, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
+      return;
+    }
+    Left biased;
+    biased.read(area<Operand<S>>(f.biased_at) + warp_of() * 16 * S::kLine);
+    multiply_source(biased, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
+  }
+
+  __device__ void close_tile_band(int first, int j0) {
+    const int stop = j0 + S::kKeys < seq.keys ? j0 + S::kKeys : seq.keys;
+    add_source(value_source(), area<Operand<S>>(f.chunk_at), first, 1, S::kDiagonals,
+               [&](int h, int c) { return cell_weight(h, c, first + c, j0, stop); });
+  }
+};
+
+}  // namespace rpc
+
+#endif

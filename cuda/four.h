@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * four.h: rows of numbers read and written four at a time, and how a grid is laid over them.
+ *
+ *            quad 0       quad 1            last
+ *           +-----------+-----------+-----+------+     a thread has a quad of a row: one load of
+ *     row   | 0  1  2  3| 4  5  6  7| ... | n    |     16 bytes where rows lie on such borders
+ *           +-----------+-----------+-----+------+     (wide), else up to four of 4 bytes
+ *
+ * Four columns from a multiple of four have one word of dropout's numbers (philox.h).
+ */
+#ifndef RPC_FOUR_H
+#define RPC_FOUR_H
+
+#include "context.h"
+#include "gpu.h"
+
+namespace rpc {
+
+struct Four {
+  float x[4];
+};
+
+/* Do rows that start at `data`, `stride` numbers apart, start on borders of 16 bytes? NULL, which
+ * is not read, does. */
+inline bool is_wide(const float *data, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 4 == 0;
+}
+
+/* The quad that starts at `from`, of which `count` numbers are there; the others become 0. */
+template <bool wide>
+__device__ inline Four load_four(const float *from, int64_t count) {
+  Four four;
+  if (wide && count >= 4) {
+    const float4 all = *reinterpret_cast<const float4 *>(from);
+    four.x[0] = all.x;
+    four.x[1] = all.y;
+    four.x[2] = all.z;
+    four.x[3] = all.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) four.x[i] = i < count ? from[i] : 0.0f;
+  }
+  return four;
+}
+
+template <bool wide>
+__device__ inline void store_four(float *to, int64_t count, const Four &four) {
+  if (wide && count >= 4) {
+    *reinterpret_cast<float4 *>(to) = make_float4(four.x[0], four.x[1], four.x[2], four.x[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i < count) to[i] = four.x[i];
+    }
+  }
+}
+
+/* Blocks of 256 threads, x over the quads of a row and y over rows; the grid's x over rows, and a
+ * thread goes on to the quad blockDim.x further. */
+struct RowGrid {
+  dim3 grid, block;
+};
+
+inline RowGrid row_grid(int64_t rows, int64_t columns) {
+  const int64_t quads = (columns + 3) / 4;
+  unsigned across = 1;
+  while (across < 256 && across < quads) across *= 2;
+  const unsigned down = 256 / across;
+  return {dim3(static_cast<unsigned>((rows + down - 1) / down)), dim3(across, down)};
+}
+
+/* The row of this thread; it may be beyond the last. */
+__device__ inline int64_t row_of_thread() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+}
+
+}  // namespace rpc
+
+#endif

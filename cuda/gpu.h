@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gpu.h: the front door of device code. Under nvcc it is CUDA; under a plain C++ compiler the same
+ * sources run on the CPU, by tests/emulator.
+ *
+ * Only this header, ptx.h and blas.h know which of the two it is.
+ */
+#ifndef RPC_GPU_H
+#define RPC_GPU_H
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#else
+#include "cuda_emu.h"
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rpc {
+
+using bf16 = __nv_bfloat16;
+
+struct Launch {
+  dim3 grid, block;
+  size_t shared = 0; /* bytes of dynamic shared memory */
+  cudaStream_t stream = nullptr;
+};
+
+/* launch(kernel<64, true>, {grid, block, shared, stream}, arguments...): arguments become what the
+ * kernel's parameters are, and the limit of shared memory is raised where that is needed. To be
+ * called within CUDA_TRY. A kernel that fails while it runs is reported here by the emulator, and
+ * by the next call that waits on a GPU. */
+template <class... P, class... A>
+cudaError_t launch(void (*kernel)(P...), const Launch &l, A... arguments) {
+  if (l.shared > size_t{48} << 10) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(l.shared));
+    if (error != cudaSuccess) return error;
+  }
+#ifdef __CUDACC__
+  kernel<<<l.grid, l.block, l.shared, l.stream>>>(static_cast<P>(arguments)...);
+  return cudaGetLastError();
+#else
+  std::tuple<P...> converted(static_cast<P>(arguments)...);
+  return emu::launch(l.grid, l.block, l.shared, reinterpret_cast<const void *>(kernel),
+                     [&] { std::apply(kernel, converted); });
+#endif
+}
+
+/* The dynamic shared memory of the block: `extern __shared__` is not C++. */
+__device__ inline unsigned char *dynamic_smem() {
+#ifdef __CUDACC__
+  extern __shared__ __align__(1024) unsigned char rpc_shared[];
+  return rpc_shared;
+#else
+  return static_cast<unsigned char *>(emu::shared);
+#endif
+}
+
+}  // namespace rpc
+
+#endif

@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * norm.cu: layer normalisation of every row,
+ *
+ *   xhat = (x - mean) * rstd,   y = xhat * gain + shift
+ *
+ * the variance by a second pass over the row, which then lies in the first-level cache. A warp has
+ * a row of up to norm_narrow numbers, a block a wider one. Backward, with g = dy * gain and means
+ * over the columns,
+ *
+ *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat))
+ *   dgain += sum over rows of dy * xhat,   dshift += sum over rows of dy
+ *
+ * A piece of rows has sums of dgain and dshift of its own, in the workspace [pieces][2][columns],
+ * which are added in the order of the pieces. dx may be dy or dstream: every number is read before
+ * its place is written.
+ */
+#include "reduce.h"
+
+namespace rpc {
+namespace {
+
+constexpr int64_t norm_narrow = 1024; /* columns that a warp takes alone */
+constexpr int norm_threads = 256;     /* of a block */
+constexpr int norm_warps = norm_threads / 32;
+constexpr int64_t norm_most = 256; /* pieces of backward, of at least norm_rows rows */
+constexpr int64_t norm_rows = 16;
+
+/* A team of a warp, or of a whole block: blocks are (team, norm_threads / team). */
+template <int team>
+__device__ inline float team_sum(float x) {
+  if (team == 32) return warp_sum(x);
+  __shared__ float shared[norm_warps];
+  return block_sum(x, shared);
+}
+
+__device__ inline float four_sum(const Four &four) {
+  return (four.x[0] + four.x[1]) + (four.x[2] + four.x[3]);
+}
+
+struct NormRows {
+  int64_t rows, columns;
+  const float *x, *gain, *shift; /* shift: or NULL */
+  double epsilon;
+  float *y, *stats; /* stats: or NULL */
+};
+
+template <int team, bool wide>
+__global__ void norm_row(NormRows a) {
+  const int64_t row = row_of_thread(), columns = a.columns;
+  if (row >= a.rows) return; /* a whole team */
+  const float *const x = a.x + row * columns;
+  float sum = 0;
+  for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
+    sum += four_sum(load_four<wide>(x + c, columns - c));
+  }
+  const double width = static_cast<double>(columns);
+  const float mean = static_cast<float>(static_cast<double>(team_sum<team>(sum)) / width);
+  sum = 0;
+  for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
+    Four d = load_four<wide>(x + c, columns - c);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      d.x[i] -= mean;
+      d.x[i] = c + i < columns ? d.x[i] * d.x[i] : 0.0f;
+    }
+    sum += four_sum(d);
+  }
+  const double variance = static_cast<double>(team_sum<team>(sum)) / width;
+  const float rstd = static_cast<float>(1 / sqrt(variance + a.epsilon));
+  for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
+    Four y = load_four<wide>(x + c, columns - c);
+    const Four gain = load_four<wide>(a.gain + c, columns - c);
+    Four shift = {{0, 0, 0, 0}};
+    if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, columns - c);
+#pragma unroll
+    for (int i = 0; i < 4; i++) y.x[i] = (y.x[i] - mean) * rstd * gain.x[i] + shift.x[i];
+    store_four<wide>(a.y + row * columns + c, columns - c, y);
+  }
+  if (a.stats == nullptr || threadIdx.x != 0) return;
+  a.stats[2 * row] = mean;
+  a.stats[2 * row + 1] = rstd;
+}
+
+/* ---- backward ----------------------------------------------------------------- */
+
+struct NormBackwardRows {
+  int64_t rows, columns;
+  const float *x, *gain, *stats, *dy, *dstream; /* dstream: or NULL */
+  float *dx, *partials;
+  int64_t piece_rows;
+};
+
+/* Adds the block's warps up, in their order: the piece's sums of four columns a thread. */
+__device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, int64_t column,
+                                    const Four &dgain, const Four &dshift) {
+  __shared__ float sums[norm_warps][4][32];
+  for (int which = 0; which < 2; which++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      sums[threadIdx.y][i][threadIdx.x] = which == 0 ? dgain.x[i] : dshift.x[i];
+    }
+    __syncthreads();
+    if (threadIdx.y < 4 && column + threadIdx.y < a.columns) {
+      float sum = 0;
+      for (int warp = 0; warp < norm_warps; warp++) sum += sums[warp][threadIdx.y][threadIdx.x];
+      a.partials[(2 * piece + which) * a.columns + column + threadIdx.y] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+/* One piece of narrow rows, read once: a warp has every eighth row, a thread `quads` of its quads
+ * and their sums over the rows. */
+template <int quads, bool wide>
+__global__ void norm_backward_narrow(NormBackwardRows a) {
+  const int64_t columns = a.columns, first = blockIdx.x * a.piece_rows;
+  const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  const double width = static_cast<double>(columns);
+  Four dgain[quads] = {}, dshift[quads] = {};
+  for (int64_t row = first + threadIdx.y; row < end; row += norm_warps) {
+    const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
+    Four xhat[quads], g[quads];
+    float plain = 0, weighted = 0;
+#pragma unroll
+    for (int q = 0; q < quads; q++) { /* beyond the last column all are 0 */
+      const int64_t c = 128 * q + 4 * threadIdx.x, at = row * columns + c, count = columns - c;
+      xhat[q] = load_four<wide>(a.x + at, count);
+      g[q] = load_four<wide>(a.dy + at, count);
+      const Four gain = load_four<wide>(a.gain + c, count);
+      Four gx;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        xhat[q].x[i] = (xhat[q].x[i] - mean) * rstd;
+        dgain[q].x[i] += g[q].x[i] * xhat[q].x[i];
+        dshift[q].x[i] += g[q].x[i];
+        g[q].x[i] *= gain.x[i];
+        gx.x[i] = g[q].x[i] * xhat[q].x[i];
+      }
+      plain += four_sum(g[q]);
+      weighted += four_sum(gx);
+    }
+    const float mean_g = static_cast<float>(static_cast<double>(warp_sum(plain)) / width);
+    const float mean_gx = static_cast<float>(static_cast<double>(warp_sum(weighted)) / width);
+#pragma unroll
+    for (int q = 0; q < quads; q++) {
+      const int64_t c = 128 * q + 4 * threadIdx.x, at = row * columns + c, count = columns - c;
+      Four dx = {{0, 0, 0, 0}};
+      if (a.dstream != nullptr) dx = load_four<wide>(a.dstream + at, count);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        dx.x[i] += rstd * (g[q].x[i] - mean_g - xhat[q].x[i] * mean_gx);
+      }
+      store_four<wide>(a.dx + at, count, dx);
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < quads; q++) {
+    put_partials(a, blockIdx.x, 128 * q + 4 * threadIdx.x, dgain[q], dshift[q]);
+  }
+}
+
+/* Of wider rows, what one piece adds to dgain and dshift of 128 columns. */
+template <bool wide>
+__global__ void norm_backward_piece(NormBackwardRows a) {
+  const int64_t columns = a.columns;
+  const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
+  const int64_t first = blockIdx.y * a.piece_rows;
+  const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  Four dgain = {{0, 0, 0, 0}}, dshift = {{0, 0, 0, 0}};
+  for (int64_t row = first + threadIdx.y; column < columns && row < end; row += norm_warps) {
+    const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
+    const Four x = load_four<wide>(a.x + row * columns + column, columns - column);
+    const Four d = load_four<wide>(a.dy + row * columns + column, columns - column);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      dgain.x[i] += d.x[i] * ((x.x[i] - mean) * rstd);
+      dshift.x[i] += d.x[i];
+    }
+  }
+  put_partials(a, blockIdx.y, column, dgain, dshift);
+}
+
+/* And its dx: a block has a row. */
+template <bool wide>
+__global__ void norm_backward_row(NormBackwardRows a) {
+  constexpr int team = norm_threads;
+  const int64_t row = blockIdx.x, columns = a.columns;
+  const float *const x = a.x + row * columns, *const dy = a.dy + row * columns;
+  const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
+  float plain = 0, weighted = 0;
+  for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
+    const Four one = load_four<wide>(x + c, columns - c), d = load_four<wide>(dy + c, columns - c);
+    Four g = load_four<wide>(a.gain + c, columns - c), gx;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      g.x[i] *= d.x[i];
+      gx.x[i] = g.x[i] * ((one.x[i] - mean) * rstd);
+    }
+    plain += four_sum(g);
+    weighted += four_sum(gx);
+  }
+  const double width = static_cast<double>(columns);
+  const float mean_g = static_cast<float>(static_cast<double>(team_sum<team>(plain)) / width);
+  const float mean_gx = static_cast<float>(static_cast<double>(team_sum<team>(weighted)) / width);
+  for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
+    const Four one = load_four<wide>(x + c, columns - c);
+    const Four gain = load_four<wide>(a.gain + c, columns - c);
+    Four d = load_four<wide>(dy + c, columns - c), stream = {{0, 0, 0, 0}};
+    if (a.dstream != nullptr) stream = load_four<wide>(a.dstream + row * columns + c, columns - c);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float xhat = (one.x[i] - mean) * rstd;
+      d.x[i] = stream.x[i] + rstd * (d.x[i] * gain.x[i] - mean_g - xhat * mean_gx);
+    }
+    store_four<wide>(a.dx + row * columns + c, columns - c, d);
+  }
+}
+
+rp_status launch_narrow(const NormBackwardRows &a, int64_t pieces, bool wide) {
+  auto kernel = wide ? norm_backward_narrow<8, true> : norm_backward_narrow<8, false>;
+  if (a.columns <= 512)
+    kernel = wide ? norm_backward_narrow<4, true> : norm_backward_narrow<4, false>;
+  if (a.columns <= 256)
+    kernel = wide ? norm_backward_narrow<2, true> : norm_backward_narrow<2, false>;
+  if (a.columns <= 128)
+    kernel = wide ? norm_backward_narrow<1, true> : norm_backward_narrow<1, false>;
+  const dim3 grid(static_cast<unsigned>(pieces));
+  CUDA_TRY(launch(kernel, {grid, dim3(32, norm_warps), 0, context().stream}, a));
+  return RP_OK;
+}
+
+/* dx comes last: it may be dy. */
+rp_status launch_broad(const NormBackwardRows &a, int64_t pieces, bool wide) {
+  const dim3 grid(static_cast<unsigned>((a.columns + 127) / 128), static_cast<unsigned>(pieces));
+  CUDA_TRY(launch(wide ? norm_backward_piece<true> : norm_backward_piece<false>,
+                  {grid, dim3(32, norm_warps), 0, context().stream}, a));
+  CUDA_TRY(launch(wide ? norm_backward_row<true> : norm_backward_row<false>,
+                  {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
+                  a));
+  return RP_OK;
+}
+
+}  // namespace
+
+rp_status norm(const rpi_norm_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  if (rows == 0 || columns == 0) return RP_OK;
+  const NormRows a = {rows,        columns,       args->x, args->gain,
+                      args->shift, args->epsilon, args->y, args->stats};
+  const bool wide =
+      is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.shift, 0) && is_wide(a.y, columns);
+  const unsigned team = columns <= norm_narrow ? 32 : norm_threads, teams = norm_threads / team;
+  const auto narrow = wide ? norm_row<32, true> : norm_row<32, false>;
+  const auto broad = wide ? norm_row<norm_threads, true> : norm_row<norm_threads, false>;
+  CUDA_TRY(launch(columns <= norm_narrow ? narrow : broad,
+                  {dim3(static_cast<unsigned>((rows + teams - 1) / teams)), dim3(team, teams), 0,
+                   context().stream},
+                  a));
+  return RP_OK;
+}
+
+rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
+  const int64_t rows = args->rows, columns = args->columns;
+  /* Fewer rows may make more pieces, so what is asked for is what no fewer rows exceed. */
+  const int64_t least = (rows + norm_rows - 1) / norm_rows;
+  const int64_t most = least < norm_most ? least : norm_most;
+  if (bytes != nullptr) {
+    *bytes = most * 2 * columns * static_cast<int64_t>(sizeof(float));
+    return RP_OK;
+  }
+  if (rows == 0 || columns == 0) return RP_OK;
+  const int64_t share = (rows + norm_most - 1) / norm_most;
+  NormBackwardRows a = {};
+  a.rows = rows;
+  a.columns = columns;
+  a.x = args->x;
+  a.gain = args->gain;
+  a.stats = args->stats;
+  a.dy = args->dy;
+  a.dstream = args->dstream;
+  a.dx = args->dx;
+  a.partials = static_cast<float *>(args->workspace);
+  a.piece_rows = share > norm_rows ? share : norm_rows;
+  const int64_t pieces = (rows + a.piece_rows - 1) / a.piece_rows;
+  const bool wide = is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.dy, columns) &&
+                    is_wide(a.dstream, columns) && is_wide(a.dx, columns);
+  RPI_TRY(columns <= norm_narrow ? launch_narrow(a, pieces, wide) : launch_broad(a, pieces, wide));
+  RPI_TRY(launch_add_partials(a.partials, 2 * columns, pieces, columns, args->dgain));
+  if (args->dshift == nullptr) return RP_OK;
+  return launch_add_partials(a.partials + columns, 2 * columns, pieces, columns, args->dshift);
+}
+
+}  // namespace rpc

@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * ptx.h: PTX instructions as functions, each with its twin for the emulator (tests/emulator/
+ * twins.cpp). Pointers and arrays go in: addresses of shared memory as numbers stay in here.
+ */
+#ifndef RPC_PTX_H
+#define RPC_PTX_H
+
+#include "gpu.h"
+
+#ifdef __CUDACC__
+#define PTX_SITE
+#else
+#define PTX_SITE , EMU_SITE
+#endif
+
+namespace rpc {
+
+#ifdef __CUDACC__
+__device__ inline uint32_t smem_address(const void *p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+#endif
+
+/* d[16][8] += a[16][16] b[16][8]. With g = lane / 4, t = 2 (lane % 4), h the half of a register:
+ *
+ *   a[r] half h = A[g + 8 (r & 1)][t + 8 (r >> 1) + h]
+ *   b[r] half h = B[t + 8 r + h][g]
+ *   d[r]        = D[g + 8 (r >> 1)][t + (r & 1)]                                              */
+__device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                const uint32_t (&b)[2] PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  emu::mma_m16n8k16(d, a, b, {"mma", file, line});
+#endif
+}
+
+/* Four 8 x 8 matrices; lane i names row i % 8 of matrix i / 8, 16 bytes that are aligned to 16.
+ * r[q] half h of lane i = M_q[i / 4][2 (i % 4) + h]; of _trans that of M_q transposed. */
+__device__ inline void ldmatrix_x4(uint32_t (&r)[4], const bf16 *row PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(row))
+               : "memory");
+#else
+  emu::ldmatrix(r, 4, false, row, {"ldmatrix", file, line});
+#endif
+}
+__device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const bf16 *row PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(row))
+               : "memory");
+#else
+  emu::ldmatrix(r, 4, true, row, {"ldmatrix", file, line});
+#endif
+}
+
+/* Two of them; lanes 0 to 15 name the rows, those of the others are not read. */
+__device__ inline void ldmatrix_x2(uint32_t (&r)[2], const bf16 *row PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_address(row))
+               : "memory");
+#else
+  emu::ldmatrix(r, 2, false, row, {"ldmatrix", file, line});
+#endif
+}
+__device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], const bf16 *row PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_address(row))
+               : "memory");
+#else
+  emu::ldmatrix(r, 2, true, row, {"ldmatrix", file, line});
+#endif
+}
+
+/* 16 bytes from global to shared memory, or 16 zero bytes where not valid (`from` is then not
+ * read). They are there after a cp_async_wait that covers their group, for the thread that asked;
+ * for the others after a barrier behind it. */
+__device__ inline void cp_async16(void *to, const void *from, bool valid PTX_SITE) {
+#ifdef __CUDACC__
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+#else
+  emu::cp_async(to, from, 16, valid, {"cp.async", file, line});
+#endif
+}
+__device__ inline void cp_async_commit() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+  emu::cp_async_commit();
+#endif
+}
+
+/* Waits until at most `pending` groups are in flight. */
+template <int pending>
+__device__ inline void cp_async_wait() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#else
+  emu::cp_async_wait(pending);
+#endif
+}
+
+/* Two numbers rounded to bf16, `low` in the lower half. */
+__device__ inline uint32_t pack_bf16(float low, float high) {
+#ifdef __CUDACC__
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return static_cast<uint32_t>(bf16(low).__x) | static_cast<uint32_t>(bf16(high).__x) << 16;
+#endif
+}
+
+/* 2^x, to 2 units in the last place; results below the least normal number are 0. */
+__device__ inline float exp2_approx(float x) {
+#ifdef __CUDACC__
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  const float result = std::exp2(x);
+  return result < 0x1p-126f ? 0.0f : result;
+#endif
+}
+
+}  // namespace rpc
+
+#endif

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * residual.cu: out = x + keep(f), how a layer adds to the stream; backward df = keep(dout).
+ */
+#include "packing.h"
+
+namespace rpc {
+namespace {
+
+/* Every number is read before its place is written: out may be x or f. */
+template <bool wide>
+__global__ void residual_rows(const float *x, const float *f, float *out, int64_t rows,
+                              int64_t columns, Packing packing) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Place place = place_of(packing, row);
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
+    const Four left = load_four<wide>(x + start, count);
+    Four sum = load_four<wide>(f + start, count);
+    keep_four(packing, place, quad, sum);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum.x[i] += left.x[i];
+    store_four<wide>(out + start, count, sum);
+  }
+}
+
+template <bool wide>
+__global__ void residual_backward_rows(const float *dout, float *df, int64_t rows, int64_t columns,
+                                       Packing packing) {
+  const int64_t row = row_of_thread();
+  if (row >= rows) return;
+  const Place place = place_of(packing, row);
+  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
+    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
+    Four d = load_four<wide>(dout + start, count);
+    keep_four(packing, place, quad, d);
+    store_four<wide>(df + start, count, d);
+  }
+}
+
+}  // namespace
+
+rp_status residual(const rpi_residual_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  if (rows == 0 || columns == 0) return RP_OK;
+  Packing packing;
+  RPI_TRY(packing_of(&args->dropout, false, &packing));
+  const RowGrid g = row_grid(rows, columns);
+  const bool wide =
+      is_wide(args->x, columns) && is_wide(args->f, columns) && is_wide(args->out, columns);
+  CUDA_TRY(launch(wide ? residual_rows<true> : residual_rows<false>,
+                  {g.grid, g.block, 0, context().stream}, args->x, args->f, args->out, rows,
+                  columns, packing));
+  return RP_OK;
+}
+
+rp_status residual_backward(const rpi_residual_backward_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  Packing packing;
+  RPI_TRY(packing_of(&args->dropout, false, &packing));
+  const bool same = packing.dropout.threshold == 0 && args->df == args->dout;
+  if (rows == 0 || columns == 0 || same) return RP_OK;
+  const RowGrid g = row_grid(rows, columns);
+  const bool wide = is_wide(args->dout, columns) && is_wide(args->df, columns);
+  CUDA_TRY(launch(wide ? residual_backward_rows<true> : residual_backward_rows<false>,
+                  {g.grid, g.block, 0, context().stream}, args->dout, args->df, rows, columns,
+                  packing));
+  return RP_OK;
+}
+
+}  // namespace rpc

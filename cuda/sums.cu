@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * sums.cu: the sum of every column (a bias's gradient), the sum of squares (a
+ * gradient's norm), and setting to zero.
+ */
+#include <math.h>
+
+#include "reduce.h"
+
+namespace rpc {
+namespace {
+
+constexpr int sums_warps = 8;        /* of a block: 128 columns, every eighth row of a piece each */
+constexpr int sums_chain = 64;       /* numbers added up in float; these sums in double */
+constexpr int64_t sums_blocks = 512; /* about as many at work */
+constexpr int square_threads = 256;
+
+/* The sums of one piece of rows over 128 columns. */
+template <bool wide>
+__global__ void column_sums_piece(const float *x, int64_t x_stride, int64_t rows, int64_t columns,
+                                  int64_t piece_rows, float *partials) {
+  __shared__ double sums[sums_warps][4][32];
+  const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
+  const int64_t first = blockIdx.y * piece_rows;
+  const int64_t end = rows - first < piece_rows ? rows : first + piece_rows;
+  double total[4] = {0, 0, 0, 0};
+  for (int64_t row = first + threadIdx.y; column < columns && row < end;) {
+    Four sum = {{0, 0, 0, 0}};
+    for (int n = 0; n < sums_chain && row < end; n++, row += sums_warps) {
+      const Four one = load_four<wide>(x + row * x_stride + column, columns - column);
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum.x[i] += one.x[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) total[i] += static_cast<double>(sum.x[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) sums[threadIdx.y][i][threadIdx.x] = total[i];
+  __syncthreads();
+  if (threadIdx.y >= 4 || column + threadIdx.y >= columns) return;
+  double sum = 0;
+  for (int warp = 0; warp < sums_warps; warp++) sum += sums[warp][threadIdx.y][threadIdx.x];
+  partials[blockIdx.y * columns + column + threadIdx.y] = static_cast<float>(sum);
+}
+
+/* The squares of one block of ops.h. */
+template <bool wide>
+__global__ void square_sum_block(const float *x, int64_t count, double *sums) {
+  __shared__ double shared[square_threads / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * RPI_SQUARE_BLOCK;
+  const int64_t end = count - first < RPI_SQUARE_BLOCK ? count : first + RPI_SQUARE_BLOCK;
+  double sum = 0;
+  for (int64_t at = first + 4 * threadIdx.x; at < end; at += 4 * square_threads) {
+    const Four one = load_four<wide>(x + at, end - at);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      sum += static_cast<double>(one.x[i]) * static_cast<double>(one.x[i]);
+    }
+  }
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+/* sums[0] = the sum of them all. */
+__global__ void square_sum_all(double *sums, int64_t blocks) {
+  __shared__ double shared[square_threads / 32];
+  double sum = 0;
+  for (int64_t b = threadIdx.x; b < blocks; b += square_threads) sum += sums[b];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) sums[0] = sum;
+}
+
+}  // namespace
+
+rp_status column_sums(const rpi_column_sums_args *args) {
+  const int64_t rows = args->rows, columns = args->columns;
+  if (rows == 0 || columns == 0) return RP_OK;
+  const int64_t blocks = (columns + 127) / 128;
+  /* As many pieces as fill a large device, none of fewer rows than the warps of
+   * a block add in a few steps. What fills the device at hand must not count:
+   * sums depend on shapes alone. */
+  const int64_t wanted = (sums_blocks + blocks - 1) / blocks;
+  int64_t pieces = (rows + 4 * sums_warps - 1) / (4 * sums_warps);
+  if (pieces > wanted) pieces = wanted;
+  const int64_t piece_rows = (rows + pieces - 1) / pieces;
+  pieces = (rows + piece_rows - 1) / piece_rows;
+  float *partials = nullptr;
+  scratch_begin();
+  RPI_TRY(scratch(pieces * columns, &partials));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces));
+  const bool wide = is_wide(args->x, args->x_stride);
+  CUDA_TRY(launch(wide ? column_sums_piece<true> : column_sums_piece<false>,
+                  {grid, dim3(32, sums_warps), 0, context().stream}, args->x, args->x_stride, rows,
+                  columns, piece_rows, partials));
+  return launch_add_partials(partials, columns, pieces, columns, args->sum);
+}
+
+rp_status square_sum(const real *x, int64_t count, double *workspace, double *sum) {
+  *sum = 0;
+  if (count == 0) return RP_OK;
+  const int64_t blocks = rpi_square_blocks(count);
+  CUDA_TRY(launch(is_wide(x, 0) ? square_sum_block<true> : square_sum_block<false>,
+                  {dim3(static_cast<unsigned>(blocks)), dim3(square_threads), 0, context().stream},
+                  x, count, workspace));
+  CUDA_TRY(launch(square_sum_all, {dim3(1), dim3(square_threads), 0, context().stream}, workspace,
+                  blocks));
+  RPI_TRY(read(sum, workspace, sizeof *sum));
+  if (!isfinite(*sum)) *sum = static_cast<double>(NAN);
+  return RP_OK;
+}
+
+rp_status zero(real *x, int64_t count) {
+  if (count == 0) return RP_OK;
+  CUDA_TRY(cudaMemsetAsync(x, 0, static_cast<size_t>(count) * sizeof *x, context().stream));
+  return RP_OK;
+}
+
+}  // namespace rpc

@@ -1,0 +1,270 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * tile.h: rows in shared memory, and the products of a warp with them.
+ *
+ * Operand is the type that products are made of: bf16 (tensor cores) or float (FMA). Either way a
+ * warp computes 16 rows, and a thread owns the same numbers of them, those of mma.m16n8k16:
+ *
+ *   x[n][e]   row  g + 8 (e / 2)            g = lane / 4
+ *             column 8 n + t + e % 2        t = 2 (lane % 4)
+ *
+ * so that whatever happens between two products is written once.
+ *
+ * Rows in shared memory are `row_stride` apart: 8 rows of 16 bytes then lie in different banks, as
+ * ldmatrix wants them.
+ */
+#ifndef RPC_TILE_H
+#define RPC_TILE_H
+
+#include "gpu.h"
+#include "ptx.h"
+
+namespace rpc {
+
+using bf16 = __nv_bfloat16;
+
+template <class Operand, int kWidth>
+constexpr int row_stride = kWidth + 16 / int{sizeof(Operand)};
+
+__device__ inline int lane_of() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int warp_of() { return static_cast<int>(threadIdx.x) / 32; }
+
+/* Over the four lanes that share a row. */
+__device__ inline float quad_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+__device__ inline float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+__device__ inline float number_of(float x) { return x; }
+__device__ inline float number_of(bf16 x) { return __bfloat162float(x); }
+__device__ inline void put_number(float &to, float x) { to = x; }
+__device__ inline void put_number(bf16 &to, float x) { to = __float2bfloat16(x); }
+
+/* Two of them at once, aligned to both. */
+__device__ inline void put_pair(float *to, float x, float y) {
+  *reinterpret_cast<float2 *>(to) = make_float2(x, y);
+}
+__device__ inline void put_pair(bf16 *to, float x, float y) {
+  *reinterpret_cast<uint32_t *>(to) = pack_bf16(x, y);
+}
+
+/* ---- rows to shared memory ------------------------------------------------------ */
+
+/* 16 bytes of operands. */
+template <class Operand, class Storage>
+__device__ inline void load_piece(Operand *to, const Storage *from, bool valid) {
+  if constexpr (sizeof(Operand) == sizeof(Storage)) {
+    cp_async16(to, from, valid);
+  } else { /* eight floats become bf16 */
+    float4 low = make_float4(0, 0, 0, 0), high = low;
+    if (valid) {
+      low = reinterpret_cast<const float4 *>(from)[0];
+      high = reinterpret_cast<const float4 *>(from)[1];
+    }
+    *reinterpret_cast<uint4 *>(to) =
+        make_uint4(pack_bf16(low.x, low.y), pack_bf16(low.z, low.w), pack_bf16(high.x, high.y),
+                   pack_bf16(high.z, high.w));
+  }
+}
+
+/* x += from, as far as `count` goes. */
+__device__ inline void add_numbers(float (&x)[8], const float *from, int count) {
+  if (count >= 8 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+    const float4 low = reinterpret_cast<const float4 *>(from)[0];
+    const float4 high = reinterpret_cast<const float4 *>(from)[1];
+    const float all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int k = 0; k < 8; k++) x[k] += all[k];
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    if (k < count) x[k] += from[k];
+  }
+}
+
+/* Eight numbers become operands. */
+__device__ inline void put_numbers(float *to, const float (&x)[8]) {
+  reinterpret_cast<float4 *>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+  reinterpret_cast<float4 *>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+__device__ inline void put_numbers(bf16 *to, const float (&x)[8]) {
+  *reinterpret_cast<uint4 *>(to) = make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+                                              pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+}
+
+/* kRows rows, the first `valid` of them from memory and the others 0, columns from `width` on 0
+ * too. By all threads of the block; what is copied is there after cp_async_wait and a barrier.
+ * aligned: rows_aligned of the array. */
+template <int kRows, int kWidth, int kThreads, class Operand, class Storage>
+__device__ inline void load_rows(Operand *to, const Storage *from, int64_t stride, int valid,
+                                 int width, bool aligned) {
+  constexpr int kLine = row_stride<Operand, kWidth>;
+  if (aligned) {
+    constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = kWidth / kPiece;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
+      const int row = i / kPieces, column = i % kPieces * kPiece;
+      const bool there = row < valid && column < width;
+      load_piece(to + row * kLine + column, there ? from + row * stride + column : from, there);
+    }
+    return;
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < kRows * kWidth; i += kThreads) {
+    const int row = i / kWidth, column = i % kWidth;
+    const bool there = row < valid && column < width;
+    put_number(to[row * kLine + column], there ? number_of(from[row * stride + column]) : 0.0f);
+  }
+}
+
+/* ---- 16 rows of a warp, the left side of a product ------------------------------------ */
+
+/* Read anew for every product: `rows` is the first of them. */
+template <class Operand, int kWidth, bool kKept>
+struct LeftRows {
+  const Operand *rows;
+  __device__ void read(const Operand *from) { rows = from; }
+};
+
+__device__ inline void read_fragment(uint32_t (&a)[4], const bf16 *rows, int line, int step) {
+  const int lane = lane_of(), matrix = lane / 8;
+  ldmatrix_x4(a, rows + (matrix % 2 * 8 + lane % 8) * line + step * 16 + matrix / 2 * 8);
+}
+
+/* Kept in registers. */
+template <int kWidth>
+struct LeftRows<bf16, kWidth, true> {
+  uint32_t kept[kWidth / 16][4];
+  __device__ void read(const bf16 *from) {
+#pragma unroll
+    for (int step = 0; step < kWidth / 16; step++) {
+      read_fragment(kept[step], from, row_stride<bf16, kWidth>, step);
+    }
+  }
+};
+
+template <int kWidth>
+__device__ inline void fragment_of(uint32_t (&a)[4], const LeftRows<bf16, kWidth, true> &left,
+                                   int step) {
+  for (int r = 0; r < 4; r++) a[r] = left.kept[step][r];
+}
+template <int kWidth>
+__device__ inline void fragment_of(uint32_t (&a)[4], const LeftRows<bf16, kWidth, false> &left,
+                                   int step) {
+  read_fragment(a, left.rows, row_stride<bf16, kWidth>, step);
+}
+
+/* ---- products ------------------------------------------------------------------- */
+
+/* c += left . rightᵀ, `right` having 8 kTiles rows, of which those from 8 tiles on are left out. */
+template <int kWidth, int kTiles, bool kKept>
+__device__ inline void multiply_rows(float (&c)[kTiles][4],
+                                     const LeftRows<bf16, kWidth, kKept> &left, const bf16 *right,
+                                     int tiles = kTiles) {
+  static_assert(kTiles % 2 == 0, "two tiles a step");
+  constexpr int kLine = row_stride<bf16, kWidth>;
+  const int lane = lane_of(), matrix = lane / 8;
+#pragma unroll
+  for (int step = 0; step < kWidth / 16; step++) {
+    uint32_t a[4];
+    fragment_of(a, left, step);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      if (n >= tiles) continue;
+      uint32_t b[4];
+      ldmatrix_x4(b,
+                  right + ((n + matrix / 2) * 8 + lane % 8) * kLine + step * 16 + matrix % 2 * 8);
+      mma_bf16(c[n], a, {b[0], b[1]});
+      mma_bf16(c[n + 1], a, {b[2], b[3]});
+    }
+  }
+}
+
+__device__ inline void add_products(float &c, const float4 &a, const float4 &b) {
+  c += a.x * b.x;
+  c += a.y * b.y;
+  c += a.z * b.z;
+  c += a.w * b.w;
+}
+
+template <int kWidth, int kTiles, bool kKept>
+__device__ inline void multiply_rows(float (&c)[kTiles][4],
+                                     const LeftRows<float, kWidth, kKept> &left, const float *right,
+                                     int tiles = kTiles) {
+  constexpr int kLine = row_stride<float, kWidth>;
+  const int g = lane_of() / 4, t = lane_of() % 4 * 2;
+  for (int k = 0; k < kWidth; k += 4) {
+    const float4 a0 = *reinterpret_cast<const float4 *>(left.rows + g * kLine + k);
+    const float4 a1 = *reinterpret_cast<const float4 *>(left.rows + (g + 8) * kLine + k);
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+      if (n >= tiles) continue;
+      const float *const b = right + (n * 8 + t) * kLine + k;
+      const float4 b0 = *reinterpret_cast<const float4 *>(b);
+      const float4 b1 = *reinterpret_cast<const float4 *>(b + kLine);
+      add_products(c[n][0], a0, b0);
+      add_products(c[n][1], a0, b1);
+      add_products(c[n][2], a1, b0);
+      add_products(c[n][3], a1, b1);
+    }
+  }
+}
+
+/* Numbers that a warp needs to share weights in: none for bf16. */
+template <class Operand, int kTiles>
+constexpr int shared_weights = sizeof(Operand) == 4 ? 16 * (8 * kTiles + 4) : 0;
+
+/* out += weights . right, right[8 kTiles][kWidth]. share: of the warp, shared_weights numbers. */
+template <int kWidth, int kTiles>
+__device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&weights)[kTiles][4],
+                                    const bf16 *right, float *) {
+  constexpr int kLine = row_stride<bf16, kWidth>;
+  const int lane = lane_of(), matrix = lane / 8;
+#pragma unroll
+  for (int step = 0; step < kTiles / 2; step++) {
+    const float(&w0)[4] = weights[2 * step], (&w1)[4] = weights[2 * step + 1];
+    const uint32_t a[4] = {pack_bf16(w0[0], w0[1]), pack_bf16(w0[2], w0[3]),
+                           pack_bf16(w1[0], w1[1]), pack_bf16(w1[2], w1[3])};
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4_trans(
+          b, right + (step * 16 + matrix % 2 * 8 + lane % 8) * kLine + (n + matrix / 2) * 8);
+      mma_bf16(out[n], a, {b[0], b[1]});
+      mma_bf16(out[n + 1], a, {b[2], b[3]});
+    }
+  }
+}
+
+template <int kWidth, int kTiles>
+__device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&weights)[kTiles][4],
+                                    const float *right, float *share) {
+  constexpr int kLine = row_stride<float, kWidth>, kShared = 8 * kTiles + 4;
+  const int g = lane_of() / 4, t = lane_of() % 4 * 2;
+  __syncwarp(); /* the weights before these have been read */
+#pragma unroll
+  for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      share[(g + e / 2 * 8) * kShared + n * 8 + t + e % 2] = weights[n][e];
+    }
+  }
+  __syncwarp();
+  for (int k = 0; k < 8 * kTiles; k++) {
+    const float a0 = share[g * kShared + k], a1 = share[(g + 8) * kShared + k];
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; n++) {
+      const float2 b = *reinterpret_cast<const float2 *>(right + k * kLine + n * 8 + t);
+      out[n][0] += a0 * b.x;
+      out[n][1] += a0 * b.y;
+      out[n][2] += a1 * b.x;
+      out[n][3] += a1 * b.y;
+    }
+  }
+}
+
+}  // namespace rpc
+
+#endif

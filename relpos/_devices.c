@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _devices.c: which devices there are.
+ */
+#include "_core.h"
+
+#include "relpos/device.h"
+
+/* (name, title, memory, memory_free, problem or None), or NULL with an exception. */
+static PyObject *device_at(PyObject *module, int index) {
+  rp_device device = {.struct_size = sizeof device};
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_device_get(index, &device);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) {
+    raise_status(module, status);
+    return NULL;
+  }
+  return Py_BuildValue("(ssLLz)", device.name, device.title, (long long)device.memory,
+                       (long long)device.memory_free, device.problem);
+}
+
+PyObject *devices(PyObject *module, PyObject *args) {
+  (void)args;
+  int count;
+  Py_BEGIN_ALLOW_THREADS
+  count = rp_device_count();
+  Py_END_ALLOW_THREADS
+  PyObject *const all = PyList_New(count);
+  if (all == NULL) return NULL;
+  for (int i = 0; i < count; i++) {
+    PyObject *const one = device_at(module, i);
+    if (one == NULL || PyList_SetItem(all, i, one) < 0) {
+      Py_DECREF(all);
+      return NULL;
+    }
+  }
+  return all;
+}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel of cuda/ a few times over small shapes, with a digest of all that came out: what
+compute-sanitizer looks at (`make gpu-check PART=sanitize`), which takes a hundred times as long as
+the work itself, and tests/test_cuda_orders.py.
+
+    RELPOS_CUDA_LIBRARY=build/emulated/librelpos_cuda.so python tests/gpu_small.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+
+import numpy as np  # noqa: E402
+
+import capi  # noqa: E402
+import relpos  # noqa: E402
+from cases import CORNERS, make_arrays  # noqa: E402
+from device_capi import BF16, F32, DeviceCore  # noqa: E402
+from small_model import BOS, EOS, pairs, sentences, small_config  # noqa: E402
+
+EVERY = 60  # of the corners
+
+
+class Digest:
+    """Of arrays, bit by bit."""
+
+    def __init__(self) -> None:
+        self.sum = hashlib.sha256()
+
+    def add(self, *arrays: Any) -> None:
+        for array in arrays:
+            self.sum.update(np.ascontiguousarray(array).tobytes())
+
+    def __str__(self) -> str:
+        return self.sum.hexdigest()[:16]
+
+
+def attention(core: DeviceCore) -> str:
+    done, digest = 0, Digest()
+    for case in CORNERS[::EVERY]:
+        arrays = make_arrays(case, np.float32)
+        try:
+            forward = capi.run_forward(core, case, arrays)
+            gradients = capi.run_backward(core, case, arrays, forward)
+        except capi.CoreError as error:
+            if error.status == capi.DEVICE:
+                raise
+            continue  # the same refusal as on the CPU
+        digest.add(forward.out.raw, forward.lse.raw, *gradients.values())
+        done += 1
+    return f"{done} cases {digest}"
+
+
+def training(position: str, precision: str, activation: str) -> Digest:
+    stacks = {f"{stack}__position": position for stack in ("encoder", "decoder")}
+    config = small_config(**stacks, activation=activation, ema=0.9)
+    model = relpos.Transformer(config, tokens=256, sentences=32, device="cuda", precision=precision)
+    digest = Digest()
+    for seed in range(2):
+        result = model.step(pairs(seed=seed))
+        assert result.finite, result
+        digest.add(result.loss)
+    digest.add(*model.parameters.values(), *model.averages.values())
+    search = relpos.Search(begin=BOS, end=EOS, max_length=6, beam=2)
+    tokens = sentences(3)
+    offsets = np.cumsum([0, *map(len, tokens)])
+    batch = relpos.Batch(np.concatenate(tokens).astype(np.int32), offsets)
+    for found in model.search(batch, search):
+        for hypothesis in found:
+            digest.add(hypothesis.tokens, hypothesis.score)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(Path(folder) / "model")
+        other = relpos.Transformer.load(Path(folder) / "model", device="cuda")
+    digest.add(relpos.Decoder(model, other).search(batch, search)[0][0].score)
+    digest.add(model.attention_maps(pairs(), 0, 1, "decoder"))
+    return digest
+
+
+def main() -> int:
+    core = Path(os.environ.get("RELPOS_TEST_CORE", ROOT / "build" / "release" / "libcore.so"))
+    for element, precision in ((F32, F32), (F32, BF16), (BF16, BF16)):
+        one = DeviceCore(core, element=element, precision=precision)
+        print(one.name, attention(one), flush=True)
+    for position, precision, activation in (
+        ("shaw", "f32", "relu"),
+        ("shaw", "bf16", "swiglu"),
+        ("t5", "bf16", "gelu"),
+        ("deberta", "f32", "relu"),
+        ("rope", "f32", "relu"),
+    ):
+        digest = training(position, precision, activation)
+        print(position, precision, activation, digest, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention on a device, forward and backward, against the reference, over the cases of every core.
+
+In f32 to the bounds of test_attention.py: three times the error of the plain float32 formula. With
+operands in bfloat16 to the error that rounding these makes (see BF16_UNITS). Without a GPU the
+kernels run in the emulator: under other thread orders to the same bits, under the race checker, and
+under AddressSanitizer and UBSan.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import capi
+from cases import (
+    CORNERS,
+    Arrays,
+    Case,
+    Distances,
+    Edges,
+    Labels,
+    Mask,
+    make_arrays,
+    oracle_of,
+    random_case,
+)
+from conftest import ROOT
+from device_capi import BF16, DeviceCore, counters, from_bf16, to_bf16
+from relpos.reference import Band, Dropout
+from test_attention import compare_case, report
+from test_sanitizers import runtime
+
+_cores: dict[tuple[int, int, bool], DeviceCore] = {}
+
+DROPOUT = Dropout(0.1, (1, 2), 3, 4)
+
+
+def device_core(
+    libraries: dict[str, Path], element: int = 0, precision: int = 0, aligned: bool = False
+) -> DeviceCore:
+    key = (element, precision, aligned)
+    if key not in _cores:
+        _cores[key] = DeviceCore(
+            libraries["f32"], element=element, precision=precision, aligned=aligned
+        )
+    return _cores[key]
+
+
+# ---- the cases of every core ---------------------------------------------------------------------
+
+# Corners at equal distances, so that every kind of them is there, and random cases with all features.
+SHARES = 4
+SHARED_CASES = CORNERS[::13] + [random_case(seed) for seed in range(4, 196, 7)]
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_cases_of_every_core(libraries: dict[str, Path], emulated_device: Path, share: int) -> None:
+    core = device_core(libraries)
+    report([compare_case(core, case) for case in SHARED_CASES[share::SHARES]])
+
+
+# ---- the fast path, at the edges of tiles and bands -----------------------------------------------
+
+SHAW = Case(H=2, N=130, M=130, D=64, Dv=64, key=Band(2, 2), value=Band(2, 2))
+T5 = Distances(20, 20, "clip", 9, "folded")
+BANDS = {
+    "clip 2": SHAW,
+    "clip 0": replace(SHAW, key=Band(0, 0), value=Band(0, 0), N=65, M=65),
+    "clip 1, causal": replace(SHAW, key=Band(1, 1), value=Band(1, 1), causal=True, N=129, M=129),
+    "clip 16": replace(SHAW, key=Band(16, 16), value=Band(16, 16), N=200, M=200, H=1),
+    "clip 64, keys alone": replace(SHAW, key=Band(64, 64), value=None),
+    "values alone, none beyond": replace(SHAW, key=None, value=Band(3, 1, "none")),
+    "two parts": replace(SHAW, key=(Band(1, 1), Band(3, 5, "none")), per_head=True),
+    "no band": replace(SHAW, key=None, value=None, causal=True),
+    "buckets": replace(SHAW, key=Distances(20, 20, "none", 6, "random"), value=None),
+    "biases": replace(SHAW, bias=T5, key=None, value=None, scale=1.0, per_head=True),
+    "biases of all distances": replace(SHAW, bias=Band(200, 200), value=None, N=70, M=190),
+    "dropout": replace(SHAW, dropout=DROPOUT, N=65, M=140),
+    "window": replace(SHAW, window=(30, 5), dropout=DROPOUT),
+    "window to the left": replace(SHAW, window=(30, -1), H=1),
+    "window to the right": replace(SHAW, window=(-1, 30), H=1),
+    "lengths": replace(SHAW, B=2, lengths=(130, 63), key_lengths=(0, 129)),
+    "packed": replace(SHAW, B=3, offsets=(0, 64, 64, 193), causal=True, key=Band(2, 2)),
+    "starts": replace(SHAW, N=67, M=190, starts=(70,), causal=True),
+    "out of reach": replace(SHAW, N=66, M=66, starts=(500,)),
+    "width 32": replace(SHAW, D=32, Dv=24, layout="bnhd"),
+    "width 128": replace(SHAW, D=128, Dv=100, N=70, M=70),
+    "unaligned rows": replace(SHAW, D=30, Dv=40, gap=3),
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_in_f32(libraries: dict[str, Path], emulated_device: Path, name: str) -> None:
+    report([compare_case(device_core(libraries, aligned=True), BANDS[name])])
+
+
+# A number rounded to bfloat16 is off by up to 2^-9 of itself. `noise` says how far a result is off
+# where every factor of a product and every partial sum is rounded with one unit, signs being random:
+# here partial sums are exact beside the factors, which leaves less than half of it on average. The
+# largest of some 1e5 normal errors is 4.5 deviations out.
+BF16_UNIT = 2.0**-9
+BF16_SQUARE, BF16_LARGEST = 0.5, 4.5 * 0.5
+
+
+def compare_rounded(core: DeviceCore, case: Case) -> str | None:
+    """compare_case where operands are rounded to bfloat16, and inputs too where they are stored so."""
+    arrays = make_arrays(case, core.dtype)
+    if core.where.element == BF16:
+        for x in (arrays.q, arrays.k, arrays.v, arrays.dout):
+            x.raw[...] = from_bf16(to_bf16(x.raw))
+        arrays.remember()
+    results = capi.run_both(core, case, arrays)
+    truth = oracle_of(case, arrays)
+    faults = []
+    for name, exact in truth.exact.items():
+        odd = ~np.isfinite(exact)
+        if not np.array_equal(exact[odd], results[name][odd], equal_nan=True):
+            faults.append(f"{name}: NaN or infinities in other places")
+        with np.errstate(invalid="ignore"):
+            error = np.where(odd, 0, np.abs(results[name] - exact))
+        noise = np.where(np.isfinite(truth.noise[name]), truth.noise[name], 0)
+        error = error / (BF16_UNIT * np.maximum(noise, 1e-30))
+        largest, square = error.max(initial=0), np.sqrt(np.mean(error**2)) if error.size else 0
+        if not (largest <= BF16_LARGEST and square <= BF16_SQUARE):
+            faults.append(f"{name}: largest {largest:.3g}, root mean square {square:.3g}")
+    return "\n  ".join([f"{core.name} {case}", *faults]) if faults else None
+
+
+@pytest.mark.parametrize("element", [0, BF16])
+@pytest.mark.parametrize("name", BANDS)
+def test_bands_in_bf16(
+    libraries: dict[str, Path], emulated_device: Path, name: str, element: int
+) -> None:
+    report([compare_rounded(device_core(libraries, element, BF16, aligned=True), BANDS[name])])
+
+
+FULL = Case(
+    B=2,
+    H=2,
+    N=70,
+    M=70,
+    D=16,
+    Dv=24,
+    key=(Band(4, 4), Labels(5)),
+    query=(Distances(9, 9, "clip", 4, "folded"), Edges(3, 3)),
+    bias=(Labels(6, 2), Band(8, 8, "none")),
+    value=(Edges(9, 4, "repeated"), Distances(3, 3, "clip", 0, "", "random")),
+    position_bias=True,
+    per_head=("key", "bias"),
+    lengths=(70, 33),
+    window=(50, 9),
+    mask=Mask(),
+    softcap=5.0,
+    dropout=DROPOUT,
+)
+
+
+@pytest.mark.parametrize("element", [0, BF16])
+def test_every_term_in_bf16(
+    libraries: dict[str, Path], emulated_device: Path, element: int
+) -> None:
+    report([compare_rounded(device_core(libraries, element, BF16), FULL)])
+
+
+# ---- what is added, and what is not wanted -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [SHAW, FULL, replace(FULL, tied=False, key=Band(4, 4))])
+def test_gradients_of_tables_are_added(
+    libraries: dict[str, Path], emulated_device: Path, case: Case
+) -> None:
+    """To what is there; and those that are not wanted change no bit of the others."""
+    core = device_core(libraries)
+    arrays: Arrays = make_arrays(case, core.dtype)
+    forward = capi.run_forward(core, case, arrays)
+    zero = capi.run_backward(core, case, arrays, forward, 0.0)
+    more = capi.run_backward(core, case, arrays, forward, 3.0)
+    none = capi.run_backward(core, case, arrays, forward, None)
+    for name, gradient in zero.items():
+        if name in ("q", "k", "v"):
+            assert gradient.tobytes() == more[name].tobytes() == none[name].tobytes()
+        else:
+            assert np.array_equal(more[name], gradient + np.float32(3))
+            assert name not in none
+
+
+@pytest.mark.parametrize("case", [SHAW, replace(SHAW, bias=T5), replace(SHAW, query=Band(8, 8))])
+def test_workspace_is_linear_in_length(
+    libraries: dict[str, Path], emulated_device: Path, case: Case
+) -> None:
+    """Nothing of queries x keys is kept; and from some length on sums do not grow at all."""
+    core = device_core(libraries)
+    call, alive = capi.describe(core, case, make_arrays(case, core.dtype))
+    sizes = []
+    for N in (4096, 8192, 16384):
+        call.N = call.M = N
+        sizes.append(core.workspace_bytes(call)[1])
+    assert alive and sizes[2] - sizes[1] <= 2 * (sizes[1] - sizes[0]) + 4096
+
+
+# ---- orders of threads, races, sanitizers -------------------------------------------------------------
+
+CHILD = """
+import hashlib, sys
+import numpy as np
+import capi, test_cuda_attention_backward as tests
+from pathlib import Path
+from cases import make_arrays
+from device_capi import DeviceCore
+
+libcore, precision, *names = sys.argv[1:]
+core = DeviceCore(Path(libcore), precision=int(precision), aligned=True)
+digest, wrong = hashlib.sha256(), 0
+for name in names:
+    case = tests.CHILD_CASES[name]
+    results = capi.run_both(core, case, make_arrays(case, core.dtype))
+    for array in results.values():
+        digest.update(np.ascontiguousarray(array).tobytes())
+    check = tests.compare_rounded if int(precision) else tests.compare_case
+    fault = check(core, case)
+    if fault:
+        wrong += 1
+        print(fault)
+print(len(names), "cases,", wrong, "wrong, digest", digest.hexdigest())
+"""
+CHILD_CASES = {
+    "band": replace(SHAW, N=70, M=130, dropout=DROPOUT),
+    "causal": replace(SHAW, N=66, M=66, causal=True, H=1, bias=T5),
+    "full": replace(FULL, N=33, M=66, lengths=None),
+    "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
+}
+
+
+def run_child(
+    libraries: dict[str, Path], library: Path, precision: int, names: list[str], **environment: str
+) -> str:
+    given = {**os.environ, "RELPOS_CUDA_LIBRARY": str(library), **environment}
+    arguments = (str(libraries["f32"]), str(precision), *names)
+    ran = capi.run_script(CHILD, *arguments, environment=given)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 0, said[-6000:]
+    found = re.search(r"\d+ cases, 0 wrong, digest (\w+)", said)
+    assert found, said[-6000:]
+    return found.group(1)
+
+
+def library_of(device: Path) -> Path:
+    if str(device) == "gpu":
+        pytest.skip("the emulator's own")
+    return Path(os.environ["RELPOS_CUDA_LIBRARY"])
+
+
+@pytest.mark.parametrize("precision", [0, BF16])
+def test_orders_of_threads(
+    libraries: dict[str, Path], emulated_device: Path, precision: int
+) -> None:
+    """Whatever order blocks, warps and lanes come in, the bits are the same."""
+    library = library_of(emulated_device)
+    names = ["band", "causal"] if precision else list(CHILD_CASES)
+    found = {
+        run_child(libraries, library, precision, names, EMU_SEED=str(seed)) for seed in range(4)
+    }
+    assert len(found) == 1
+
+
+def built(target: str) -> Path:
+    made = subprocess.run(
+        ["make", "-j2", target], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr[-4000:]
+    return ROOT / "build" / target / "librelpos_cuda.so"
+
+
+@pytest.mark.parametrize("precision", [0, BF16])
+def test_no_races(libraries: dict[str, Path], emulated_device: Path, precision: int) -> None:
+    library_of(emulated_device)
+    names = ["band", "causal"] if precision else list(CHILD_CASES)
+    run_child(libraries, built("emulated-race"), precision, names)
+
+
+@pytest.mark.parametrize("precision", [0, BF16])
+def test_sanitizers_find_nothing(
+    libraries: dict[str, Path], emulated_device: Path, precision: int
+) -> None:
+    library_of(emulated_device)
+    preloaded = [runtime("libasan.so"), runtime("libubsan.so")]
+    if None in preloaded:
+        pytest.skip("this compiler has no libasan.so and libubsan.so to preload (gcc has)")
+    names = ["band", "causal"] if precision else list(CHILD_CASES)
+    run_child(
+        libraries,
+        built("emulated-sanitized"),
+        precision,
+        names,
+        LD_PRELOAD=" ".join(map(str, preloaded)),
+        ASAN_OPTIONS="detect_leaks=0",  # Python's own
+        UBSAN_OPTIONS="print_stacktrace=1",
+    )
+
+
+# ---- what speed depends on ---------------------------------------------------------------------------
+
+
+def counted(libraries: dict[str, Path], library: Path, case: Case) -> dict[str, int]:
+    """What backward alone costs in bf16."""
+    core = device_core(libraries, BF16, BF16, aligned=True)
+    arrays = make_arrays(case, core.dtype)
+    forward = capi.run_forward(core, case, arrays)
+    before = counters(library)
+    capi.run_backward(core, case, arrays, forward)
+    after = counters(library)
+    return {name: after[name] - before[name] for name in after}
+
+
+def test_a_tile_beyond_the_band_costs_what_plain_attention_costs(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """Products on tensor cores: seven of a pair of tiles, and what a band adds grows with N alone."""
+    library = library_of(emulated_device)
+    tile = 64 * 64 * 64 // (16 * 8 * 16)  # mma of one product of two tiles
+    more = []
+    for N in (256, 512):
+        plain = Case(N=N, M=N, D=64, Dv=64)
+        shaw = replace(plain, key=Band(16, 16), value=Band(16, 16))
+        costs = [counted(libraries, library, case) for case in (plain, shaw)]
+        assert costs[0]["mma"] == 7 * tile * (N // 64) ** 2
+        assert costs[0]["bank_conflicts"] == costs[1]["bank_conflicts"] == 0
+        more.append(costs[1]["mma"] - costs[0]["mma"])
+    # both passes make cells, of two terms: the first for each tile, the second in three tiles of a row;
+    # three products of a tile at most bring them to dq and the tables
+    per_row = (2 + 3 * 2 + 3) * tile
+    assert more[0] <= 4 * per_row
+    assert more[1] - more[0] <= 4 * per_row
