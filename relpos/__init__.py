@@ -35,16 +35,20 @@ from relpos.attention import (
 )
 from relpos.batch import Batch
 from relpos.config import Config, Stack
+from relpos.device_array import DeviceArray
+from relpos.extraction import attention_maps
 from relpos.library import (
+    Device,
     build_info,
     cflags,
+    devices,
     get_threads,
     include_dir,
     library_dir,
     libs,
     set_threads,
 )
-from relpos.maps import AttentionMaps, attention_maps
+from relpos.maps import AttentionMaps
 from relpos.model import (
     Memory,
     Profile,
@@ -54,6 +58,7 @@ from relpos.model import (
     model_memory,
     profile,
 )
+from relpos.model_maps import ModelMaps
 from relpos.position import (
     ALiBi,
     CrossPositions,
@@ -77,6 +82,7 @@ from relpos.search import Decoder, Hypothesis, Search
 if TYPE_CHECKING:
     from relpos import data as data
     from relpos import evaluation as evaluation
+    from relpos import plots as plots
     from relpos import train as train
     from relpos.train.trainer import Trainer
     from relpos.translation import Alignment as Alignment
@@ -85,24 +91,29 @@ if TYPE_CHECKING:
     from relpos.translation import Translation as Translation
     from relpos.translation import TranslationWarning as TranslationWarning
     from relpos.translator import Translator as Translator
+    from relpos.viewer import AttentionViewer as AttentionViewer
 
 __all__ = [
     "ALiBi",
     "Alignment",
     "AttentionContext",
     "AttentionMaps",
+    "AttentionViewer",
     "Batch",
     "Candidate",
     "Config",
     "CrossPositions",
     "DeBERTa",
     "Decoder",
+    "Device",
+    "DeviceArray",
     "DeviceError",
     "EdgeList",
     "Gradients",
     "Hypothesis",
     "LearnedAbsolute",
     "Memory",
+    "ModelMaps",
     "MusicTransformer",
     "Plane",
     "Profile",
@@ -131,6 +142,7 @@ __all__ = [
     "attention_maps",
     "build_info",
     "cflags",
+    "devices",
     "get_threads",
     "include_dir",
     "library_dir",
@@ -145,6 +157,7 @@ __all__ = [
 # Module by name: what is not needed for attention is imported when it is asked for.
 _LATER = {
     "Alignment": "relpos.translation",
+    "AttentionViewer": "relpos.viewer",
     "Candidate": "relpos.translation",
     "Score": "relpos.translation",
     "Trainer": "relpos.train.trainer",
@@ -155,7 +168,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "evaluation", "train"):
+    if name in ("data", "evaluation", "plots", "train"):
         return importlib.import_module(f"relpos.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)

@@ -21,9 +21,13 @@ from typing import Any
 from relpos import demo_numbers as numbers
 from relpos.batch import Batch
 from relpos.config import Config
+from relpos.data.subwords import Words
+from relpos.extraction import attention_maps
 from relpos.model import Transformer
 from relpos.search import Search
+from relpos.train.checkpoint import TOKENIZER
 from relpos.train.progress import Progress, clock_text
+from relpos.translator import Translator
 
 TOKENS = 1536  # of a batch, on each side; none of them padding
 SENTENCES = 512
@@ -180,7 +184,7 @@ def run(
     progress: str = "auto",
     say: Callable[[str], None] = print,
 ) -> list[Exact]:
-    """The demo: trains, tests, shows, and leaves the weights and a picture in a folder."""
+    """The demo: trains, tests, shows, and leaves weights, vocabulary and a picture in a folder."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     say("English names of numbers below 10^36 into German, by a Transformer of 2 + 2 layers.")
@@ -197,7 +201,9 @@ def run(
     say(str(exact))
     results = [exact]
     model.save(folder / "model.safetensors")
+    translator_of(model).subwords.save(folder / TOKENIZER)
     say(draw_maps(model, folder / "attention.png"))
+    say(f'More of it: relpos inspect {folder} --source "two hundred one" --out maps.html')
     if compare:
         _, other = train(steps, seed, relative=False, tested=tested, progress=progress)
         say(str(other))
@@ -205,39 +211,26 @@ def run(
     return results
 
 
+def translator_of(model: Transformer) -> Translator:
+    """The model with its vocabulary: names are words between spaces, as `numbers` has them."""
+    return Translator(model, Words(numbers.VOCABULARY[len(Words.names) :]))
+
+
 def draw_maps(model: Transformer, path: Path) -> str:
     """A picture of what the last layers look at; returns a line that says where it is."""
     try:
-        figures = importlib.import_module("matplotlib.figure")
+        plots = importlib.import_module("relpos.plots")
     except ImportError:
         return (
             f"No picture of attention: it takes matplotlib, `pip install 'relpos[viz]'`. ({path})"
         )
-    batch = as_batch([as_pair(DRAWN)])
-    words = [*numbers.english(DRAWN)]
-    seen, said = ["<s>", *numbers.german(DRAWN)], [*numbers.german(DRAWN), "</s>"]
-    rows: list[tuple[Any, str, str, list[str], list[str]]] = [
-        ("encoder", "English word", "looks at", words, words),
-        ("decoder", "saying the next", "looks at", said, seen),
-        ("cross", "saying the next", "looks at", said, words),
-    ]
-    heads = model.config.heads
-    figure = figures.Figure(figsize=(4 * heads, 4.4 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), heads, squeeze=False)
-    for row, (kind, queries, keys, down, across) in zip(axes, rows, strict=True):
-        stack = model.config.encoder if kind == "encoder" else model.config.decoder
-        for head, ax in enumerate(row):
-            ax.imshow(
-                model.attention_maps(batch, stack.layers - 1, head, kind),
-                cmap="Greys", vmin=0.0, vmax=1.0,
-            )  # fmt: skip
-            ax.set_xticks(range(len(across)), across, rotation=90)
-            ax.set_yticks(range(len(down)), down)
-            ax.set_title(f"{kind}, layer {stack.layers}, head {head + 1}")
-            ax.set_xlabel(keys)
-            if head == 0:
-                ax.set_ylabel(queries)
+    source, target = " ".join(numbers.english(DRAWN)), " ".join(numbers.german(DRAWN))
+    maps = attention_maps(translator_of(model), source, target, layers=-1)
+    figure = plots.canvas.without_display((12, 12.5))
+    for part, kind in zip(figure.subfigures(3, 1), maps.maps, strict=True):
+        plots.heads(maps, kind, figure=part)
+        part.suptitle(kind, fontsize=plots.canvas.TITLE)
     name = numbers.english_text(numbers.english(DRAWN))
     figure.suptitle(f"What the last layers look at in “{name}”")
-    figure.savefig(path, dpi=80)
+    plots.save(figure, path, dpi=80)
     return f"What it looks at: {path}"

@@ -214,21 +214,9 @@ def likelihood_of(
 
 def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
     """Draws BLEU by length into a file, whose ending says its kind."""
-    if not evaluation.by_length:
-        raise ValueError("plot: there is no BLEU by length without sources")
-    figures = _matplotlib()
-    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    ranges = evaluation.by_length
-    bars = axes.bar([each.name for each in ranges], [each.bleu for each in ranges], color="C0")
-    axes.bar_label(bars, [f"{each.bleu:.1f}\n{each.sentences:,} sentences" for each in ranges])
-    axes.margins(y=0.15)
-    axes.set_xlabel("words of the source")
-    axes.set_ylabel("BLEU")
-    axes.set_title(f"BLEU {evaluation.metrics[0].value:.2f}, by length")
-    target = Path(path)
-    figure.savefig(target, dpi=100)
-    return target
+    plots = _plots()
+    figure = plots.canvas.without_display((8, 4.5))
+    return Path(plots.save(plots.bleu_by_length(evaluation, ax=figure.subplots()), path))
 
 
 def check_counts(
@@ -259,7 +247,7 @@ def check_installed(*, plot: bool = False) -> None:
     """Says what is missing before hours of work."""
     _sacrebleu()
     if plot:
-        _matplotlib()
+        _plots()
 
 
 def _sacrebleu() -> Any:
@@ -271,8 +259,6 @@ def _sacrebleu() -> Any:
         raise ImportError("evaluate: takes sacrebleu, `pip install 'relpos[train]'`") from None
 
 
-def _matplotlib() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ImportError("plot: takes matplotlib, `pip install 'relpos[viz]'`") from None
+def _plots() -> Any:
+    """Drawing: takes matplotlib, which nothing else here does."""
+    return importlib.import_module("relpos.plots")

@@ -16,12 +16,13 @@ import numpy as np
 
 from relpos import _core
 from relpos.attention import Integers
+from relpos.device_array import memory_of
 from relpos.position import arrays, combine
 from relpos.position.arrays import Array, check_integers, describe
 from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Shape, Term
-from relpos.request import Layout, Mask, Request, Window, make_call, read_request
+from relpos.request import Layout, Mask, Request, Window, lower, make_call, read_request
 
 Choice = Integers | slice | None  # an int, ints, a slice, as an index of NumPy; None: all
 Map = Any  # float32 array, or a list of one for each sequence
@@ -115,13 +116,40 @@ def attention_maps(
     shape = request.shape
     if shape is None:  # the arrays do not fit each other: the core says what is wrong with them
         call, nothing = make_call(request, Lowered()), np.empty((0, 0), arrays.REAL)
-        _core.attention_map(request.q, request.k, request.v, 0, 0, 0, 0, nothing, call)
+        q, k, v = _as_core(request, request.q, request.k)
+        _core.attention_map(q, k, v, 0, 0, 0, 0, nothing, call)
         raise RuntimeError("attention_maps: the core took arrays that this layer could not read")
     ragged = not all(x is None for x in (lengths, key_lengths, offsets, key_offsets))
     choice = _Choice.read(shape, ragged, sequences, heads, rows)
-    maps = _maps(request, shape, position, parts, choice)
+    return _shown(request, shape, position, parts, choice)
+
+
+def maps_of_call(
+    request: Request, position: Position, parts: str | Iterable[str], ragged: bool
+) -> AttentionMaps:
+    """All sequences and heads of a call of attention, which names its parts return_maps."""
+    assert request.shape is not None
+    combine.schemes_of(position)
+    choice = _Choice.read(request.shape, ragged, None, None, None)
+    return _shown(request, request.shape, position, parts, choice, "return_maps")
+
+
+def _shown(
+    request: Request,
+    shape: Shape,
+    position: Position,
+    parts: str | Iterable[str],
+    choice: _Choice,
+    argument: str = "parts",
+) -> AttentionMaps:
+    maps = _maps(request, shape, position, parts, choice, argument)
     found = {name: choice.as_indexed(x) for name, x in maps.items()}
     return AttentionMaps(found.pop("probabilities", None), found.pop("logits", None), found)
+
+
+def _as_core(request: Request, q: Any, k: Any) -> tuple[Any, Any, Any]:
+    place = request.place
+    return memory_of("q", q, place), memory_of("k", k, place), memory_of("v", request.v, place)
 
 
 def _maps(
@@ -130,14 +158,16 @@ def _maps(
     position: Position,
     parts: str | Iterable[str],
     choice: _Choice,
+    argument: str,
 ) -> dict[str, list[Array] | Array]:
     """By name: one array (heads, rows, keys) for each sequence, or all of them in one."""
-    lowered = combine.lower(position, shape, request.scale)
+    lowered = lower(request, shape, position)
     seen = tuple(term for term in lowered.terms if term.kind != "value")
-    wanted = _wanted(parts, seen)
+    wanted = _wanted(argument, parts, seen)
     q, k = request.q, request.k
     if lowered.rotation is not None:
-        q, k = turn(q, k, lowered.rotation, shape, request.layout)
+        q, k = turn(q, k, lowered.rotation, shape, request.layout, request.place)
+    q, k, v = _as_core(request, q, k)
     call = make_call(request, dataclasses.replace(lowered, terms=seen))
     maps = {}
     for name, what in wanted.items():
@@ -146,7 +176,7 @@ def _maps(
             for to, head in zip(of_sequence, choice.heads, strict=True):
                 for place, row, count in _runs(rows):
                     own = to[place : place + count]
-                    _core.attention_map(q, k, request.v, what, b, head, row, own, call)
+                    _core.attention_map(q, k, v, what, b, head, row, own, call)
     return maps
 
 
@@ -172,16 +202,18 @@ def _terms_by_name(terms: Iterable[Term]) -> dict[str, int]:
     return found
 
 
-def _wanted(parts: str | Iterable[str], terms: Iterable[Term]) -> dict[str, int]:
+def _wanted(argument: str, parts: str | Iterable[str], terms: Iterable[Term]) -> dict[str, int]:
     """What is asked for, by name, as the core calls it."""
     known = {name: getattr(_core, what) for name, what in WHOLE.items()} | _terms_by_name(terms)
     if not isinstance(parts, Iterable):
-        raise TypeError(f"parts: expected names, got {describe(parts)}")
+        raise TypeError(f"{argument}: expected names, got {describe(parts)}")
     names = [parts] if isinstance(parts, str) else list(parts)
     for name in names:
         if name not in known and name != "all":
             there = ", ".join(map(repr, known))
-            raise ValueError(f"parts: there is no {name!r} in this call, only {there} and 'all'")
+            raise ValueError(
+                f"{argument}: there is no {name!r} in this call, only {there} and 'all'"
+            )
     return {name: what for name, what in known.items() if name in names or "all" in names}
 
 
@@ -203,18 +235,18 @@ class _Choice:
 
     @classmethod
     def read(cls, shape: Shape, ragged: bool, sequences: Any, heads: Any, rows: Any) -> _Choice:
-        chosen = _numbers("sequences", sequences, shape.B)
+        chosen = numbers_of("sequences", sequences, shape.B)
         of_each = [
-            _numbers("rows", rows, int(shape.queries.counts[b]), f" in sequence {b}")
+            numbers_of("rows", rows, int(shape.queries.counts[b]), f" in sequence {b}")
             for b in chosen
         ]
         padded = None
         if not ragged:
-            of_any = of_each[0] if of_each else _numbers("rows", rows, shape.queries.rows)
+            of_any = of_each[0] if of_each else numbers_of("rows", rows, shape.queries.rows)
             padded = (len(of_any), shape.keys.rows)
         return cls(
             chosen,
-            _numbers("heads", heads, shape.H),
+            numbers_of("heads", heads, shape.H),
             of_each,
             [int(shape.keys.counts[b]) for b in chosen],
             padded,
@@ -237,11 +269,11 @@ class _Choice:
         return each[0] if self.index[0] == 0 else each
 
 
-def _numbers(name: str, chosen: Any, count: int, where: str = "") -> list[int]:
+def numbers_of(name: str, given: Any, count: int, where: str = "") -> list[int]:
     """The numbers, of 0 to count - 1, that an index chooses."""
-    if chosen is None or isinstance(chosen, slice):
-        return list(range(count)[chosen or slice(None)])
-    numbers = np.atleast_1d(check_integers(name, chosen, "(), (count,) or a slice", (0, 1)))
+    if given is None or isinstance(given, slice):
+        return list(range(count)[given or slice(None)])
+    numbers = np.atleast_1d(check_integers(name, given, "(), (count,) or a slice", (0, 1)))
     for number in numbers:
         if not -count <= number < count:
             allowed = f"numbers from {-count} to {count - 1}{where}"

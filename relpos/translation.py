@@ -96,16 +96,48 @@ class Alignment:
         that of the end.
     links: (i, j) each. Source word i, which target word j looks at most; words are numbered from 0
         and stand between white space. With a vocabulary of your own they are tokens.
+    source_words, target_words: int (m,), int (n,). The word that each token belongs to.
     """
 
     line: int
     weights: Array
     links: tuple[tuple[int, int], ...]
+    source_words: tuple[int, ...] = ()
+    target_words: tuple[int, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """The model's numbers were not finite; there are no links then."""
+        return not np.isfinite(self.weights).all()
+
+    @property
+    def soft(self) -> Array:
+        """float32 (target words, source words): how much it looks at a source word, all of its
+        tokens together, when it says a target word, the mean of its tokens. Rows sum to 1."""
+        m, n = len(self.source_words), len(self.target_words)
+        looks = np.zeros((1 + max(self.target_words, default=-1), n), np.float32)
+        looks[list(self.target_words), range(n)] = 1
+        looks /= looks.sum(axis=1, keepdims=True)
+        words = np.zeros((m, 1 + max(self.source_words, default=-1)), np.float32)
+        words[range(m), list(self.source_words)] = 1
+        soft: Array = (looks @ self.weights[:n] @ words).astype(np.float32)
+        return soft
 
     @property
     def pharaoh(self) -> str:
         """The links as "0-0 1-2"."""
         return _pharaoh(self.links)
+
+    def weighted(self, least: float = 0.01) -> str:
+        """Every pair of words whose weight in `soft` is at least so much: "0-0:0.981 1-2:0.530"."""
+        if self.failed:
+            return ""
+        return " ".join(
+            f"{i}-{j}:{weight:.3f}"
+            for i, column in enumerate(self.soft.T.tolist())
+            for j, weight in enumerate(column)
+            if weight >= least
+        )
 
 
 def _pharaoh(links: tuple[tuple[int, int], ...]) -> str:

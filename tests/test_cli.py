@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import no_matplotlib
 import relpos
 import text_files
 from relpos import cli
@@ -65,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     "command",
     [
         (), ("demo",), ("train",), ("translate",), ("generate",), ("evaluate",), ("average",),
-        ("plot",),
+        ("plot",), ("inspect",),
     ],
 )  # fmt: skip
 def test_help_reads_well(capsys: Capture, command: tuple[str, ...]) -> None:
@@ -365,9 +366,9 @@ def test_plot(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
 def test_plot_without_matplotlib(
     run: SimpleNamespace, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    no_matplotlib.hide(monkeypatch)
     said = relpos_says(capsys, "plot", run.made, status=1)
-    assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
+    assert said == "relpos: plots: takes matplotlib, `pip install 'relpos[viz]'`\n"
 
 
 def test_nothing_to_plot(capsys: Capture, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from itertools import islice, product
 from pathlib import Path
@@ -13,6 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 
+import no_matplotlib
 from relpos import demo
 from relpos import demo_numbers as numbers
 
@@ -261,12 +261,17 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert saved.config == again.config == demo.make_config(6, 2)
     for name, weights in again.parameters.items():
         assert np.array_equal(weights, saved.parameters[name]), name
+    translator = demo.Translator.load(tmp_path / "out")
+    assert translator.subwords.encode("two hundred one") == [
+        numbers.TOKENS[word] for word in ("two", "hundred", "one")
+    ]
+    assert "relpos inspect" in said[said.index(lines[0]) + 2]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    no_matplotlib.hide(monkeypatch)
     said: list[str] = []
     demo.run(steps=2, seed=2, output=tmp_path, progress="none", say=said.append, tested=2)
     assert any("it takes matplotlib" in line for line in said)

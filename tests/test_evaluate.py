@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import no_matplotlib
 import text_files
 from relpos import Search, Translator, cli, evaluation
 from relpos.data import InOrder, TokenCache, read_lines, read_pairs
@@ -194,10 +195,10 @@ def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
 def test_no_picture_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    no_matplotlib.hide(monkeypatch)
     given = ("--hypothesis", MT, "--reference", PE, "--source", SRC, "--plot", tmp_path / "x.png")
     said = relpos_says(capsys, "evaluate", *given, status=1)
-    assert said == "relpos: plot: takes matplotlib, `pip install 'relpos[viz]'`\n"
+    assert said == "relpos: plots: takes matplotlib, `pip install 'relpos[viz]'`\n"
 
 
 # ---- bad input -----------------------------------------------------------------------------------

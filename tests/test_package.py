@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 import relpos
-from relpos import cli
+from relpos import cli, viewer
 
 ROOT = Path(__file__).resolve().parent.parent
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -55,7 +55,8 @@ print(*(f"{value:.6f}" for value in out.flat), sep="\\n")
 
 
 def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str) -> str:
-    """What the command prints; nothing of this process's settings reaches it."""
+    """What the command prints; nothing of this process's settings reaches it. Nothing is built with
+    CUDA, which takes minutes: tests/test_cuda_build.py."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -64,7 +65,7 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=kept | environment,
+        env=kept | {"RELPOS_CUDA": "0"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -213,12 +214,16 @@ def test_what_a_wheel_holds(built: Path) -> None:
     assert ours - modules - {Path(n).as_posix() for n in ours if n.startswith("relpos/_core.")} == {
         "relpos/py.typed",
         "relpos/include/relpos/decode.h",
+        "relpos/include/relpos/device.h",
         "relpos/include/relpos/model.h",
         "relpos/include/relpos/relpos.h",
         "relpos/lib/libcore.so",
         "relpos/lib/libcore.a",
         "relpos/lib/libscipy_openblas.so",
         "relpos/lib/LICENSE-openblas.txt",
+        "relpos/viewer/page.html",
+        "relpos/viewer/viewer.css",
+        *(f"relpos/viewer/{name}" for name in viewer.SCRIPTS),
     }
     assert modules <= ours and "relpos/_core.pyi" in ours and "relpos/_core.c" not in ours
     assert any(name.endswith("licenses/LICENSE") for name in names)

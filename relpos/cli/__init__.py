@@ -8,7 +8,9 @@ A sub-command imports what it needs when it runs, so that flags are printed at o
     arguments.py    what the commands share
     training.py     demo, train, average, plot
     decoding.py     translate, generate
+    aligning.py     align
     evaluating.py   evaluate
+    inspecting.py   inspect
     lines.py        lines in, lines out
 """
 
@@ -23,8 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from relpos import _core, library
-from relpos.cli import decoding, evaluating, training
-from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run
+from relpos.cli import aligning, decoding, evaluating, inspecting, training
+from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command
 
 _DESCRIPTION = """\
 Transformers with relative positions: trains them, and says how to link with libcore.
@@ -33,8 +35,11 @@ Transformers with relative positions: trains them, and says how to link with lib
   relpos train --source train.en --target train.de --output run
   relpos translate run test.en                    a translation for each line
   relpos evaluate run --source test.en --reference test.de
+  relpos align --model run --source test.en --target test.de
+  relpos inspect run --source "Two dogs run." --out maps.html
   relpos average run                              the mean of its last checkpoints
   relpos plot run                                 its curves
+  relpos devices                                  the CPU and the GPUs here
 """
 
 
@@ -89,6 +94,15 @@ def _make_parser() -> argparse.ArgumentParser:
     training.add_commands(commands)
     decoding.add_commands(commands)
     evaluating.add_commands(commands)
+    aligning.add_commands(commands)
+    inspecting.add_commands(commands)
+    add_command(
+        commands,
+        "devices",
+        "list the CPU and the GPUs here",
+        "Names are what --device takes. A line that ends in a sentence cannot be used: it says why.",
+        _devices,
+    )
     return parser
 
 
@@ -113,4 +127,16 @@ def _about(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(_core.VERSION)
     if options.build_info:
         print(json.dumps(library.build_info(), indent=2))
+    return 0
+
+
+def _devices(options: argparse.Namespace) -> int:
+    for device in library.devices():
+        words = [f"{device.name:<8}", device.title]
+        if device.memory:
+            free, all_of_it = (n / 2**30 for n in (device.memory_free, device.memory))
+            words.append(f"{free:.1f} of {all_of_it:.1f} GiB free")
+        if device.problem:
+            words.append(f"cannot be used: {device.problem}")
+        print("  ".join(word for word in words if word))
     return 0

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The curves of runs, from their logs, and BLEU by length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relpos.plots import canvas
+from relpos.plots.canvas import Axes, Canvas
+from relpos.train.log import LOG, read_log
+
+if TYPE_CHECKING:
+    from relpos.evaluation import Evaluation
+
+_WIDTH = 50  # points over which the training curve is smoothed, at most
+
+
+def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = None) -> Canvas:
+    """-log p per token in training and validation, and the learning rate, of runs.
+
+    runs: folders of runs, or log files. figure: a figure or subfigure to draw in.
+    """
+    if isinstance(runs, str | os.PathLike):
+        runs = [runs]
+    logs = [(name_of(run), read_log(run)) for run in runs]
+    for run, (_, lines) in zip(runs, logs, strict=True):
+        if not curve(lines, "train", "nll")[0]:
+            raise ValueError(f"{os.fspath(run)}: no training step in this log")
+    figure = canvas.figure_of(figure, (8, 6))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    for i, (name, lines) in enumerate(logs):
+        hue = canvas.colour(i, len(logs))
+        steps, values = curve(lines, "train", "nll")
+        above.plot(steps, values, color=hue, alpha=0.25, linewidth=1)
+        above.plot(steps, smoothed(values), color=hue, label=f"{name}, training")
+        steps, values = curve(lines, "validation", "nll")
+        if steps:
+            above.plot(steps, values, "o--", markersize=3.5, color=hue, label=f"{name}, validation")
+        below.plot(*curve(lines, "train", "learning_rate"), color=hue)
+    above.set_ylabel("-log p of a token")
+    above.legend(fontsize=canvas.LABEL + 1, frameon=False)
+    below.set_ylabel("learning rate")
+    below.set_xlabel("step")
+    for ax in (above, below):
+        canvas.plain(ax)
+    return figure
+
+
+def curve(lines: Sequence[dict[str, Any]], kind: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a figure, where it was finite."""
+    points = [
+        (line["step"], float(line[name]))
+        for line in lines
+        if line.get("kind") == kind and isinstance(line.get(name), int | float)
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those before it, over a tenth of the curve or less."""
+    width = min(_WIDTH, max(1, len(values) // 10))
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    first = [max(0, i + 1 - width) for i in range(len(values))]
+    return [(sums[i + 1] - sums[first[i]]) / (i + 1 - first[i]) for i in range(len(values))]
+
+
+def name_of(run: str | os.PathLike[str]) -> str:
+    """What a run is called in the legend."""
+    path = Path(run).resolve()
+    return path.parent.name if path.name == LOG else path.name
+
+
+def bleu_by_length(evaluation: Evaluation, *, ax: Axes | None = None) -> Axes:
+    """BLEU of the sentences of each range of lengths, and how many they are.
+
+    evaluation: Evaluation, as `relpos.evaluation.evaluate` returns it, with sources.
+    """
+    ranges = evaluation.by_length
+    if not ranges:
+        raise ValueError("plot: there is no BLEU by length without sources")
+    ax = canvas.plain(canvas.axes_of(ax, (8, 4.5)))
+    bars = ax.bar(
+        [each.name for each in ranges],
+        [each.bleu for each in ranges],
+        color=canvas.LINES[0],
+        width=0.7,
+        zorder=2,
+    )
+    ax.bar_label(
+        bars,
+        [f"{each.bleu:.1f}\n{_counted(each.sentences)}" for each in ranges],
+        fontsize=canvas.LABEL,
+        padding=2,
+    )
+    ax.grid(False, axis="x")
+    ax.margins(y=0.15)
+    ax.set_xlabel("words of the source")
+    ax.set_ylabel("BLEU")
+    canvas.title(ax, f"BLEU {evaluation.metrics[0].value:.2f}, by length")
+    return ax
+
+
+def _counted(sentences: int) -> str:
+    return f"{sentences:,} {'sentence' if sentences == 1 else 'sentences'}"

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of relations as training leaves them: how long their rows are, how alike, and how they lie.
+
+A table has a row for every offset from -k to k. A softmax does not see what all rows of a key table
+have in common: compare rows with each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relpos.plots import canvas
+from relpos.plots.canvas import Axes, Canvas
+from relpos.position.arrays import Array, check_choice, check_count
+
+if TYPE_CHECKING:
+    from relpos.model import Transformer
+
+_NAMES = {"key_table": "keys", "value_table": "values"}
+
+
+def tables_of(model: Transformer, stack: str = "encoder", layer: int = 0) -> dict[str, Array]:
+    """The tables that a layer of a model with `position="shaw"` has, by name.
+
+    stack: "encoder" or "decoder". layer: int, from 0.
+
+    Returns "key_table", "value_table" or both: float32 (R, d), or (H, R, d), R = k + 1 + k_right.
+    """
+    check_choice("stack", stack, ("encoder", "decoder"))
+    config = getattr(model.config, stack)
+    if not 0 <= check_count("layer", layer, 0) < config.layers:
+        raise ValueError(f"layer: expected below {config.layers}, got {layer}")
+    if config.position != "shaw":
+        raise ValueError(
+            f"model: expected {stack}.position shaw, whose tables have a row for each offset, got "
+            f"{config.position}"
+        )
+    found = {}
+    for name in _NAMES:
+        for place in (f"{stack}.{layer}", stack):  # its own, or the one of the whole stack
+            table = model.parameters.get(f"{place}.attention.{name}")
+            if table is not None:
+                found[name] = table
+    return found
+
+
+def tables(
+    model: Transformer,
+    stack: str = "encoder",
+    layer: int = 0,
+    *,
+    head: int | None = None,
+    figure: Canvas | None = None,
+) -> Canvas:
+    """The tables of one layer: norms, cosine similarity and principal components, a row for each.
+
+    model, stack, layer: as of `tables_of`. head: int. Of similarity and components; None: the mean
+        similarity of all heads, and the components of head 0.
+    figure: a figure or subfigure to draw in.
+    """
+    found = tables_of(model, stack, layer)
+    config = getattr(model.config, stack)
+    right = config.k if config.k_right < 0 else config.k_right
+    offsets, clipped = np.arange(-config.k, right + 1), config.beyond == "clip"
+    figure = canvas.figure_of(figure, (11.5, 3.3 * len(found) + 0.5))
+    grid = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1.15, 1, 1))
+    for (name, table), (left, middle, other) in zip(found.items(), grid, strict=True):
+        of = "keys and values" if config.tied else _NAMES[name]
+        table_norms(table, offsets, clipped=clipped, ax=left)
+        canvas.title(left, f"relations of {of}: length of each row")
+        table_similarity(table, offsets, head=head, clipped=clipped, ax=middle)
+        which = "mean of all heads" if head is None and table.ndim == 3 else f"head {head or 0}"
+        canvas.title(middle, f"cosine of two rows, {which}")
+        table_components(table, offsets, head=head or 0, ax=other)
+        canvas.title(other, f"principal components, head {head or 0}")
+    figure.suptitle(f"{stack}, layer {layer}", fontsize=canvas.TITLE + 1, color=canvas.INK)
+    return figure
+
+
+def table_norms(
+    table: Any, offsets: Any = None, *, clipped: bool = False, ax: Axes | None = None
+) -> Axes:
+    """The Euclidean length of each row, a line for each head.
+
+    table: (R, d), or (H, R, d). offsets: int (R,), what each row is for. None: R odd, those around 0.
+    clipped: bool. The first and the last row are for all that are farther as well.
+    """
+    each, places = _read(table, offsets)
+    ax = canvas.plain(canvas.axes_of(ax, (5.0, 3.2)))
+    for h, rows in enumerate(each):
+        ax.plot(
+            places, np.linalg.norm(rows, axis=1), "o-", markersize=2.5, linewidth=1.3,
+            color=canvas.colour(h, len(each)), label=f"head {h}",
+        )  # fmt: skip
+    ax.set_ylim(bottom=0)
+    _offsets_along(ax.xaxis, places, clipped)
+    ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
+    canvas.title(ax, "length of each row")
+    if len(each) > 1:
+        ax.legend(fontsize=canvas.LABEL, frameon=False, ncols=1 + (len(each) - 1) // 4)
+    return ax
+
+
+def table_similarity(
+    table: Any,
+    offsets: Any = None,
+    *,
+    head: int | None = None,
+    clipped: bool = False,
+    ax: Axes | None = None,
+) -> Axes:
+    """The cosine of the angle between every two rows.
+
+    table, offsets, clipped: as of `table_norms`. head: int. None: the mean of all heads.
+    """
+    each, places = _read(table, offsets)
+    if head is not None:
+        each = each[_checked(head, each)][None]
+    lengths = np.linalg.norm(each, axis=2, keepdims=True)
+    unit = each / np.maximum(lengths, 1e-30)
+    ax = canvas.axes_of(ax, (4.2, 3.6))
+    drawn = canvas.image(
+        ax, (unit @ unit.transpose(0, 2, 1)).mean(axis=0), low=-1, high=1, colours=canvas.SIGNED
+    )
+    edge = places[0] - 0.5, places[-1] + 0.5
+    drawn.set_extent((*edge, *edge[::-1]))
+    for axis in (ax.xaxis, ax.yaxis):
+        _offsets_along(axis, places, clipped)
+    ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
+    canvas.title(ax, "cosine of two rows")
+    canvas.colour_bar(drawn, ax)
+    return ax
+
+
+def table_components(
+    table: Any, offsets: Any = None, *, head: int = 0, ax: Axes | None = None
+) -> Axes:
+    """The rows in the plane of their first two principal components, joined by offset.
+
+    table, offsets: as of `table_norms`. head: int.
+    """
+    each, places = _read(table, offsets)
+    rows = each[_checked(head, each)]
+    left, lengths, _ = np.linalg.svd(rows - rows.mean(axis=0), full_matrices=False)
+    share = lengths**2 / max(float((lengths**2).sum()), 1e-30)
+    at = np.zeros((len(rows), 2))
+    at[:, : lengths.size] = (left * lengths)[:, :2]
+    ax = canvas.plain(canvas.axes_of(ax, (4.2, 3.6)))
+    ax.plot(*at.T, color=canvas.FAINT, linewidth=0.8, zorder=1)
+    ax.scatter(*at.T, c=places, cmap=canvas.IN_ORDER, s=22, zorder=2)
+    for place, (x, y) in zip(places, at, strict=True):
+        if len(places) <= 21 or place % 4 == 0:
+            ax.annotate(
+                canvas.with_minus(f"{place}"), (x, y), xytext=(4, 3), textcoords="offset points",
+                fontsize=canvas.LABEL - 1, color=canvas.INK,
+            )  # fmt: skip
+    ax.margins(0.12)
+    names = [f"component {c + 1}" for c in range(2)]
+    for c, name in enumerate(names):
+        said = f"{name}, {share[c]:.0%}" if c < share.size else name
+        (ax.set_ylabel if c else ax.set_xlabel)(said, fontsize=canvas.LABEL + 1)
+    canvas.title(ax, f"principal components, head {head}")
+    return ax
+
+
+def _read(table: Any, offsets: Any) -> tuple[Any, Any]:
+    """(H, R, d) in double, and the offsets of its rows."""
+    each = np.asarray(table, np.float64)
+    if each.ndim not in (2, 3) or each.size == 0:
+        raise ValueError(f"table: expected (R, d) or (H, R, d), none of them 0, got {each.shape}")
+    each = each.reshape(-1, *each.shape[-2:])
+    rows = each.shape[1]
+    if offsets is None:
+        if rows % 2 == 0:
+            raise ValueError(f"offsets: expected for a table of {rows} rows, which is even")
+        offsets = np.arange(rows) - rows // 2
+    places = np.asarray(offsets)
+    if places.shape != (rows,) or (np.diff(places) != 1).any():
+        raise ValueError(
+            f"offsets: expected {rows} whole numbers, each one more than that before it"
+        )
+    return each, places
+
+
+def _checked(head: Any, each: Any) -> int:
+    if not 0 <= check_count("head", head, 0) < len(each):
+        raise ValueError(f"head: expected below {len(each)}, got {head}")
+    return int(head)
+
+
+def _offsets_along(axis: Any, places: Any, clipped: bool) -> None:
+    """Whole numbers; at the ends of what is clipped, that all beyond is meant."""
+    first, last = int(places[0]), int(places[-1])
+
+    def said(x: float, _: int) -> str:
+        at = round(x)
+        if clipped and first < last and at in (first, last):
+            text = f"< {first + 1}" if at == first else f"> {last - 1}"
+        else:
+            text = f"{at}"
+        return canvas.with_minus(text)
+
+    canvas.whole_numbers(axis, first, last, said)

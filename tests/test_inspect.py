@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`relpos inspect`: which picture comes of which words, and what is told instead of one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import no_matplotlib
+import relpos
+from relpos import cli
+from saved_models import random_model, save
+
+Capture = pytest.CaptureFixture[str]
+TWO = {"encoder.layers": 2, "decoder.layers": 2}
+SENTENCE = ("--source", "ba be do")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("inspect") / "run", random_model(1, **TWO))
+
+
+def inspect(capture: Capture, *arguments: Any, status: int = 0) -> str:
+    """Standard output, or standard error where a failure is expected."""
+    try:
+        found = cli.main(["inspect", *map(str, arguments)])
+    except SystemExit as exit_:
+        found = int(exit_.code or 0)
+    out, error = capture.readouterr()
+    assert found == status, error
+    return out if status == 0 else error
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """The functions of relpos.plots that were called, with what."""
+    pytest.importorskip("matplotlib")
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def watch(name: str) -> None:
+        real = getattr(relpos.plots, name)
+
+        def called(*given: Any, **more: Any) -> Any:
+            calls.append((name, given, more))
+            return real(*given, **more)
+
+        monkeypatch.setattr(relpos.plots, name, called)
+
+    for name in ("heads", "content_and_relation", "by_offset", "all_by_offset", "tables"):
+        watch(name)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "words, function, more, layers, heads",
+    [
+        ((), "heads", {"show": "probabilities"}, (0, 1), (0, 1)),
+        (("--kind", "cross", "--layer", 1), "heads", {"show": "probabilities"}, (1,), (0, 1)),
+        (("--head", 1, "--show", "relation"), "heads", {"show": "relation"}, (0, 1), (1,)),
+        (("--layer", 1, "--head", 0), "content_and_relation", {}, (1,), (0,)),
+        (
+            ("--layer", 1, "--head", 0, "--show", "attention"),
+            "heads", {"show": "probabilities"}, (1,), (0,),
+        ),
+        (("--kind", "decoder", "--show", "offsets"), "all_by_offset", {}, (0, 1), (0, 1)),
+        (("--layer", 1, "--show", "offsets"), "by_offset", {}, (1,), (0, 1)),
+    ],
+)  # fmt: skip
+def test_pictures(
+    run: Path, capsys: Capture, tmp_path: Path, drawn: Any,
+    words: Any, function: str, more: Any, layers: Any, heads: Any,
+) -> None:  # fmt: skip
+    picture = tmp_path / "maps.png"
+    said = inspect(capsys, run, *SENTENCE, "--target", "be ba", *words, "--out", picture)
+    assert said == f"{picture}\n" and picture.read_bytes().startswith(b"\x89PNG")
+    [(name, (maps, kind, *_), found)] = drawn
+    assert (name, found) == (function, more)
+    assert kind == (words[1] if "--kind" in words else "encoder") and list(maps.maps) == [kind]
+    assert (maps.layers, maps.heads) == (layers, heads)
+    assert maps.source_tokens == ("ba", "be", "do")
+    if kind != "encoder":
+        assert maps.target_tokens == ("<s>", "be", "ba")
+
+
+def test_tables_need_no_sentence(run: Path, capsys: Capture, tmp_path: Path, drawn: Any) -> None:
+    picture = tmp_path / "tables.svg"
+    inspect(capsys, run, "--show", "tables", "--kind", "decoder", "--layer", 1, "-o", picture)
+    assert b"<svg" in picture.read_bytes()
+    assert [(name, given[1:]) for name, given, _ in drawn] == [("tables", ("decoder", 1))]
+    told = inspect(capsys, run, "--show", "tables", "--kind", "cross", "--out", picture, status=1)
+    assert told == "relpos: --kind: cross attention has no tables of relations\n"
+
+
+def test_a_page(
+    run: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no matplotlib, and has every kind unless one is asked for."""
+    no_matplotlib.hide(monkeypatch)
+    page = tmp_path / "maps.html"
+    assert inspect(capsys, run, *SENTENCE, "--out", page) == f"{page}\n"
+    text = page.read_text()
+    assert "<html" in text and all(f'"{kind}"' in text for kind in ("encoder", "decoder", "cross"))
+    inspect(capsys, run, *SENTENCE, "--kind", "encoder", "--out", page)
+    assert len(page.read_text()) < len(text)
+
+
+def test_a_language_model(capsys: Capture, tmp_path: Path, drawn: Any) -> None:
+    model = random_model(2, **{"encoder.layers": 0, "source_vocabulary": 0})
+    alone = save(tmp_path / "alone", model)
+    picture = tmp_path / "maps.png"
+    inspect(capsys, alone, "--target", "ba be", "--out", picture)
+    [(_, (maps, kind), _)] = drawn
+    assert kind == "decoder" and maps.target_tokens == ("<s>", "ba", "be")
+    told = inspect(capsys, alone, *SENTENCE, "--out", picture, status=1)
+    assert told == "relpos: --source: this model has no encoder, it goes on from text: --target\n"
+
+
+def test_what_to_type_next(run: Path, capsys: Capture) -> None:
+    told = inspect(capsys, status=2)
+    assert "what is missing is a model and --source and --out" in told
+    assert 'relpos inspect run --source "Two dogs run." --out maps.html' in told
+    assert "missing is --out." in inspect(capsys, run, *SENTENCE, status=2)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ((*SENTENCE, "--out", "maps.doc"), "--out: expected a file that ends in .html, .png, .svg, "
+         ".pdf, got 'maps.doc'"),
+        ((*SENTENCE, "--out", "m.html", "--show", "logits"), "--show: is for pictures; a page has "
+         "all of it to choose from"),
+        ((*SENTENCE, "--out", "m.html", "--layer", "2"), "--layer: expected 0 to 1, got 2"),
+        ((*SENTENCE, "--out", "m.html", "--head", "-1"), "--head: expected 0 to 1, got -1"),
+        (("--target", "ba", "--out", "m.html"), "--source: expected a sentence: this model has an "
+         "encoder"),
+    ],
+)  # fmt: skip
+def test_refused(
+    run: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    words: Any, message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert inspect(capsys, run, *words, status=1) == f"relpos: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(
+    run: Path, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told before any work is done."""
+    no_matplotlib.hide(monkeypatch)
+    monkeypatch.setitem(sys.modules, "relpos.translator", None)
+    told = inspect(capsys, run, *SENTENCE, "--out", tmp_path / "maps.png", status=1)
+    assert told == "relpos: plots: takes matplotlib, `pip install 'relpos[viz]'`\n"
