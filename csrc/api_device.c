@@ -30,12 +30,12 @@ typedef struct gpu {
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static gpu gpus[MOST_GPUS];
 static int lines;
-static const rpc_door *door;
 
 static void keep_problem(gpu *g) { snprintf(g->problem, sizeof g->problem, "%s", rp_last_error()); }
 
 static void look(void) {
   int count = 0;
+  const rpc_door *door = NULL;
   if (rpi_device_door(&door) != RP_OK || door->count(&count) != RP_OK) {
     strcpy(gpus[0].name, "cuda");
     keep_problem(&gpus[0]);
@@ -82,7 +82,9 @@ static rp_device describe_gpu(int index) {
   }
   char title[sizeof g->title];
   int64_t memory;
-  if (door->describe(index, title, sizeof title, &memory, &device.memory_free) != RP_OK) {
+  const rpc_door *door = NULL;
+  if (rpi_device_door(&door) != RP_OK ||
+      door->describe(index, title, sizeof title, &memory, &device.memory_free) != RP_OK) {
     device.problem = rp_last_error();
   }
   return device;

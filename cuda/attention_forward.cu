@@ -37,7 +37,7 @@ template <class S>
 rp_status launch_shape(Forward *f, const rp_attention *shape) {
   const bool fits = lay_out<S>(f, context().shared_bytes);
   if constexpr (!S::kGeneral) {
-    if (f->tiled) { /* a band for which there is no room */
+    if (f->tiled || !fits) { /* a band for which there is no room */
       constexpr int kWidth = S::kWidth < 64 ? 64 : S::kWidth;
       return launch_shape<Shape<Operand<S>, typename S::Storage, kWidth, true>>(f, shape);
     }

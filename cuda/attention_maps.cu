@@ -4,7 +4,7 @@
  * same call with all other terms left out.
  *
  * A block computes one row, a thread every so many of its keys, in f32 whatever the precision of
- * products is; nothing is stored but the row itself.
+ * products is; nothing is stored but the row itself. Maps go to the host some rows at a time.
  */
 #include "forward_pairs.h"
 #include "reduce.h"
@@ -13,6 +13,7 @@ namespace rpc {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int64_t kNumbers = int64_t{1} << 22; /* of a map that are on the device at a time */
 
 struct MapRows {
   Call call;
@@ -112,6 +113,25 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const __grid_constant__ M
   if (m.what == RP_SHOW_PROBABILITIES) show_probabilities(row, seq.keys);
 }
 
+int64_t keys_of(const rp_attention *shape, int64_t b) {
+  const int64_t *const offsets = shape->key_offsets ? shape->key_offsets : shape->offsets;
+  if (offsets) return offsets[b + 1] - offsets[b];
+  const int64_t *const lengths = shape->key_lengths ? shape->key_lengths : shape->lengths;
+  return lengths ? lengths[b] : shape->M;
+}
+
+/* Rows of a map from the device to where the host wants them. */
+rp_status to_host(const rpi_attention_map_args *args, const float *from, int64_t first,
+                  int64_t rows, int64_t keys) {
+  float *const to = args->to + first * args->to_stride;
+  const int64_t row_bytes = keys * static_cast<int64_t>(sizeof(float));
+  if (args->to_stride == keys) return read(to, from, rows * row_bytes);
+  for (int64_t r = 0; r < rows; r++) {
+    RPI_TRY(read(to + r * args->to_stride, from + r * keys, row_bytes));
+  }
+  return RP_OK;
+}
+
 }  // namespace
 
 /* bytes given: says that no workspace is needed, and does nothing else. */
@@ -128,15 +148,24 @@ rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   RPI_TRY(read_call(&shown, args->q, args->k, rp_rows{}, &m.call));
   m.batch = static_cast<int32_t>(args->b);
   m.head = static_cast<int32_t>(args->head);
-  m.row = static_cast<int32_t>(args->row);
   m.what = args->what;
   m.content = args->what <= RP_SHOW_CONTENT;
-  m.to = args->to;
-  m.to_stride = args->to_stride;
-  const Launch launched = {dim3(static_cast<unsigned>(args->rows)), dim3(kThreads), 0,
-                           context().stream};
-  if (placement.element == RP_BF16) CUDA_TRY(launch(map_kernel<bf16>, launched, m));
-  else CUDA_TRY(launch(map_kernel<float>, launched, m));
+  const int64_t keys = keys_of(args->shape, args->b);
+  if (keys == 0) return RP_OK;
+  const int64_t most = kNumbers / keys > 0 ? kNumbers / keys : 1;
+  const int64_t together = most < args->rows ? most : args->rows;
+  scratch_begin();
+  RPI_TRY(scratch(together * keys, &m.to));
+  m.to_stride = keys;
+  for (int64_t done = 0; done < args->rows; done += together) {
+    const int64_t rows = args->rows - done < together ? args->rows - done : together;
+    m.row = static_cast<int32_t>(args->row + done);
+    const Launch launched = {dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0,
+                             context().stream};
+    if (placement.element == RP_BF16) CUDA_TRY(launch(map_kernel<bf16>, launched, m));
+    else CUDA_TRY(launch(map_kernel<float>, launched, m));
+    RPI_TRY(to_host(args, m.to, done, rows, keys));
+  }
   return RP_OK;
 }
 

@@ -42,7 +42,8 @@ struct Staged {
 struct Block {
   char *host, *device;
   int64_t capacity;
-  int64_t used; /* the call of stage_bytes that used it last */
+  int64_t used;  /* the call of stage_bytes that used it last */
+  int64_t entry; /* and the entry that did */
   Staged holds;
   cudaEvent_t copied;
 };
@@ -70,18 +71,19 @@ struct State {
   Context context;
   std::mutex turn;
   bool ready;
+  int64_t entries;   /* of the table, that were called */
   cudaEvent_t order; /* between streams */
   Staging staging;
   Scratch scratch;
 };
 
-const rpc_host *host;
+thread_local const rpc_host *host;
 State states[most_devices];
 thread_local State *selected;
 
 int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
-rp_status make_ready(State &s, int device) {
+rp_status prepare(State &s, int device) {
   int value = 0;
   s.context.device = device;
   CUDA_TRY(cudaSetDevice(device));
@@ -94,6 +96,15 @@ rp_status make_ready(State &s, int device) {
   CUDA_TRY(cudaEventCreateWithFlags(&s.order, cudaEventDisableTiming));
   s.ready = true;
   return RP_OK;
+}
+
+/* The caller's device stays the current one. */
+rp_status make_ready(State &s, int device) {
+  int before = 0;
+  CUDA_TRY(cudaGetDevice(&before));
+  const rp_status status = prepare(s, device);
+  CUDA_TRY(cudaSetDevice(before));
+  return status;
 }
 
 /* Both sides of a piece of staging memory. */
@@ -173,7 +184,8 @@ rp_status find_block(Staging &s, const void *from, int64_t bytes, Block **found)
   Block *oldest = nullptr;
   for (int i = 0; i < s.blocks; i++) {
     Block &block = s.large[i];
-    const bool same = block.holds.from == from && block.capacity >= bytes;
+    const bool free = block.entry != selected->entries;
+    const bool same = free && block.holds.from == from && block.capacity >= bytes;
     const bool idle = s.calls - block.used > remembered;
     if (same || (idle && block.capacity >= bytes && block.capacity / 2 <= bytes)) {
       *found = &block;
@@ -207,12 +219,14 @@ rp_status stage_large(Staging &s, const void *from, int64_t bytes, const void **
     Block &block = s.large[i];
     if (!holds(block.holds, from, bytes)) continue;
     block.used = s.calls;
+    block.entry = selected->entries;
     *to = block.device;
     return RP_OK;
   }
   Block *block = nullptr;
   RPI_TRY(find_block(s, from, bytes, &block));
   block->used = s.calls;
+  block->entry = selected->entries;
   block->holds.host = block->host;
   block->holds.device = block->device;
   RPI_TRY(send(block->holds, from, bytes));
@@ -263,7 +277,7 @@ rp_status blas_handle(cublasHandle_t *handle) {
   return RP_OK;
 }
 
-void set_host(const rpc_host *given) { host = given; }
+void use(const rpc_host *given) { host = given; }
 
 rp_status select(int device) {
   State &s = states[device];
@@ -277,6 +291,7 @@ Context &context() { return selected->context; }
 
 Turn::Turn() {
   selected->turn.lock();
+  selected->entries++;
   if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
   if (before_ != selected->context.device) (void)cudaSetDevice(selected->context.device);
 }

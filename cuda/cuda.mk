@@ -26,8 +26,8 @@ CUDA_SOURCES = \
   adam.cu \
   table.cu
 
-# Compute capabilities; those that the nvcc found does not know are left out. PTX of the last one
-# serves later GPUs.
+# Compute capabilities; those that the nvcc found does not know are left out. PTX of the first and
+# the last serves others.
 CUDA_ARCHITECTURES = 80 90 100 120
 
 CUDA_INCLUDES = cuda csrc csrc/include

@@ -11,7 +11,7 @@ namespace rpc {
 
 constexpr int most_devices = 64;
 
-void set_host(const rpc_host *host);
+void use(const rpc_host *host);
 rp_status select(int device);
 
 /* One entry at a time on a device: stream, staging memory and scratch are shared by all threads.

@@ -76,10 +76,11 @@ class Compiler:
     libraries: list[Path] = field(default_factory=list)  # cuBLAS and the runtime
 
     def targets(self) -> list[str]:
-        """Machine code for every architecture, and PTX of the last for those to come."""
-        last = self.architectures[-1]
+        """Machine code for every architecture, and PTX of the first and the last for others."""
+        first, last = self.architectures[0], self.architectures[-1]
         codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in self.architectures]
-        return [*codes, f"-gencode=arch=compute_{last},code=compute_{last}"]
+        ptx = [f"-gencode=arch=compute_{n},code=compute_{n}" for n in dict.fromkeys((first, last))]
+        return [*codes, *ptx]
 
 
 def find() -> Compiler:

@@ -116,13 +116,13 @@ rp_status wait() {
   return RP_OK;
 }
 
-const rpc_door door = {RP_VERSION, sizeof(rp_ops), &ops, count, describe, select, wait};
+const rpc_door door = {RP_VERSION, sizeof(rp_ops), &ops, count, describe, select, wait, use};
 
 }  // namespace
 
 }  // namespace rpc
 
 extern "C" __attribute__((visibility("default"))) const rpc_door *rpc_open(const rpc_host *host) {
-  rpc::set_host(host);
+  rpc::use(host);
   return &rpc::door;
 }

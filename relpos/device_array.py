@@ -106,7 +106,7 @@ class DeviceArray:
     def numpy(self) -> npt.NDArray[np.float32]:
         """A copy on the host, of float32: bfloat16 has its place in it. Waits for the GPU."""
         wide = self.dtype == "float32"
-        flat = np.empty(self.reach, np.float32 if wide else np.uint16)
+        flat: npt.NDArray[Any] = np.empty(self.reach, np.float32 if wide else np.uint16)
         if flat.size > 0:
             _core.device_read(self.device, self.address, flat)
         if not wide:

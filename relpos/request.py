@@ -205,7 +205,7 @@ def _extent(x: Any) -> Any:
     if not isinstance(x, DeviceArray):
         return x
     size = BYTES[x.dtype]
-    memory = (ctypes.c_char * max(x.reach * size, 1)).from_address(x.address or 1)
+    memory: Any = (ctypes.c_char * max(x.reach * size, 1)).from_address(x.address or 1)
     steps = [size * stride for stride in x.strides]
     return np.ndarray(x.shape, f"u{size}", memory, 0, steps)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests")]
+sys.path.append(str(ROOT))  # where it is built in place
 
 import numpy as np  # noqa: E402
 

@@ -93,6 +93,9 @@ PATHS = {
     "width 256": replace(SHAW, D=256, Dv=256, N=33, M=65, H=1, key=Labels(5), value=Labels(5)),
     "width 128, labels": replace(SHAW, D=128, Dv=128, N=40, H=1, key=Labels(5), value=Labels(5)),
     "width 128, band": replace(SHAW, D=128, Dv=128, N=66, M=140, H=1, key=Band(80, 80)),
+    "width 128, a band just too long": replace(
+        SHAW, D=128, Dv=128, N=66, M=130, H=1, key=Band(56, 56)
+    ),
     "width 100, values alone": replace(SHAW, D=8, Dv=100, key=None, N=20, H=1),
     "width 1": replace(SHAW, D=1, Dv=1, N=65, M=63),
     "one row": replace(SHAW, N=1, M=129, starts=(128,), causal=True),
@@ -249,6 +252,7 @@ CROWDED = (
     "labels",
     "long, clipped on both sides",
     "width 128, band",
+    "width 128, a band just too long",
 )
 
 

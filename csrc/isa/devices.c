@@ -93,6 +93,7 @@ rp_status rpi_device_door(const rpc_door **opened) {
 #endif
   pthread_once(&once, open_library);
   RPI_CHECK(door != NULL, RP_ERROR_DEVICE, "%s", problem);
+  door->use(&host);
   *opened = door;
   return RP_OK;
 }

@@ -35,13 +35,16 @@ typedef struct rpc_door {
   rp_status (*count)(int *count); /* GPUs; RP_ERROR_DEVICE with the reason where there are none */
   rp_status (*describe)(int index, char *title, int64_t title_bytes, int64_t *memory,
                         int64_t *memory_free);
-  rp_status (*select)(int index); /* for this thread; the first time it is made ready */
-  rp_status (*wait)(void);        /* for all that the selected device was asked to do */
+  rp_status (*select)(int index);    /* for this thread; the first time it is made ready */
+  rp_status (*wait)(void);           /* for all that the selected device was asked to do */
+  void (*use)(const rpc_host *host); /* whose sentences this thread's failures are from here on:
+                                        a process may have several copies of libcore */
 } rpc_door;
 
 typedef const rpc_door *(*rpc_open_fn)(const rpc_host *host);
 
-/* The door of the library, which is opened at the first call; RP_ERROR_DEVICE and why not. */
+/* The door of the library, which is opened at the first call, for this thread; RP_ERROR_DEVICE and
+ * why not. */
 rp_status rpi_device_door(const rpc_door **opened);
 
 #ifdef __cplusplus

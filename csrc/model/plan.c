@@ -19,6 +19,7 @@
 /* Logits of a block of rows take about this many numbers: enough rows that reading the output
  * projection for every block is cheap beside the product. */
 #define LOGITS ((int64_t)1 << 23)
+#define DEVICE_LOGITS ((int64_t)1 << 26) /* of a device, which reads much faster than it begins */
 
 typedef struct plan {
   rpi_arena fixed; /* small, and needed to ask attention for sizes */
@@ -245,7 +246,8 @@ static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   plan p = {rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting()};
   m->classes =
       m->config.decoder.layers != 0 ? m->config.target_vocabulary : m->config.source_vocabulary;
-  m->loss_rows = LOGITS / m->classes < 16 ? 16 : LOGITS / m->classes;
+  const int64_t logits = m->ops->host ? LOGITS : DEVICE_LOGITS;
+  m->loss_rows = logits / m->classes < 16 ? 16 : logits / m->classes;
   if (m->loss_rows > m->limits.tokens) m->loss_rows = m->limits.tokens;
   carve(m, &p, memory);
   const bool fits = !p.fixed.failed && !p.numbers.failed && !p.step.failed && add_up(memory);

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,7 @@ def tokens_of(maps: ModelMaps, kind: str) -> tuple[Sequence[str], Sequence[str]]
     return queries, keys
 
 
-def strongest(values: Array) -> float:
+def strongest(values: Any) -> float:
     """The largest absolute value, for the strongest colour; of nothing but 0, one."""
     return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0)) or 1.0
 
