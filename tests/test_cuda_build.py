@@ -188,14 +188,11 @@ def test_every_kernel_is_there_for_every_architecture(built: Path) -> None:
 
 
 def test_the_fast_kernels_of_attention_do_not_spill(built: Path) -> None:
-    """Forward's of bf16 for the usual terms. What the others spill is said, not forbidden. At width 64
-    three blocks share a multiprocessor's registers, 168 for a thread; for 8.0 that is one too few: it
-    is stored once and read twice."""
+    """Forward's of bf16 for the usual terms. What the others spill is said, not forbidden."""
     spilled = [k for source in TENSOR for k in kernels(built, source) if k[2]]
     for name, architecture, count in spilled:
         print(f"{count} bytes spilled: {architecture} {name}")
-    fast = [k for k in spilled if "bfloat16" in k[0] and "Lb0E" in k[0]]
-    assert [k for k in fast if (k[1], k[2]) != ("sm_80", 3 * 4)] == []
+    assert [k for k in spilled if "bfloat16" in k[0] and "Lb0E" in k[0]] == []
 
 
 def test_attention_multiplies_on_tensor_cores(built: Path) -> None:
