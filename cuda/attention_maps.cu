@@ -113,13 +113,6 @@ __global__ void __launch_bounds__(kThreads) map_kernel(const __grid_constant__ M
   if (m.what == RP_SHOW_PROBABILITIES) show_probabilities(row, seq.keys);
 }
 
-int64_t keys_of(const rp_attention *shape, int64_t b) {
-  const int64_t *const offsets = shape->key_offsets ? shape->key_offsets : shape->offsets;
-  if (offsets) return offsets[b + 1] - offsets[b];
-  const int64_t *const lengths = shape->key_lengths ? shape->key_lengths : shape->lengths;
-  return lengths ? lengths[b] : shape->M;
-}
-
 /* Rows of a map from the device to where the host wants them. */
 rp_status to_host(const rpi_attention_map_args *args, const float *from, int64_t first,
                   int64_t rows, int64_t keys) {
@@ -150,7 +143,7 @@ rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   m.head = static_cast<int32_t>(args->head);
   m.what = args->what;
   m.content = args->what <= RP_SHOW_CONTENT;
-  const int64_t keys = keys_of(args->shape, args->b);
+  const int64_t keys = sequence_of(args->shape, args->b).keys;
   if (keys == 0) return RP_OK;
   const int64_t most = kNumbers / keys > 0 ? kNumbers / keys : 1;
   const int64_t together = most < args->rows ? most : args->rows;
