@@ -254,7 +254,8 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   if (lies[VALUE] == ACROSS) collect_strip(&w->side[VALUE], p, i, count, distance, tile_keys);
   if (item->pairs.count) {
     for (int values = 0; values < 2; values++) {
-      const pair_buckets buckets = pair_buckets_at(&item->pairs, &w->pairs, i, values);
+      pair_buckets buckets;
+      pair_buckets_at(&item->pairs, &w->pairs, i, values, &buckets);
       const dense *const x = &w->side[values ? VALUE : KEY].x;
       const pair_ends ends = {.x = x->data + i * x->stride,
                               .x_stride = x->stride,

@@ -80,8 +80,11 @@ RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
     m3 = rpi_higher(rpi_load(s + 3 * RPI_LANES), m3);
   }
   m0 = rpi_higher(rpi_higher(m1, m0), rpi_higher(m3, m2));
-  real most = m0[0];
-  for (int l = 1; l < RPI_LANES; l++) most = m0[l] > most ? m0[l] : most;
+  const real *const lanes = (const real *)&m0;
+  real most = lanes[0];
+  _Pragma("omp simd reduction(max : most)") for (int l = 0; l < RPI_LANES; l++) {
+    most = lanes[l] > most ? lanes[l] : most;
+  }
   return most;
 }
 
@@ -214,7 +217,8 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   const running state = running_at(&w->state, view->block + i, width);
   const int64_t bucket_stride = view->collects ? window_stride(vw->columns) : 0;
   real *const buckets = w->buckets + i * bucket_stride;
-  pair_buckets of_pairs = pair_buckets_at(&item->pairs, &w->pairs, i, true);
+  pair_buckets of_pairs;
+  pair_buckets_at(&item->pairs, &w->pairs, i, true, &of_pairs);
   bool again = false;
   do {
     forward_scores(item, w, view, &state, i, j, tile_keys);

@@ -424,10 +424,9 @@ typedef struct pair_buckets {
 } pair_buckets;
 
 /* Those of the terms that gather p (values) or ds (the others), from row i of the block on. */
-static pair_buckets pair_buckets_at(const pair_terms *p, const pair_scratch *w, int64_t i,
-                                    bool values) {
-  pair_buckets b;
-  b.count = 0;
+static void pair_buckets_at(const pair_terms *p, const pair_scratch *w, int64_t i, bool values,
+                            pair_buckets *b) {
+  b->count = 0;
   for (int n = 0; n < p->count; n++) {
     const lookup *const x = &p->list[n];
     if ((x->kind == PAIR_VALUE) != values || x->kind == PAIR_QUERY) continue;
@@ -435,14 +434,13 @@ static pair_buckets pair_buckets_at(const pair_terms *p, const pair_scratch *w, 
     const bool each = pair_by_pair(x, w);
     const int64_t stride = lookup_stride(lookup_rows(x, w));
     const int64_t from = (lookup_base(x, w) + i) * stride;
-    b.stride[b.count] = stride;
-    b.rows[b.count] = each ? NULL : at->buckets + from;
-    b.folded[b.count] = at->folded ? at->folded + from : NULL;
-    b.relation[b.count] =
+    b->stride[b->count] = stride;
+    b->rows[b->count] = each ? NULL : at->buckets + from;
+    b->folded[b->count] = at->folded ? at->folded + from : NULL;
+    b->relation[b->count] =
         x->relation->map == RP_MAP_EDGES ? NULL : w->list[x->map].relation + i * RPI_TILE;
-    b.list[b.count++] = n;
+    b->list[b->count++] = n;
   }
-  return b;
 }
 
 /* Where a strip's pairs go that are taken one by one. */

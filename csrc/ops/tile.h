@@ -53,6 +53,11 @@ typedef real rpi_register __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES)
 RPI_INLINE rpi_register rpi_load(const real *from) { return *(const rpi_vector *)from; }
 RPI_INLINE void rpi_store(real *to, rpi_register value) { *(rpi_vector *)to = value; }
 
+/* Asks for a line of memory that may be beyond its array: so no pointer is made of it. */
+RPI_INLINE void rpi_prefetch(const real *from, int64_t ahead) {
+  __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead * sizeof(real)));
+}
+
 RPI_INLINE int64_t rpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 RPI_INLINE int64_t rpi_max(int64_t a, int64_t b) { return a > b ? a : b; }
 RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -121,7 +126,9 @@ RPI_NOINLINE void rpi_pack_transposed(const real *from, int64_t from_stride, int
     for (; present == RPI_LANES && column + RPI_LANES <= columns; column += RPI_LANES) {
       rpi_register square[RPI_LANES];
       RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
-        square[i] = factor * rpi_load(from + (row + i) * from_stride + column);
+        const real *const at = from + (row + i) * from_stride + column;
+        rpi_prefetch(at, RPI_LANES * from_stride); /* fresh keys: 3 % of forward at n = 256 */
+        square[i] = factor * rpi_load(at);
       }
       rpi_transpose(square);
       RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
@@ -168,10 +175,11 @@ RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, con
   rpi_register c[RPI_STRIP][RPI_VECTORS];
   real *const out = p->c + column;
   const int64_t c_stride = p->c_stride;
-  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+  const real *from = out;
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++, from += c_stride) {
     RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
       if (mode == RPI_START_LOAD) {
-        c[r][v] = rpi_load(out + r * c_stride + v * RPI_LANES);
+        c[r][v] = rpi_load(from + v * RPI_LANES);
       } else if (mode == RPI_START_ROW) {
         c[r][v] = (rpi_register){0} + start->row[r];
       } else {
@@ -190,10 +198,10 @@ RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, con
       RPI_UNROLL(4) for (int v = 0; v < vectors; v++) c[r][v] += a[r * a_row] * row[v];
     }
   }
-  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
-      rpi_store(out + r * c_stride + v * RPI_LANES, c[r][v]);
-    }
+  real *to = out;
+  __asm__("" : "+r"(to)); /* or GCC keeps 24 addresses through the loop, in memory: 0.7 % */
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++, to += c_stride) {
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) rpi_store(to + v * RPI_LANES, c[r][v]);
   }
 }
 
