@@ -176,7 +176,8 @@ def run_tests(part: Part, file: Path) -> None:
     """The tests of a file that have not passed yet; what passes is kept, also if time runs out."""
     known = [what for what, verdict in part.done.items() if verdict.startswith("passed")]
     skip = [word for what in known if "::" in what for word in ("--deselect", what)]
-    command = (sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
+    command = (sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short")
+    command += ("-p", "no:cacheprovider")
     status, text = part.run(*command, file.relative_to(ROOT), *skip)
     for name, verdict in PASSED.findall(text):
         part.done[name] = "passed" if verdict in ("PASSED", "SKIPPED") else f"failed: {verdict}"

@@ -8,7 +8,6 @@ under a sanitizer); without them `make all f64` runs once.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, whatever the import mode
+
+from building import make  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +31,7 @@ def libraries() -> dict[str, Path]:
         "f64": ROOT / "build" / "f64" / "libcore_f64.so",
     }
     if not all(given.values()):
-        made = subprocess.run(
-            ["make", "-j2", "all", "f64"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        if made.returncode != 0:
-            pytest.fail(f"make all f64 failed:\n{made.stdout[-2000:]}{made.stderr[-4000:]}")
+        make("all", "f64")
     return {name: Path(given[name] or built[name]) for name in built}
 
 
@@ -46,10 +43,6 @@ def emulated_device() -> Path:
     if given != "gpu":
         library = Path(given) if given else ROOT / "build" / "emulated" / "librelpos_cuda.so"
         if not given:
-            made = subprocess.run(
-                ["make", "-j2", "emulated"], cwd=ROOT, capture_output=True, text=True, check=False
-            )
-            if made.returncode != 0:
-                pytest.fail(f"make emulated failed:\n{made.stdout[-2000:]}{made.stderr[-4000:]}")
+            make("emulated")
         os.environ["RELPOS_CUDA_LIBRARY"] = str(library)
     return Path(given)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 import capi
+from building import make
 from cases import (
     CORNERS,
     Arrays,
@@ -271,10 +271,7 @@ def test_orders_of_threads(
 
 
 def built(target: str) -> Path:
-    made = subprocess.run(
-        ["make", "-j2", target], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr[-4000:]
+    make(target)
     return ROOT / "build" / target / "librelpos_cuda.so"
 
 

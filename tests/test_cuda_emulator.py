@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from building import make
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILDS = ("emulated", "emulated-race", "emulated-sanitized")
 THREADS = 64
@@ -22,10 +24,7 @@ THREADS = 64
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, Path]:
-    made = subprocess.run(
-        ["make", "-j2", "planted"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
+    make("planted")
     return {build: ROOT / "build" / build / "planted" for build in BUILDS}
 
 

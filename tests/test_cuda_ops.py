@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from building import make
 from test_sanitizers import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,13 +48,6 @@ SHARING += ("test_attend_rows", "test_choose")
 DEVICE = {"RELPOS_TEST_DEVICE": "cuda", "RELPOS_TEST_SMALL": "tiny"}
 # Device memory stays open to the host: what protects it takes most of the time.
 OPEN = {"EMU_OPEN": "1"}
-
-
-def make(*targets: str) -> None:
-    made = subprocess.run(
-        ["make", "-j2", *targets], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
 
 
 @pytest.fixture(scope="module", autouse=True)

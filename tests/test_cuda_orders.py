@@ -14,17 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from building import make
 from test_sanitizers import runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ROOT / "tests" / "gpu_small.py"
 
 
-def make(target: str) -> Path:
-    made = subprocess.run(
-        ["make", "-j2", target], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
+def built(target: str) -> Path:
+    make(target)
     return ROOT / "build" / target / "librelpos_cuda.so"
 
 
@@ -46,7 +44,7 @@ def results(core: Path, library: Path, folder: Path, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def in_order(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("orders")
-    said = results(libraries["f32"], make("emulated"), folder, EMU_SEED="0")
+    said = results(libraries["f32"], built("emulated"), folder, EMU_SEED="0")
     assert len(said.splitlines()) >= 8
     return said
 
@@ -55,14 +53,14 @@ def in_order(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 def test_another_order_gives_the_same_bits(
     libraries: dict[str, Path], in_order: str, tmp_path: Path, seed: int
 ) -> None:
-    library = make("emulated")
+    library = built("emulated")
     assert results(libraries["f32"], library, tmp_path, EMU_SEED=str(seed)) == in_order
 
 
 def test_the_race_checker_finds_nothing(
     libraries: dict[str, Path], in_order: str, tmp_path: Path
 ) -> None:
-    library = make("emulated-race")
+    library = built("emulated-race")
     assert results(libraries["f32"], library, tmp_path, EMU_SEED="0") == in_order
 
 
@@ -72,7 +70,7 @@ def test_the_sanitizers_find_nothing(
     preloaded = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so.6")]
     if None in preloaded:
         pytest.skip("this compiler has no libasan.so and libubsan.so to preload (gcc has)")
-    library = make("emulated-sanitized")
+    library = built("emulated-sanitized")
     sanitizer = {
         "LD_PRELOAD": " ".join(str(path) for path in preloaded),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from building import make
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "tests" / "golden" / "ptx_vectors.txt"
 
@@ -27,10 +29,7 @@ def parse(text: str) -> Vectors:
 
 @pytest.fixture(scope="module")
 def twins() -> Vectors:
-    made = subprocess.run(
-        ["make", "-j2", "build/emulated/vectors"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stdout[-2000:] + made.stderr[-4000:]
+    make("build/emulated/vectors")
     return parse(subprocess.check_output([ROOT / "build" / "emulated" / "vectors"], text=True))
 
 

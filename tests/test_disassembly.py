@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from building import make
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "release" / "csrc"
 
@@ -51,10 +53,7 @@ Function = list[Instruction]
 
 @cache
 def built() -> bool:
-    made = subprocess.run(
-        ["make", "-j2", "all"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr[-4000:]
+    make("all")
     return True
 
 

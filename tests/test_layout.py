@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from building import make
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CUDA = ROOT / "cuda"
@@ -207,7 +209,7 @@ def test_libcore_needs_nothing_but_libc(libraries: dict[str, Path], kind: str) -
 
 def test_shared_names_have_the_prefix() -> None:
     """In libcore.a every name that crosses files is rp_ or rpi_: it is linked into programs."""
-    run("make", "-j2", "all")
+    make("all")
     lines = run("nm", "--defined-only", "-g", ROOT / "build" / "release" / "libcore.a").splitlines()
     names = {line.split()[-1] for line in lines if len(line.split()) == 3}
     assert names and [name for name in sorted(names) if not re.match(r"rpi?_", name)] == []

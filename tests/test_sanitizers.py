@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import capi
+from building import make
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = 300
@@ -67,10 +68,7 @@ def test_cases_under_sanitizers() -> None:
     libraries = [runtime("libasan.so"), runtime("libubsan.so")]
     if None in libraries:
         pytest.skip("this compiler has no libasan.so and libubsan.so to preload (gcc has)")
-    made = subprocess.run(
-        ["make", "-j2", "sanitized"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert made.returncode == 0, made.stderr[-4000:]
+    make("sanitized")
     built = [
         ROOT / "build" / "sanitized" / "libcore.so",
         ROOT / "build" / "sanitized_f64" / "libcore_f64.so",
