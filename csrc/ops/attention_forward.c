@@ -378,6 +378,26 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
   band_product(&related, &view.at, width, vw, 0);
 }
 
+/* to = factor * (from + before * head + behind * tail): a vector without a share is not met,
+ * whatever is in it. */
+RPI_INLINE void finish_row(int64_t width, const real *restrict from, real before,
+                           const real *restrict head, real behind, const real *restrict tail,
+                           real factor, real *restrict to) {
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    rpi_register x = rpi_load(from + c);
+    if (before != 0) x += before * rpi_load(head + c);
+    if (behind != 0) x += behind * rpi_load(tail + c);
+    rpi_store(to + c, x * factor);
+  }
+  for (; c < width; c++) {
+    real x = from[c];
+    if (before != 0) x += before * head[c];
+    if (behind != 0) x += behind * tail[c];
+    to[c] = x * factor;
+  }
+}
+
 /* Divides by the sums and writes a chunk's rows: (3). */
 static void forward_finish(const forward_item *item, forward_scratch *w) {
   const rpi_attention_args *const args = item->args;
@@ -404,20 +424,15 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
       before += rpi_load(kept + SUM_BEFORE * state->plane);
       behind += rpi_load(kept + SUM_AFTER * state->plane);
     }
-    const real sum = sum_lanes((const real *)&all);
-    real *const from = state->out + i * width;
+    const real sum = rpi_total(all);
+    const real *const from = state->out + i * width;
     real *const to =
         out_row_of(&args->out, seq->query_batch, item->head, seq->query_row + item->query + i);
     if (sum == 0) { /* the row sees no key; a NaN is not 0 and goes on */
       memset(to, 0, (size_t)Dv * sizeof(real));
     } else {
-      const bool ends = state->used == SUMS;
-      const real head = ends ? sum_lanes((const real *)&before) : (real)0;
-      const real tail = ends ? sum_lanes((const real *)&behind) : (real)0;
-      const real inverse = 1 / sum;
-      for (int64_t c = 0; head != 0 && c < width; c++) from[c] += head * w->ends[c];
-      for (int64_t c = 0; tail != 0 && c < width; c++) from[c] += tail * w->ends[width + c];
-      for (int64_t c = 0; c < Dv; c++) to[c] = from[c] * inverse;
+      const real *const head = w->ends, *const tail = w->ends + width;
+      finish_row(Dv, from, rpi_total(before), head, rpi_total(behind), tail, 1 / sum, to);
     }
     if (lse && sum == 0) {
       lse[item->query + i] = (real)-INFINITY;

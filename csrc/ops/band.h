@@ -45,19 +45,13 @@
 
 #define RPI_TILE 64 /* keys in a tile */
 
-RPI_INLINE real sum_lanes(const real *lanes) {
-  real sum = 0;
-  _Pragma("omp simd reduction(+ : sum)") for (int l = 0; l < RPI_LANES; l++) sum += lanes[l];
-  return sum;
-}
-
 /* One vector of sums, whatever the width: GCC's own reduction over a width it does not
  * know spends more on its tails than on 64 numbers. */
 RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t width) {
   rpi_register sum = {0};
   int64_t c = 0;
   for (; c + RPI_LANES <= width; c += RPI_LANES) sum += rpi_load(x + c) * rpi_load(y + c);
-  real total = sum_lanes((const real *)&sum);
+  real total = rpi_total(sum);
   for (; c < width; c++) total += x[c] * y[c];
   return total;
 }
@@ -421,10 +415,10 @@ static void band_finish(const window *w, int64_t rows, real *buckets, const real
                         const real *head) {
   const int64_t stride = window_stride(w->columns);
   for (int64_t r = 0; w->tail && r < rows; r++) {
-    buckets[r * stride + RPI_LANES + w->columns - 1] = sum_lanes(tail + r * RPI_LANES);
+    buckets[r * stride + RPI_LANES + w->columns - 1] = rpi_total(rpi_load(tail + r * RPI_LANES));
   }
   for (int64_t r = 0; w->head && r < rows; r++) {
-    buckets[r * stride + RPI_LANES - 1] = sum_lanes(head + r * RPI_LANES);
+    buckets[r * stride + RPI_LANES - 1] = rpi_total(rpi_load(head + r * RPI_LANES));
   }
 }
 

@@ -303,7 +303,7 @@ RPI_INLINE void pair_dots(int64_t width, const real *const a[RPI_PAIRS],
     RPI_UNROLL(4) for (int l = RPI_PAIRS; l < RPI_LANES; l += RPI_PAIRS) out[n] += all[l + n];
   }
 #else
-  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) out[n] = sum_lanes((const real *)&sum[n]);
+  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) out[n] = rpi_total(sum[n]);
 #endif
   for (; c < width; c++) {
     for (int n = 0; n < RPI_PAIRS; n++) out[n] += a[n][c] * b[n][c];

@@ -102,6 +102,14 @@ RPI_INLINE rpi_register rpi_higher(rpi_register a, rpi_register b) {
 #define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
 #endif
 
+/* The sum of the lanes, by halves: one after the other they would wait for each other. */
+RPI_INLINE real rpi_total(rpi_register x) {
+  RPI_UNROLL(4) for (int round = 1; round < RPI_LANES; round *= 2) {
+    x = RPI_LOW(x, x) + RPI_HIGH(x, x);
+  }
+  return x[0];
+}
+
 /* Transposes a square of RPI_LANES vectors: log2(lanes) rounds of interleaving
  * row i with row i + lanes / 2. */
 RPI_INLINE void rpi_transpose(rpi_register row[RPI_LANES]) {
