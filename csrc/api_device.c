@@ -3,7 +3,8 @@
  * api_device.c: the public functions of device.h: which devices there are, and their memory.
  *
  * Names, titles and problems are kept for as long as libcore lives: they are found once, under
- * pthread_once. How much memory is free is asked again at every call.
+ * pthread_once. How much memory is free is asked again at every call; of a GPU that was well and
+ * no longer answers, the first reason is kept.
  */
 #define _DEFAULT_SOURCE /* _SC_PHYS_PAGES */
 
@@ -29,11 +30,24 @@ typedef struct gpu {
  * why. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static gpu gpus[MOST_GPUS];
+static char cpu_problem[512];
 static int lines;
+
+static pthread_mutex_t loss = PTHREAD_MUTEX_INITIALIZER; /* of keep_loss alone */
 
 static void keep_problem(gpu *g) { snprintf(g->problem, sizeof g->problem, "%s", rp_last_error()); }
 
+/* The problem of a GPU that was usable, written once: others may be reading it. */
+static const char *keep_loss(gpu *g) {
+  pthread_mutex_lock(&loss);
+  if (g->problem[0] == '\0') keep_problem(g);
+  pthread_mutex_unlock(&loss);
+  return g->problem;
+}
+
 static void look(void) {
+  const rp_ops *ops;
+  if (rpi_ops_get(&ops) != RP_OK) snprintf(cpu_problem, sizeof cpu_problem, "%s", rp_last_error());
   int count = 0;
   const rpc_door *door = NULL;
   if (rpi_device_door(&door) != RP_OK || door->count(&count) != RP_OK) {
@@ -67,14 +81,14 @@ static rp_device describe_cpu(void) {
   const rp_ops *ops;
   const bool usable = rpi_ops_get(&ops) == RP_OK;
   rp_device cpu = {.name = "cpu", .title = usable ? ops->name : "none"};
-  if (!usable) cpu.problem = rp_last_error();
+  if (!usable) cpu.problem = cpu_problem;
   cpu.memory = pages(_SC_PHYS_PAGES);
   cpu.memory_free = pages(_SC_AVPHYS_PAGES);
   return cpu;
 }
 
 static rp_device describe_gpu(int index) {
-  const gpu *const g = &gpus[index];
+  gpu *const g = &gpus[index];
   rp_device device = {.name = g->name, .title = g->title, .memory = g->memory};
   if (!g->usable) {
     device.problem = g->problem;
@@ -85,7 +99,7 @@ static rp_device describe_gpu(int index) {
   const rpc_door *door = NULL;
   if (rpi_device_door(&door) != RP_OK ||
       door->describe(index, title, sizeof title, &memory, &device.memory_free) != RP_OK) {
-    device.problem = rp_last_error();
+    device.problem = keep_loss(g);
   }
   return device;
 }

@@ -24,7 +24,8 @@ static rp_status check_places(const rp_rotation *r) {
             "rotate: both lengths and offsets are given; packed rows have offsets alone");
   RPI_CHECK(!r->offsets || r->offsets[0] == 0, RP_ERROR_SHAPE, "rotate: offsets[0]=%lld, must be 0",
             (wide)r->offsets[0]);
-  for (int64_t b = 0; b < r->B; b++) {
+  const bool listed = r->offsets || r->lengths || r->start;
+  for (int64_t b = 0; listed && b < r->B; b++) {
     RPI_CHECK(!r->offsets || (r->offsets[b + 1] >= r->offsets[b] && r->offsets[b + 1] <= RPI_LIMIT),
               RP_ERROR_SHAPE,
               "rotate: offsets[%lld]=%lld after %lld, must not fall and not exceed 2^40",
@@ -109,6 +110,7 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
   RPI_CHECK(table || count == 0, RP_ERROR_ARGUMENT, "sinusoid: table is NULL");
   RPI_CHECK(frequencies || width < 2 || rows == 0, RP_ERROR_ARGUMENT,
             "sinusoid: frequencies is NULL");
+  if (count == 0) return RP_OK; /* however many rows of no width */
   const int64_t pairs = width / 2;
   for (int64_t row = 0; row < rows; row++, table += width) {
     for (int64_t c = 0; c < pairs; c++) {

@@ -224,15 +224,20 @@ static int fits(const header *h, const char *axes, const sizes *s) {
 }
 
 /* Elements from one index to the next along every axis. An axis of one element, and
- * an array of none, have no strides of their own: they get those of C order. False,
- * with an exception, for strides that libcore does not take. */
+ * an array of none, have no strides of their own: they get those of C order (of axes that are
+ * empty, as if they had one element). False, with an exception, for strides that libcore does
+ * not take. */
 static int take_strides(const header *h, const char *name, int flags, const char *fix,
                         int64_t strides[TAKE_MAX_AXES]) {
   const int axes = h->axes, empty = is_empty(h);
   int64_t natural = 1;
   for (int i = axes - 1; i >= 0; i--) {
-    const int64_t n = empty ? 1 : h->shape[i], bytes = h->strides[i];
-    strides[i] = n > 1 ? bytes / h->bytes : natural;
+    const int64_t n = h->shape[i], bytes = h->strides[i];
+    strides[i] = n > 1 && !empty ? bytes / h->bytes : natural;
+    if (empty) {
+      if (n > 1 && natural <= INT64_MAX / n) natural *= n;
+      continue;
+    }
     if (n > 1 && (bytes < 0 || bytes % h->bytes != 0)) {
       raise_strides(name, h->object, "strides must be whole elements forward", fix);
       return 0;

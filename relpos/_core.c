@@ -9,6 +9,8 @@
 #define RELPOS_IMPORTS_NUMPY
 #include "_core.h"
 
+#include <string.h>
+
 /* ---- errors ---------------------------------------------------------------------- */
 
 typedef struct module_state {
@@ -28,7 +30,14 @@ void raise_status(PyObject *module, rp_status status) {
     case RP_ERROR_ORDER: type = PyExc_RuntimeError; break;
     case RP_ERROR_DEVICE: type = state->device_error; break;
   }
-  PyErr_SetString(type, rp_last_error());
+  PyObject *const sentence = text_of(rp_last_error());
+  if (sentence == NULL) return;
+  PyErr_SetObject(type, sentence);
+  Py_DECREF(sentence);
+}
+
+PyObject *text_of(const char *text) {
+  return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
 PyTypeObject *model_type_of(PyObject *module) {

@@ -47,6 +47,10 @@
 /* Raises the exception for a status of libcore, with libcore's own sentence. */
 void raise_status(PyObject *module, rp_status status);
 
+/* A str of what libcore says, which may quote bytes that are no UTF-8, as in the name of a file,
+ * and be cut in the middle of a letter: those become \xff. */
+PyObject *text_of(const char *text);
+
 /* ---- arrays: _arrays.c --------------------------------------------------------- */
 
 /* Axes are named by letters, and an array's axes by a word of them:

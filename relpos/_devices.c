@@ -17,8 +17,10 @@ static PyObject *device_at(PyObject *module, int index) {
     raise_status(module, status);
     return NULL;
   }
-  return Py_BuildValue("(ssLLz)", device.name, device.title, (long long)device.memory,
-                       (long long)device.memory_free, device.problem);
+  PyObject *const problem = device.problem != NULL ? text_of(device.problem) : Py_NewRef(Py_None);
+  if (problem == NULL) return NULL;
+  return Py_BuildValue("(ssLLN)", device.name, device.title, (long long)device.memory,
+                       (long long)device.memory_free, problem);
 }
 
 PyObject *devices(PyObject *module, PyObject *args) {

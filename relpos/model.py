@@ -393,9 +393,9 @@ class Transformer:
         heads = None if head is None else check_numbers("head", head, 0, self._config.heads)
         weights = self._core.alignments(_packed(batch), layers, heads)
         targets, sources = np.diff(batch.target_offsets), np.diff(batch.source_offsets)
-        parts = np.split(weights, np.cumsum(targets * sources)[:-1])
-        shapes = zip(parts, targets.tolist(), sources.tolist(), strict=True)
-        return [part.reshape(n, m) for part, n, m in shapes]
+        ends = np.cumsum(targets * sources).tolist()
+        parts = zip(ends, targets.tolist(), sources.tolist(), strict=True)
+        return [weights[end - n * m : end].reshape(n, m) for end, n, m in parts]
 
     # ---- what it says ------------------------------------------------------------------------------
 

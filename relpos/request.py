@@ -191,6 +191,8 @@ def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
     inputs |= {term.name: term.table for term in lowered.terms}
     if request.mask is not None:
         inputs["mask"] = request.mask[0]
+    if lowered.position_bias is not None:
+        inputs["position_bias"] = lowered.position_bias
     for name, array in inputs.items():
         try:
             shared = np.shares_memory(_extent(out), _extent(array), max_work=10_000)

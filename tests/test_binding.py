@@ -293,10 +293,12 @@ def test_a_context_outlives_a_change_of_its_arrays(qkv: Any) -> None:
         relpos.attention_backward(ctx, out)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("shape", [(0, 3, 4, 8), (2, 0, 4, 8), (2, 3, 0, 8)])
-def test_empty_arrays(shape: tuple[int, ...]) -> None:
+def test_empty_arrays(shape: tuple[int, ...], per_head: bool) -> None:
     x = rows(*shape)
-    position = relpos.Shaw(rows(3, 8), rows(3, 8))
+    table = rows(shape[1], 3, 8) if per_head else rows(3, 8)
+    position = relpos.Shaw(table, table.copy())
     out, ctx = relpos.attention_forward(x, x, x, position=position)
     gradients = relpos.attention_backward(ctx, out)
     assert out.shape == shape and gradients.q.shape == shape

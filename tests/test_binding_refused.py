@@ -262,6 +262,14 @@ def test_out_must_not_share_memory_with_an_input(name: str) -> None:
         relpos.attention(**arguments, out=out)
 
 
+def test_out_must_not_share_memory_with_a_position_bias() -> None:
+    arguments = Arrays(out=rows(2, 4, 7, 8))
+    bias = arguments["out"][0, :, 0]
+    arguments["position"] = relpos.TransformerXL(rows(4 * 8, 16), position_bias=bias)
+    with pytest.raises(ValueError, match="^out: shares memory with position_bias; give an array"):
+        relpos.attention(**arguments)
+
+
 def test_dout_is_checked() -> None:
     out, ctx = relpos.attention_forward(*small_qkv())
     with pytest.raises(TypeError, match="^dout: expected float32 .*, got float64"):

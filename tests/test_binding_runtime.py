@@ -51,6 +51,13 @@ def test_threads_and_errors() -> None:
     assert f"{relpos.DeviceError.__module__}.{relpos.DeviceError.__name__}" == "relpos.DeviceError"
 
 
+@pytest.mark.parametrize("path", [b"no\xff/no", "\u00e9" * 300, "x" + "\u00e9" * 300])
+def test_errors_about_names_that_are_no_text(path: str | bytes) -> None:
+    """Bytes that are no UTF-8, and letters that the end of libcore's sentence cuts in two."""
+    with pytest.raises(OSError, match="^cannot open '"):
+        _core.config_load(path)
+
+
 def test_build_info() -> None:
     info = relpos.build_info()
     assert list(info) == [

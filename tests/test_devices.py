@@ -247,6 +247,13 @@ def test_what_helps_where_cublas_is_missing(ask: Any, tmp_path: Path) -> None:
     assert problem.endswith("`pip install 'relpos[cuda]'` brings them")
 
 
+def test_a_problem_outlives_the_next_failure(ask: Any) -> None:
+    code = "d = Device(ctypes.sizeof(Device)); core.rp_device_get(0, ctypes.byref(d)); "
+    code += "said = text(d.problem); allocate(b'elsewhere', 1); tell([said, text(d.problem)])"
+    said, still = ask(code, RELPOS_ISA="none")
+    assert said == still and said.startswith("RELPOS_ISA: 'none' is unknown; available here: ")
+
+
 def test_double_has_no_device(ask: Any) -> None:
     status, error, problem = ask(WHY, core="f64")
     assert (status, problem) == (50, "libcore_f64 computes on the CPU alone")

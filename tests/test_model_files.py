@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -401,3 +405,39 @@ def test_an_optimizer_is_not_weights(tmp_path: Path) -> None:
         other.restore(tmp_path / "weights")
     assert_same_bits(other.parameters, weights_before)
     assert_same_bits(state_of(model), before)
+
+
+# ---- pipes ---------------------------------------------------------------------------------------
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    model, other = trained(), small_model()
+    model.save(tmp_path / "model.safetensors")
+    read, write = os.pipe()
+
+    def feed() -> None:
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write((tmp_path / "model.safetensors").read_bytes())
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    other.restore(f"/dev/fd/{read}")
+    feeder.join()
+    os.close(read)
+    assert_same_bits(other.parameters, model.parameters)
+
+
+def test_a_fifo_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
+    """In a process of its own: no signal would end the wait."""
+    os.mkfifo(tmp_path / "fifo")
+    code = "import relpos; relpos.Config.load('fifo')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.endswith("'fifo': it ends after 0 bytes, where 8 more were expected\n")

@@ -211,6 +211,16 @@ def test_every_draw_has_a_result(changes: dict[str, Any]) -> None:
             assert search.min_length <= len(each.tokens) <= search.max_length
 
 
+def test_the_least_share_is_the_likeliest_token() -> None:
+    """Also where that share of what is left beside the banned is 0 to a double."""
+    model = random_model()
+    search = Search(n_best=1, beam=1, max_length=6, suppressed=tuple(range(4, 19)))
+    draws = dataclasses.replace(search, sample=True, n_best=3, top_p=5e-324)
+    drawn, best = model.search(sources(), draws), model.search(sources(), search)
+    for three, [greedy] in zip(drawn, best, strict=True):
+        assert [x.tokens.tolist() for x in three] == [greedy.tokens.tolist()] * 3
+
+
 def test_draws_of_what_is_full_already() -> None:
     for found in random_model().search(sources(), Search(sample=True, n_best=3, max_more=0)):
         assert len(found) == 3
@@ -363,6 +373,7 @@ def test_alignments_are_attention() -> None:
     for wrong in ((2, None), (-3, None), (0, 2), (0, -1)):
         with pytest.raises(ValueError, match="layer" if wrong[1] is None else "head"):
             model.alignments(batch, *wrong)
+    assert model.alignments(relpos.Batch.from_pairs([], [], bos=1, eos=2)) == []
     alone = random_model(**{"encoder.layers": 0})
     with pytest.raises(ValueError):
         alone.alignments(relpos.Batch.from_sentences([[3, 4]], bos=1, eos=2))

@@ -34,9 +34,14 @@ enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48 };
 
 /* ---- the system's calls ---------------------------------------------------- */
 
+/* A FIFO that nobody writes to is empty: open would wait for a writer, and go on waiting after
+ * every signal. Reads wait as ever. */
 static int system_open(void *context, const char *path, int flags, int mode) {
   (void)context;
-  return open(path, flags, mode);
+  if ((flags & O_ACCMODE) != O_RDONLY) return open(path, flags, mode);
+  const int descriptor = open(path, flags | O_NONBLOCK, mode);
+  if (descriptor >= 0) (void)fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) & ~O_NONBLOCK);
+  return descriptor;
 }
 
 static int64_t system_read(void *context, int descriptor, void *buffer, int64_t bytes) {

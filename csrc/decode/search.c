@@ -353,7 +353,8 @@ static int64_t place_of(const rp_search *q, const list *l, double u) {
   double sum = 0;
   int64_t n = 0;
   bool whole = l->whole;
-  while (n < end && l->tokens[n] >= 0 && !(sum >= q->top_p * l->left)) {
+  /* the likeliest in any case, though its share may be so little that it counts as 0 */
+  while (n < end && l->tokens[n] >= 0 && (n == 0 || !(sum >= q->top_p * l->left))) {
     sum += exp(l->log_probabilities[n++]);
   }
   if (n < end || n == q->top_k) whole = true;

@@ -264,6 +264,7 @@ static void test_sinusoids(void) {
   CHECK_NEAR(w[1], 0.046415888336127788924, 1e-16);
   CHECK_NEAR(w[2], 0.0021544346900318837217, 1e-17);
   real table[2][7];
+  CHECK_INT(rp_sinusoid((int64_t)1 << 60, 0, 0, 0, NULL, NULL), RP_OK); /* at once */
   CHECK_INT(rp_sinusoid(2, 7, 4, 1, w, table[0]), RP_OK);
   const double at_5[6] = {-0.9589242746631385, 0.28366218546322625,  0.23000171166476743,
                           0.9731902242785205,  0.010771965118034832, 0.9999419807006283};
