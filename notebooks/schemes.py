@@ -208,8 +208,9 @@ draw_curves(patient_curves, 50)
 table_of({name: tested(models[name]) for name in PATIENT})
 
 # %% [markdown]
-# T5 gets there with patience, and so do sinusoids, at the lengths of training. Neither knows what to do with
-# sequences that are longer. ALiBi, whose numbers only ever say "nearer is better", does not get there.
+# T5 gets there with patience, and so do sinusoids, if less surely where sequences are as long as in training
+# at most. On longer ones both fall off, the more the longer. ALiBi, whose numbers only ever say "nearer is
+# better", does not get there.
 #
 # ## What to make of it
 #

@@ -296,6 +296,11 @@ def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
     Returns `Gradients`, each in the shape of what it belongs to. Tables shared by all heads, and
     tied tables, get the sum over their uses.
     """
+    if not isinstance(ctx, AttentionContext):
+        raise TypeError(
+            "ctx: expected the second of the two that attention_forward returns, "
+            f"got {type(ctx).__name__}"
+        )
     lowered = ctx.lowered
     dout, place = _read_dout(ctx, dout)
     raw: dict[int, Array] = {}  # by table: terms that share one add to one gradient

@@ -11,6 +11,7 @@ ones, `--compare`, it is not.
 from __future__ import annotations
 
 import importlib
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -203,7 +204,8 @@ def run(
     model.save(folder / "model.safetensors")
     translator_of(model).subwords.save(folder / TOKENIZER)
     say(draw_maps(model, folder / "attention.png"))
-    say(f'More of it: relpos inspect {folder} --source "two hundred one" --out maps.html')
+    name = shlex.quote(str(folder))
+    say(f'More of it: relpos inspect {name} --source "two hundred one" --out maps.html')
     if compare:
         _, other = train(steps, seed, relative=False, tested=tested, progress=progress)
         say(str(other))

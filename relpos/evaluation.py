@@ -148,10 +148,8 @@ def bleu(
     tokenize: str = "13a",
 ) -> Metric:
     """BLEU of a text, with its signature."""
+    _check_tokenize(tokenize)
     metrics = _sacrebleu().metrics
-    known = metrics.BLEU.TOKENIZERS
-    if tokenize not in known:
-        raise ValueError(f"tokenize: expected {', '.join(known)}, got {tokenize}")
     # force: without sacrebleu's advice about text that is tokenised, which once is enough.
     metric = metrics.BLEU(lowercase=lowercase, tokenize=tokenize, force=lowercase)
     score = metric.corpus_score(list(translations), [list(each) for each in references])
@@ -243,11 +241,17 @@ def check_counts(
         raise ValueError("references: expected a line at least, got none")
 
 
-def check_installed(*, plot: bool = False) -> None:
-    """Says what is missing before hours of work."""
-    _sacrebleu()
-    if plot:
-        _plots()
+def check_asked(tokenize: str, plot: str | os.PathLike[str] | None) -> None:
+    """Says what is missing, or cannot be had, before hours of work."""
+    _check_tokenize(tokenize)
+    if plot is not None:
+        _plots().canvas.check_ending(plot)
+
+
+def _check_tokenize(tokenize: str) -> None:
+    known = _sacrebleu().metrics.BLEU.TOKENIZERS
+    if tokenize not in known:
+        raise ValueError(f"tokenize: expected {', '.join(known)}, got {tokenize}")
 
 
 def _sacrebleu() -> Any:

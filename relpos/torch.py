@@ -22,7 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError:
+    raise ImportError("relpos.torch: takes torch, `pip install 'relpos[torch]'`") from None
 from torch import Tensor
 
 from relpos.attention import attention_backward, attention_forward, context_of

@@ -324,7 +324,7 @@ def test_bad_input_is_told(
         ((), "what is missing is a model and --source and --target"),
         (("--model", "run", "--source", "text"), "what is missing is --target"),
         (("--soft", "2"), "expected a share from 0 to 1, got 2"),
-        (("--soft", "x"), "argument --soft: invalid"),
+        (("--soft", "x"), "argument --soft: expected a share from 0 to 1, got x"),
         (("--layer", "x"), "argument --layer: invalid int value: 'x'"),
     ],
 )

@@ -276,6 +276,9 @@ def test_dout_is_checked() -> None:
         relpos.attention_backward(ctx, out.astype(np.float64))
     with pytest.raises(ValueError, match=r"^dout: expected float32 \(B=2, H=3, N=37, Dv=24\), got"):
         relpos.attention_backward(ctx, out[:, :2])
+    both = relpos.attention_forward(*small_qkv())  # and not taken apart
+    with pytest.raises(TypeError, match="^ctx: expected the second of the two .*, got tuple"):
+        relpos.attention_backward(both, out)  # type: ignore[arg-type]
 
 
 SHAW_REFUSED: list[tuple[str, Callable[[], relpos.Shaw], type[Exception], str]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -66,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     "command",
     [
         (), ("demo",), ("train",), ("translate",), ("generate",), ("evaluate",), ("average",),
-        ("plot",), ("inspect",),
+        ("plot",), ("inspect",), ("align",), ("devices",),
     ],
 )  # fmt: skip
 def test_help_reads_well(capsys: Capture, command: tuple[str, ...]) -> None:
@@ -261,7 +262,38 @@ def not_utf8(folder: Path) -> tuple[tuple[Any, ...], str]:
 def nothing_in_it(folder: Path) -> tuple[tuple[Any, ...], str]:
     (folder / "a").write_text("\n\n")
     (folder / "b").write_text("\n\n")
-    return ("--source", folder / "a", "--target", folder / "b"), "expected at least one"
+    return (
+        "--source",
+        folder / "a",
+        "--target",
+        folder / "b",
+    ), "lines of .*b: expected at least one"
+
+
+def too_many_tokens(folder: Path) -> tuple[tuple[Any, ...], str]:
+    pytest.importorskip("sentencepiece")
+    for name in "ab":
+        (folder / name).write_text("one two\nthree four\n")
+    given = ("--source", folder / "a", "--target", folder / "b", "--subwords", "bpe")
+    return given, "--vocabulary: 8,000 tokens are more than these lines give"
+
+
+def too_few_tokens(folder: Path) -> tuple[tuple[Any, ...], str]:
+    return (*too_many_tokens(folder)[0][:4], "--vocabulary", 2), "--vocabulary: expected 4"
+
+
+def lines_for_an_encoder(folder: Path) -> tuple[tuple[Any, ...], str]:
+    return ("--text", folder / "a"), "--text: this model has an encoder: --set encoder.layers=0"
+
+
+def pairs_for_a_decoder(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_file(folder)[0]
+    return (*given, "--set", "encoder.layers=0"), "--source: this model is a decoder alone"
+
+
+def an_encoder_alone(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_file(folder)[0]
+    return (*given, "--set", "decoder.layers=0"), "decoder.layers: an encoder alone labels tokens"
 
 
 def no_such_field(folder: Path) -> tuple[tuple[Any, ...], str]:
@@ -293,7 +325,8 @@ def half_validation(folder: Path) -> tuple[tuple[Any, ...], str]:
     "spoil",
     [
         no_file, unequal, not_utf8, nothing_in_it, no_such_field, no_equals, no_such_preset,
-        no_such_subwords, half_validation,
+        no_such_subwords, half_validation, too_many_tokens, too_few_tokens, lines_for_an_encoder,
+        pairs_for_a_decoder, an_encoder_alone,
     ],
 )  # fmt: skip
 def test_bad_input_is_a_sentence(
@@ -312,6 +345,78 @@ def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
     assert said.splitlines()[-1].startswith("relpos") and "error" in said
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ("train", "--soruce", "x"),
+            "unrecognized arguments: --soruce x (the nearest is --source)",
+        ),
+        (
+            ("train", "--text", "x", "--steps", "many"),
+            "--steps: expected a whole number, 1 or more",
+        ),
+        (
+            ("train", "--text", "x", "--minutes", "few"),
+            "--minutes: expected minutes above 0, got few",
+        ),
+        (("align", "run", "--source", "x"), "unrecognized arguments: run"),
+        (("align", "--soft", "x"), "--soft: expected a share from 0 to 1, got x"),
+        (("evaluate", "--lengths", "x"), "--lengths: expected rising numbers from 1 on, got x"),
+    ],
+)
+def test_wrong_usage_is_of_its_command(
+    capsys: Capture, given: tuple[str, ...], message: str
+) -> None:
+    said = relpos_says(capsys, *given, status=2)
+    assert said.startswith(f"usage: relpos {given[0]} ") and message in said
+
+
+def test_models_and_files_may_stand_apart(capsys: Capture, tmp_path: Path) -> None:
+    given = ("translate", tmp_path / "none", "--beam", "1", tmp_path / "text")
+    said = relpos_says(capsys, *given, status=1)
+    assert said == f"relpos: {tmp_path / 'text'}: No such file or directory\n"
+
+
+def test_lines_that_are_too_long_are_told(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    given = ("train", *run.files, *SMALL, "--set", "max_length=4", "--steps", "1")
+    said = relpos_says(capsys, *given, "--progress", "lines", "--output", tmp_path / "run")
+    found = re.match(r"200 read, (\d+) too long, (\d+) kept, ", said)
+    assert found and 0 < int(found[1]) == 200 - int(found[2])
+
+
+# ---- streams that are not there, or cannot say it --------------------------------------------------
+
+
+def relpos_under(closed: str, *arguments: Any, **more: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, some of whose streams the shell has closed."""
+    command = shlex.join([sys.executable, "-m", "relpos", *map(str, arguments)])
+    return subprocess.run(
+        ["sh", "-c", f"{command} {closed}"],
+        capture_output=True, text=True, env=environment() | more, cwd="/", check=False,
+    )  # fmt: skip
+
+
+def test_closed_streams(run: SimpleNamespace) -> None:
+    done = relpos_under("<&- >&-", "translate", run.made, "--beam", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = relpos_under("2>&-", "translate", run.made, run.files[1], "--beam", "1")
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 200
+    done = relpos_under("2>&-", "translate", run.folder / "none")
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_what_the_terminal_cannot_say(run: SimpleNamespace) -> None:
+    """The mean is there, and where it is can be told: no reason to fail."""
+    output = run.folder / "Mittel ü"
+    done = relpos_under("", "average", run.made, "--output", output, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "Mittel \\xfc" in done.stdout
+    full = relpos_under("> /dev/full", "translate", run.made, run.files[1], "--beam", "1")
+    assert (full.returncode, full.stderr) == (1, "relpos: No space left on device\n")
+
+
 # ---- average -------------------------------------------------------------------------------------
 
 
@@ -328,7 +433,7 @@ def test_average(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
         one, other = (model.parameters[name].astype("f8") for model in models)
         assert ((one + other) / 2).astype("f4").tobytes() == weights.tobytes(), name
     assert relpos.data.load_subwords(output / "tokenizer").size == len(text_files.WORDS) + 3
-    said = relpos_says(capsys, "average", run.made, "--output", output, status=1)
+    said = relpos_says(capsys, "average", run.made, "-o", output, status=1)
     assert said == f"relpos: {output}: is there already\n"
     said = relpos_says(capsys, "average", tmp_path, status=1)
     assert said == f"relpos: {tmp_path}: no checkpoint here\n"
@@ -359,7 +464,7 @@ def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
 def test_plot(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curves.png"
-    relpos_says(capsys, "plot", run.made, run.made / LOG, "--output", picture)
+    relpos_says(capsys, "plot", run.made, run.made / LOG, "-o", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -274,5 +274,6 @@ except ImportError as error:
     )
     assert done.stdout.splitlines() == [
         "[]",
-        "sentencepiece is not installed: pip install 'relpos[train]', or use relpos.data.Words",
+        "sentencepiece is not installed: pip install 'relpos[train]', or use whole words, "
+        "relpos.data.Words or --subwords words",
     ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import zlib
 from itertools import islice, product
 from pathlib import Path
@@ -247,8 +248,8 @@ def test_tested_numbers() -> None:
 def test_a_short_run(tmp_path: Path) -> None:
     said: list[str] = []
     [exact, other] = demo.run(
-        steps=6, seed=2, compare=True, output=tmp_path / "out", progress="none", say=said.append,
-        tested=20,
+        steps=6, seed=2, compare=True, output=tmp_path / "to look at", progress="none",
+        say=said.append, tested=20,
     )  # fmt: skip
     assert (exact.positions, other.positions) == ("relative positions", "sinusoidal positions")
     assert exact.short == exact.long == 0.0 and exact.steps == 6
@@ -257,17 +258,18 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert re.match(r"exact: 0\.00% of 20 unseen numbers with 1 to 6 groups, 0\.00% with", lines[0])
     assert any("five octillion three hundred twenty-one" in line for line in said)
     again, _ = demo.train(6, 2, tested=20, progress="none")
-    saved = demo.Transformer.load(tmp_path / "out" / "model.safetensors", training=False)
+    saved = demo.Transformer.load(tmp_path / "to look at" / "model.safetensors", training=False)
     assert saved.config == again.config == demo.make_config(6, 2)
     for name, weights in again.parameters.items():
         assert np.array_equal(weights, saved.parameters[name]), name
-    translator = demo.Translator.load(tmp_path / "out")
+    translator = demo.Translator.load(tmp_path / "to look at")
     assert translator.subwords.encode("two hundred one") == [
         numbers.TOKENS[word] for word in ("two", "hundred", "one")
     ]
-    assert "relpos inspect" in said[said.index(lines[0]) + 2]
+    hint = said[said.index(lines[0]) + 2].partition(": ")[2]
+    assert shlex.split(hint)[:4] == ["relpos", "inspect", str(tmp_path / "to look at"), "--source"]
     pytest.importorskip("matplotlib")
-    assert (tmp_path / "out" / "attention.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "to look at" / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,12 @@ def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
     assert "there is no BLEU by length" in relpos_says(capsys, *given, status=1)
 
 
+def test_a_picture_of_no_kind(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    given = ("evaluate", tmp_path, "--source", SRC, "--reference", PE, "--plot", "x.doc")
+    assert "path: expected an ending among" in relpos_says(capsys, *given, status=1)
+
+
 def test_no_picture_without_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
@@ -231,6 +237,15 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
     assert "expected a line at least" in relpos_says(capsys, *nothing, status=1)
     kind = (*short, "--reference", tmp_path / "short", "--tokenize", "words")
     assert "tokenize: expected " in relpos_says(capsys, *kind, status=1)
+    # What cannot be had is told before the work, not behind it; and nothing is overwritten for it.
+    whole = ("evaluate", tmp_path, "--source", PE, "--reference", PE)
+    assert "tokenize: " in relpos_says(capsys, *whole, "--tokenize", "words", status=1)
+    there = tmp_path / "there"
+    there.write_text("a translation of before")
+    said = relpos_says(capsys, *whole, "--output", there, status=1)
+    assert "no model here" in said and there.read_text() == "a translation of before"
+    said = relpos_says(capsys, "evaluate", run, *whole[2:], "-o", tmp_path / "no" / "x", status=1)
+    assert said.endswith("x: No such file or directory\n")
     missing = (*short, "--reference", tmp_path / "nowhere")
     assert "nowhere: No such file" in relpos_says(capsys, *missing, status=1)
     for wrong in ("5,5", "0,3", "a"):

@@ -93,6 +93,9 @@ def test_tables_need_no_sentence(run: Path, capsys: Capture, tmp_path: Path, dra
     assert [(name, given[1:]) for name, given, _ in drawn] == [("tables", ("decoder", 1))]
     told = inspect(capsys, run, "--show", "tables", "--kind", "cross", "--out", picture, status=1)
     assert told == "relpos: --kind: cross attention has no tables of relations\n"
+    nothing = ("--source", "ba", "--target", "ba", "--show", "relation", "--kind", "cross")
+    told = inspect(capsys, run, *nothing, "--out", picture, status=1)
+    assert told == "relpos: --kind: cross attention has no relations\n"
 
 
 def test_a_page(

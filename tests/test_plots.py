@@ -148,6 +148,16 @@ def test_all_heads(maps: ModelMaps) -> None:
     assert mine.axes[0].images[0].get_clim()[0] < 0
 
 
+def test_titles_of_narrow_maps_keep_apart() -> None:
+    """A long translation of two words: cells that are not square, rather than titles on titles."""
+    target = tuple(f"t{i}" for i in range(7))
+    cross = {"cross": attention_of(7, 2, False, 3, 2.0)}
+    figure = plots.heads(ModelMaps(SOURCE[:2], target, cross, (1, 2), (0, 2, 3)), "cross")
+    figure.canvas.draw()
+    titles = [ax.title.get_window_extent() for ax in figure.axes if ax.get_title()][:H]
+    assert all(one.x1 < other.x0 for one, other in zip(titles, titles[1:], strict=False))
+
+
 # ---- content and relation --------------------------------------------------------------------------
 
 
@@ -315,6 +325,20 @@ def test_curves(tmp_path: Path) -> None:
     )
 
 
+def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.write("train", {"step": 10, "nll": 1.0, "learning_rate": 0.1})
+    above, below = plots.curves([tmp_path]).axes
+    assert [each.get_marker() for each in (*above.lines, *below.lines)] == ["o", "o", "o"]
+
+
+def test_nothing_right_is_no_axis_below_0() -> None:
+    ranges = (relpos.evaluation.Range(1, None, 3, 0.0, 1.0),)
+    metrics = (relpos.evaluation.Metric("BLEU", 0.0, ""),)
+    ax = plots.bleu_by_length(relpos.evaluation.Evaluation(3, metrics, None, ranges))
+    assert ax.get_ylim() == (0.0, 1.0)
+
+
 def test_bleu_by_length() -> None:
     ranges = (relpos.evaluation.Range(1, 10, 1, 31.5, 1.0),
               relpos.evaluation.Range(11, None, 1200, 22.25, 1.0))  # fmt: skip
@@ -341,6 +365,11 @@ def test_saved_twice_is_the_same(maps: ModelMaps, tmp_path: Path, kind: str) -> 
     assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
 
 
+def test_axes_of_a_subfigure_are_saved(maps: ModelMaps, tmp_path: Path) -> None:
+    part = pyplot.figure().subfigures(1, 2)[0]
+    assert plots.save(plots.head(maps, ax=part.subplots()), tmp_path / "part.png").exists()
+
+
 def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
     alone = AttentionMaps(maps.maps["encoder"].probabilities, None, {})
     bare = ModelMaps(SOURCE, (), {"encoder": alone}, (1, 2), (0, 2, 3))
@@ -363,8 +392,10 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.table_similarity(table, head=2), "head: expected below 2, got 2"),
         (lambda: plots.save(plots.head(maps), tmp_path / "x.doc"), r"path: expected an ending .*doc"),
         (lambda: plots.curves([tmp_path]), "log.jsonl"),
+        (lambda: plots.save(maps, tmp_path / "x.png"), "picture: expected axes or a fig.* ModelMaps"),
+        (lambda: plots.tables(maps), "model: expected relpos.Transformer, got ModelMaps"),
     ):  # fmt: skip
-        with pytest.raises((ValueError, OSError), match=message):
+        with pytest.raises((ValueError, TypeError, OSError), match=message):
             call()
     assert plots.heads(bare, "encoder").axes[0].get_title() == "layer 1, head 0"
 

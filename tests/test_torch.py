@@ -9,8 +9,10 @@ core. The core's float32 is compared with torch's autograd over the formula.
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +359,12 @@ def test_nothing_is_kept() -> None:
     for _ in range(20):
         relpos.torch.attention(q, k, v, position=relpos.Shaw(table)).sum().backward()
     assert len(_specs) == before
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "relpos.torch")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(
+        ImportError, match=r"^relpos\.torch: takes torch, `pip install 'relpos\[torch"
+    ):
+        importlib.import_module("relpos.torch")

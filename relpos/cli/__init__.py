@@ -17,6 +17,8 @@ A sub-command imports what it needs when it runs, so that flags are printed at o
 from __future__ import annotations
 
 import argparse
+import difflib
+import io
 import json
 import os
 import sys
@@ -45,8 +47,8 @@ Transformers with relative positions: trains them, and says how to link with lib
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; what goes wrong is a sentence on standard error and a status of 1."""
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
+    _prepare_streams()
+    options = _parse(arguments)
     run: Run = options.run
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -64,9 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return FAILED
 
 
+def _prepare_streams() -> None:
+    """Makes the standard streams safe to use, however the shell has left them."""
+    # A closed one is None here, and the next file to be opened would get its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    # A letter that the terminal has no code for is no reason to end after an hour's work.
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
+
+
 def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror}"
     return str(error) or type(error).__name__
 
 
@@ -77,6 +92,25 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 # Arguments
 # --------------------------------------------------------------------------------------------------
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what a command does not know is told with that command's usage."""
+    parser = _make_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if not any(word.startswith("-") and word != "-" for word in unknown):
+        # Of models and files argparse takes those alone that stand together: `run --beam 1 test.en`.
+        for name in ("paths", "models", "runs"):
+            if hasattr(options, name):
+                setattr(options, name, [*getattr(options, name), *unknown])
+                unknown = []
+    if unknown:
+        of: argparse.ArgumentParser = getattr(options, "parser", parser)
+        name = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(name, of._option_string_actions, 1)
+        hint = f" (the nearest is {near[0]})" if near else ""
+        of.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options
 
 
 def _make_parser() -> argparse.ArgumentParser:

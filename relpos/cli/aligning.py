@@ -72,7 +72,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
     return value

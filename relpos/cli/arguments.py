@@ -24,19 +24,25 @@ def add_command(
         description=f"{what[0].upper()}{what[1:]}.\n\n{more}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, parser=command)
     return command
 
 
 def count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text}")
     return value
 
 
 def minutes(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
     return value

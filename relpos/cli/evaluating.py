@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    ends = tuple(int(part) for part in text.split(","))
+    try:
+        ends = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ends = (0,)
     if sorted(set(ends)) != list(ends) or ends[0] < 1:
         raise argparse.ArgumentTypeError(f"expected rising numbers from 1 on, got {text}")
     return ends
@@ -90,26 +94,28 @@ def _evaluate(options: argparse.Namespace) -> int:
     from relpos import evaluation
     from relpos.cli.lines import lines_in, one_line, written
 
-    evaluation.check_installed(plot=options.plot is not None)
+    evaluation.check_asked(options.tokenize, options.plot)
     references = [lines_in([file]) for file in options.reference]
     sources = None if options.source is None else lines_in([options.source])
     inputs = [*filter(None, (options.source, options.hypothesis)), *options.reference]
-    failed, translator = False, None
-    if options.hypothesis is not None:
-        said = lines_in([options.hypothesis])
-    else:
+    failed, translator, search = False, None, None
+    if options.hypothesis is None:
         assert sources is not None
         evaluation.check_counts(None, references, sources)
         translator = load(options.models, options)
         if translator.generates:
             raise ValueError("this model has no encoder, there is nothing to compare")
         search = search_of(options, translator)
-        with shown(options.progress, quiet=False) as tell:
-            found = translator.translate_all(sources, search=search, progress=tell)
-        failed = any(each.failed for each in found)
-        said = [one_line(each.text) for each in found]
-    if options.output is not None:
-        with written(options.output, inputs) as write:
+    with nullcontext() if options.output is None else written(options.output, inputs) as write:
+        if translator is None:
+            said = lines_in([options.hypothesis])
+        else:
+            assert sources is not None
+            with shown(options.progress, quiet=False) as tell:
+                found = translator.translate_all(sources, search=search, progress=tell)
+            failed = any(each.failed for each in found)
+            said = [one_line(each.text) for each in found]
+        if write is not None:
             for line in said:
                 write(line)
     result = evaluation.evaluate(

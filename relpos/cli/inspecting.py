@@ -157,6 +157,8 @@ def _picture(plots: Any, translator: Translator, options: argparse.Namespace) ->
             raise ValueError("--kind: cross attention has no tables of relations")
         model = translator.models[0]
         return plots.tables(model, kind, options.layer or 0, head=options.head)
+    if options.show == "relation" and kind == "cross":
+        raise ValueError("--kind: cross attention has no relations")
     maps = _maps_of(translator, options, kind)
     if options.show == "offsets":
         if options.layer is None:

@@ -67,6 +67,7 @@ def _add_demo(commands: Any) -> None:
         "--steps", type=count, default=1600, metavar="N", help="updates of training (1600)"
     )
     command.add_argument(
+        "-o",
         "--output",
         type=Path,
         default=Path("relpos-demo"),
@@ -168,7 +169,12 @@ def _add_train(commands: Any) -> None:
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
     run = command.add_argument_group("run")
     run.add_argument(
-        "--output", type=Path, default=Path("run"), metavar="DIR", help="the run's folder (run)"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("run"),
+        metavar="DIR",
+        help="the run's folder (run)",
     )
     run.add_argument(
         "--resume", action="store_true", help="go on from its newest checkpoint, if there is one"
@@ -215,6 +221,17 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
     from relpos.model import profile
     from relpos.train.trainer import Trainer
 
+    if config.decoder.layers == 0:
+        raise ValueError(
+            "decoder.layers: an encoder alone labels tokens, which text files cannot say: it is "
+            "trained from Python, with relpos.Batch.from_labels"
+        )
+    if pairs and config.encoder.layers == 0:
+        raise ValueError("--source: this model is a decoder alone: --text is for it")
+    if not pairs and config.encoder.layers > 0:
+        raise ValueError(
+            "--text: this model has an encoder: --set encoder.layers=0 leaves a decoder alone"
+        )
     side = "" if pairs else "text"
     if bool(options.validation_source) != bool(options.validation_target):
         raise ValueError("--validation-source and --validation-target belong together")
@@ -240,7 +257,8 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
         tensorboard=options.tensorboard, **loop,
     )  # fmt: skip
     say = print if options.progress != "none" else lambda *_: None
-    say(f"{trainer.cache.report}, {trainer.subwords.size:,} subwords")
+    # Of the batches: they count what is too long for the model too.
+    say(f"{trainer._batches.report}, {trainer.subwords.size:,} subwords")
     numbers = sum(array.size for array in trainer.model.parameters.values())
     say(f"{numbers:,} weights: {trainer.config!r}")
     if trainer.resumed is not None:
@@ -272,11 +290,20 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
 
     kind = options.subwords
     size = options.vocabulary or config.target_vocabulary
-    if kind == "words":
-        return lambda: data.Words.train(texts_of(text), size)
-    if kind in ("bpe", "unigram"):
-        return lambda: data.SentencePiece.train(texts_of(text), size, kind)
-    return data.load_subwords(kind)
+    if kind not in ("words", "bpe", "unigram"):
+        return data.load_subwords(kind)
+
+    def train() -> Any:
+        try:
+            if kind == "words":
+                return data.Words.train(texts_of(text), size)
+            return data.SentencePiece.train(texts_of(text), size, kind)
+        except ValueError as error:  # by the names that things have here
+            name, colon, rest = str(error).partition(": ")
+            names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}
+            raise ValueError(f"{names.get(name, name)}{colon}{rest}") from None
+
+    return train
 
 
 def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -369,7 +396,7 @@ def _add_average(commands: Any) -> None:
     command.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder")
     command.add_argument("--last", type=count, default=20, metavar="N", help="how many (20)")
     command.add_argument(
-        "--output", type=Path, metavar="DIR", help="a new folder (RUN/average-STEP)"
+        "-o", "--output", type=Path, metavar="DIR", help="a new folder (RUN/average-STEP)"
     )
 
 
@@ -402,6 +429,7 @@ def _add_plot(commands: Any) -> None:
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or log files")
     command.add_argument(
+        "-o",
         "--output",
         type=Path,
         default=Path("curves.png"),

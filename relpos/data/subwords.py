@@ -245,7 +245,8 @@ def _sentencepiece() -> Any:
         import sentencepiece
     except ImportError:
         raise ImportError(
-            "sentencepiece is not installed: pip install 'relpos[train]', or use relpos.data.Words"
+            "sentencepiece is not installed: pip install 'relpos[train]', or use whole words, "
+            "relpos.data.Words or --subwords words"
         ) from None
     return sentencepiece
 
@@ -271,7 +272,8 @@ def _why_no_training(error: RuntimeError, size: int) -> str:
     if limit := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return (
             f"size: {size:,} tokens are too few, single characters and bytes alone need "
-            f"{int(limit[1]):,}; a lower character_coverage or byte_fallback=False needs fewer"
+            f"{int(limit[1]):,}; from Python a lower character_coverage or byte_fallback=False "
+            "needs fewer"
         )
     return f"sentencepiece: {_short(error)}"
 

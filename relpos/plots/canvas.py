@@ -63,16 +63,26 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
 
     The same picture gives the same bytes with the same matplotlib.
     """
-    figure = getattr(picture, "figure", picture) or picture
+    figure = picture
+    while (above := getattr(figure, "figure", None) or figure) is not figure:
+        figure = above  # of axes in a subfigure that is not yet the whole
+    if not hasattr(figure, "savefig"):
+        raise TypeError(f"picture: expected axes or a figure, got {type(picture).__name__}")
     target = Path(path)
-    kind = target.suffix.lower()
-    known = sorted(f".{each}" for each in figure.canvas.get_supported_filetypes())
-    if kind not in known:
-        raise ValueError(f"path: expected an ending among {', '.join(known)}, got {target.name!r}")
+    kind = check_ending(target)
     # Otherwise the version and the date are in the file.
     unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}.get(kind)
     figure.savefig(target, dpi=dpi, metadata=None if unsaid is None else {unsaid: None})
     return target
+
+
+def check_ending(path: str | os.PathLike[str]) -> str:
+    """The ending of a file, which must be one that pictures have."""
+    name = Path(path)
+    known = sorted(f".{each}" for each in Figure().canvas.get_supported_filetypes())
+    if (kind := name.suffix.lower()) not in known:
+        raise ValueError(f"path: expected an ending among {', '.join(known)}, got {name.name!r}")
+    return kind
 
 
 def colour(i: int, count: int) -> Any:

@@ -34,12 +34,13 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
     for i, (name, lines) in enumerate(logs):
         hue = canvas.colour(i, len(logs))
         steps, values = curve(lines, "train", "nll")
-        above.plot(steps, values, color=hue, alpha=0.25, linewidth=1)
-        above.plot(steps, smoothed(values), color=hue, label=f"{name}, training")
+        mark = "o" if len(steps) == 1 else ""  # a line of one point is not to be seen
+        above.plot(steps, values, mark, color=hue, alpha=0.25, linewidth=1)
+        above.plot(steps, smoothed(values), "-" + mark, color=hue, label=f"{name}, training")
         steps, values = curve(lines, "validation", "nll")
         if steps:
             above.plot(steps, values, "o--", markersize=3.5, color=hue, label=f"{name}, validation")
-        below.plot(*curve(lines, "train", "learning_rate"), color=hue)
+        below.plot(*curve(lines, "train", "learning_rate"), "-" + mark, color=hue)
     above.set_ylabel("-log p of a token")
     above.legend(fontsize=canvas.LABEL + 1, frameon=False)
     below.set_ylabel("learning rate")
@@ -99,6 +100,7 @@ def bleu_by_length(evaluation: Evaluation, *, ax: Axes | None = None) -> Axes:
     )
     ax.grid(False, axis="x")
     ax.margins(y=0.15)
+    ax.set_ylim(bottom=0, top=max(1.0, ax.get_ylim()[1]))  # all of them may be 0
     ax.set_xlabel("words of the source")
     ax.set_ylabel("BLEU")
     canvas.title(ax, f"BLEU {evaluation.metrics[0].value:.2f}, by length")

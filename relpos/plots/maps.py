@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = "token", "looks at"
 _PREDICTS = "about to say"  # what the rows of a decoder are
 _MOVED = "moved by relations"
+_TITLE_INCHES = 1.3  # that the longest of them takes, above a map
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,8 +145,11 @@ def heads(
     share = moved(maps, kind) if _has_relations(maps, kind) else None
     queries, keys = tokens_of(maps, kind)
     limit, signed = strongest(values), show != "probabilities"
+    narrow = columns * min(wide / columns, high / rows) < min(_TITLE_INCHES, wide)
     for (i, j), ax in np.ndenumerate(grid):
         heat_map(values[i, j], queries, keys, ax=ax, limit=limit, signed=signed, colour_bar=False)
+        if narrow:  # square cells would leave the titles no room
+            ax.set_aspect("auto")
         said = f"layer {maps.layers[i]}, head {maps.heads[j]}"
         said += "" if share is None else f"\n{share[i, j]:.0%} {_MOVED}"
         ax.set_title(said, fontsize=canvas.LABEL, color=canvas.INK)

@@ -28,6 +28,11 @@ def tables_of(model: Transformer, stack: str = "encoder", layer: int = 0) -> dic
 
     Returns "key_table", "value_table" or both: float32 (R, d), or (H, R, d), R = k + 1 + k_right.
     """
+    if not hasattr(model, "parameters"):
+        raise TypeError(
+            f"model: expected relpos.Transformer, got {type(model).__name__}; a translator has "
+            "its own in `models`"
+        )
     check_choice("stack", stack, ("encoder", "decoder"))
     config = getattr(model.config, stack)
     if not 0 <= check_count("layer", layer, 0) < config.layers:
