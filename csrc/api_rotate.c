@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * api_rotate.c: the checks of rotary positions, then one call inward; frequencies and
- * tables of sinusoids.
+ * api_rotate.c: the checks of rotary positions and of projected sinusoids, then one call inward;
+ * frequencies and tables of sinusoids.
  *
- * The latter are computed here: they are made once, in double, by the C library, alike for
+ * The latter two are computed here: they are made once, in double, by the C library, alike for
  * every instruction set and device.
  */
 #include <math.h>
 
 #include "api_attention.h"
 #include "base/memory.h"
+#include "isa/dispatch.h"
+#include "model/waves.h"
 
 static rp_status check_range(const char *name, int64_t value, int64_t least, int64_t most) {
   RPI_CHECK(value >= least && value <= most, RP_ERROR_SHAPE,
@@ -121,4 +123,65 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
     if (width % 2 != 0) table[width - 1] = 0;
   }
   return RP_OK;
+}
+
+/* What rp_wave_table and rp_wave_gradient share: the checks, and a job with memory of its own. */
+static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                            const rp_real *waves, rpi_waves *w) {
+  const struct {
+    const char *name;
+    int64_t value;
+  } sizes[] = {{"H", H}, {"D", D}, {"width", width}, {"left", left}, {"right", right}};
+  for (int i = 0; i < 5; i++) {
+    RPI_CHECK(sizes[i].value >= 0 && sizes[i].value <= RPI_LIMIT, RP_ERROR_SHAPE,
+              "wave table: %s=%lld, must be from 0 to 2^40", sizes[i].name, (wide)sizes[i].value);
+  }
+  int64_t columns = 0, numbers = 0, all = 0;
+  const bool fits = rpi_multiply(H, D, &columns) && rpi_multiply(columns, width, &numbers) &&
+                    rpi_multiply(columns, left + 1 + right, &all) && numbers <= INT64_MAX / 16 &&
+                    all <= INT64_MAX / 16 && columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
+  RPI_CHECK(fits, RP_ERROR_SHAPE,
+            "wave table: the sizes of H=%lld, D=%lld, width=%lld and %lld distances overflow",
+            (wide)H, (wide)D, (wide)width, (wide)(left + 1 + right));
+  RPI_CHECK(waves || width == 0, RP_ERROR_ARGUMENT, "wave table: waves is NULL");
+  *w = (rpi_waves){.left = left,
+                   .right = right,
+                   .heads = H,
+                   .head_width = D,
+                   .width = width,
+                   .waves = waves,
+                   .head_stride = (left + 1 + right) * D,
+                   .row_stride = D};
+  w->some = rpi_allocate((size_t)rpi_waves_scratch(H, D) * sizeof *w->some);
+  RPI_CHECK(w->some, RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
+            (wide)rpi_waves_scratch(H, D));
+  return RP_OK;
+}
+
+rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                        const rp_real *waves, const rp_real *weight, rp_real *table) {
+  const rp_ops *ops = NULL;
+  rpi_waves w;
+  RPI_CHECK(weight || H == 0 || D == 0 || width == 0, RP_ERROR_ARGUMENT,
+            "wave table: weight is NULL");
+  RPI_CHECK(table || H == 0 || D == 0, RP_ERROR_ARGUMENT, "wave table: table is NULL");
+  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  const rp_status status = rpi_waves_forward(ops, &w, weight, table);
+  rpi_release(w.some);
+  return status;
+}
+
+rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                           const rp_real *waves, const rp_real *dtable, rp_real *dweight) {
+  const rp_ops *ops = NULL;
+  rpi_waves w;
+  RPI_CHECK(dtable || H == 0 || D == 0, RP_ERROR_ARGUMENT, "wave table: dtable is NULL");
+  RPI_CHECK(dweight || H == 0 || D == 0 || width == 0, RP_ERROR_ARGUMENT,
+            "wave table: dweight is NULL");
+  RPI_TRY(rpi_ops_get(&ops));
+  RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  const rp_status status = rpi_waves_backward(ops, &w, dtable, dweight);
+  rpi_release(w.some);
+  return status;
 }

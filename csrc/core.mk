@@ -28,6 +28,7 @@ CORE_SOURCES = \
   model/config_check.c \
   model/presets.c \
   model/layout.c \
+  model/waves.c \
   model/positions.c \
   model/plan.c \
   model/layers.c \

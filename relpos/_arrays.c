@@ -156,6 +156,9 @@ static void shape_text(char *text, size_t room, const char *axes, const sizes *s
       case 'S': name = "rows + 1"; break;
       case 'F': name = "count"; break;
       case 'G': name = "edges"; break;
+      case 'P': name = "H * D"; break;
+      case 'W': name = "d_model"; break;
+      case 'V': name = "distances"; break;
       default: break;
     }
     char size[24] = "";

@@ -8,7 +8,7 @@
  *   _call.c        the arguments that forward and backward share
  *   _attention.c   forward and backward
  *   _maps.c        probabilities, logits and their parts
- *   _rotate.c      rotary positions
+ *   _rotate.c      rotary positions, sinusoids
  *   _devices.c     which devices there are
  *   _memory.c      memory of a device
  *   _dlpack.c      arrays of other libraries, taken and given
@@ -62,6 +62,7 @@ PyObject *text_of(const char *text);
  *   C S         B + 1 offsets, one start more than there are rows of queries
  *   F G         numbers laid end to end, edges
  *   I J         rows and columns of a map
+ *   P W V       rows and columns of a projection, distances of its sinusoids
  *
  * The first array that has an axis fixes its size; the others must agree. */
 typedef struct sizes {
@@ -164,6 +165,10 @@ PyObject *attention_forward(PyObject *module, PyObject *args);
 PyObject *attention_backward(PyObject *module, PyObject *args);
 PyObject *attention_map(PyObject *module, PyObject *args);
 PyObject *rotate(PyObject *module, PyObject *args);
+PyObject *frequencies(PyObject *module, PyObject *args);
+PyObject *sinusoid(PyObject *module, PyObject *args);
+PyObject *wave_table(PyObject *module, PyObject *args);
+PyObject *wave_gradient(PyObject *module, PyObject *args);
 PyObject *devices(PyObject *module, PyObject *args);
 PyObject *device_memory(PyObject *module, PyObject *args);
 PyObject *device_read(PyObject *module, PyObject *args);

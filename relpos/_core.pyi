@@ -166,6 +166,19 @@ def rotate(
     placement: Placement | None = None,
     /,
 ) -> Array: ...
+def frequencies(pairs: int, base: float, closed: bool, /) -> npt.NDArray[np.float64]: ...
+def sinusoid(
+    rows: int,
+    width: int,
+    first: int,
+    interleaved: bool,
+    frequencies: npt.NDArray[np.float64],
+    /,
+) -> Array: ...
+def wave_table(
+    weight: Array, waves: Array, heads: int, left: int, right: int, /
+) -> Array: ...  # (heads, left + 1 + right, D)
+def wave_gradient(dtable: Array, waves: Array, left: int, right: int, /) -> Array: ...
 def device_memory(device: str, count: int, /) -> tuple[int, Any]: ...  # address, owner
 def device_read(device: str, address: int, array: npt.NDArray[Any], /) -> None: ...
 def device_write(device: str, address: int, array: npt.NDArray[Any], /) -> None: ...

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _rotate.c: rotary positions.
+ * _rotate.c: rotary positions; frequencies, sinusoids and their projections.
  */
 #include "_call.h"
 
+#include <string.h>
+
 /* Angles per position are float64 in every build. */
-static int take_frequencies(PyObject *object, rp_rotation *r) {
+static int take_frequencies(PyObject *object, const double **to, int64_t *pairs) {
   PyArrayObject *const array = (PyArrayObject *)object;
   if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT64 || PyArray_NDIM(array) != 1 ||
       !PyArray_ISCARRAY_RO(array)) {
@@ -14,8 +16,8 @@ static int take_frequencies(PyObject *object, rp_rotation *r) {
                  "np.ascontiguousarray(frequencies, np.float64)");
     return 0;
   }
-  r->frequencies = PyArray_DATA(array);
-  r->pairs = PyArray_DIM(array, 0);
+  *to = PyArray_DATA(array);
+  *pairs = PyArray_DIM(array, 0);
   return 1;
 }
 
@@ -35,7 +37,7 @@ static int take_positions(PyObject *object, sizes *s, rp_rotation *r) {
  * out None: a new array in the layout of x; it may be x itself. The placement may be left out;
  * where there is one, out is given. */
 PyObject *rotate(PyObject *module, PyObject *args) {
-  PyObject *x, *out, *layout, *offsets, *lengths, *start, *positions, *frequencies;
+  PyObject *x, *out, *layout, *offsets, *lengths, *start, *positions, *angles;
   PyObject *where = Py_None, *allocate;
   rp_placement placement;
   rp_rotation r = rp_rotation_default();
@@ -45,7 +47,7 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   rp_rows_out to = {0};
   rp_status status;
   if (!PyArg_ParseTuple(args, "OOOOOOOOpp|O:rotate", &x, &out, &layout, &offsets, &lengths, &start,
-                        &positions, &frequencies, &r.interleaved, &r.inverse, &where) ||
+                        &positions, &angles, &r.interleaved, &r.inverse, &where) ||
       !take_placement(where, &placement, &allocate)) {
     return NULL;
   }
@@ -61,7 +63,7 @@ PyObject *rotate(PyObject *module, PyObject *args) {
       !offsets_end(r.offsets, "offsets", &s, 'X', "x") ||
       !take_int64(lengths, "lengths", "B", &s, &r.lengths) ||
       !take_int64(start, "start", "B", &s, &r.start) || !take_positions(positions, &s, &r) ||
-      !take_frequencies(frequencies, &r)) {
+      !take_frequencies(angles, &r.frequencies, &r.pairs)) {
     return NULL;
   }
   r.B = s.of['B'];
@@ -80,4 +82,134 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   raise_status(module, status);
   Py_DECREF(out);
   return NULL;
+}
+
+/* ---- frequencies, sinusoids -------------------------------------------------------- */
+
+/* The result, or the exception of a status. */
+static PyObject *result_of(PyObject *module, PyObject *made, rp_status status) {
+  if (status == RP_OK) return made;
+  raise_status(module, status);
+  Py_DECREF(made);
+  return NULL;
+}
+
+static int check_counts(const char *name, long long count, const char *other, long long second) {
+  if (count >= 0 && second >= 0) return 1;
+  const int first = count < 0;
+  PyErr_Format(PyExc_ValueError, "%s: expected 0 or more, got %lld", first ? name : other,
+               first ? count : second);
+  return 0;
+}
+
+/* frequencies(pairs, base, closed) -> float64 (pairs,) */
+PyObject *frequencies(PyObject *module, PyObject *args) {
+  long long pairs;
+  double base;
+  int closed;
+  if (!PyArg_ParseTuple(args, "Ldp:frequencies", &pairs, &base, &closed) ||
+      !check_counts("pairs", pairs, "pairs", pairs)) {
+    return NULL;
+  }
+  npy_intp shape[1] = {(npy_intp)pairs};
+  PyObject *const made = PyArray_SimpleNew(1, shape, NPY_FLOAT64);
+  if (made == NULL) return NULL;
+  return result_of(module, made,
+                   rp_frequencies(pairs, base, closed ? RP_FREQUENCIES_CLOSED : RP_FREQUENCIES_OPEN,
+                                  PyArray_DATA((PyArrayObject *)made)));
+}
+
+/* sinusoid(rows, width, first, interleaved, frequencies) -> float32 (rows, width) */
+PyObject *sinusoid(PyObject *module, PyObject *args) {
+  long long rows, width, first;
+  int interleaved;
+  PyObject *object;
+  const double *angles;
+  int64_t pairs;
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "LLLpO:sinusoid", &rows, &width, &first, &interleaved, &object) ||
+      !check_counts("rows", rows, "width", width) || !take_frequencies(object, &angles, &pairs)) {
+    return NULL;
+  }
+  if (pairs < width / 2) {
+    PyErr_Format(PyExc_ValueError, "frequencies: expected width // 2 = %lld or more, got %lld",
+                 width / 2, (long long)pairs);
+    return NULL;
+  }
+  npy_intp shape[2] = {(npy_intp)rows, (npy_intp)width};
+  PyObject *const made = PyArray_SimpleNew(2, shape, NPY_FLOAT32);
+  if (made == NULL) return NULL;
+  rp_real *const to = PyArray_DATA((PyArrayObject *)made);
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_sinusoid(rows, width, first, interleaved, angles, to);
+  Py_END_ALLOW_THREADS
+  return result_of(module, made, status);
+}
+
+/* What the next two share: the sinusoids reach as far as the distances. */
+static int take_waves(PyObject *object, long long left, long long right, sizes *s, view *to) {
+  if (!check_counts("left", left, "right", right) ||
+      !take(object, "waves", "VW", TAKE_CONTIGUOUS, s, to)) {
+    return 0;
+  }
+  const long long most = left > right ? left : right;
+  if (s->of['V'] > most) return 1;
+  PyErr_Format(PyExc_ValueError, "waves: expected rows for the distances up to %lld, got %lld",
+               most, (long long)s->of['V']);
+  return 0;
+}
+
+/* wave_table(weight, waves, heads, left, right) -> float32 (heads, left + 1 + right, D) */
+PyObject *wave_table(PyObject *module, PyObject *args) {
+  long long heads, left, right;
+  PyObject *weight, *waves;
+  sizes s = sizes_unknown();
+  view of_weight = {0}, of_waves = {0};
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "OOLLL:wave_table", &weight, &waves, &heads, &left, &right) ||
+      !take(weight, "weight", "PW", TAKE_CONTIGUOUS, &s, &of_weight) ||
+      !take_waves(waves, left, right, &s, &of_waves)) {
+    return NULL;
+  }
+  if (heads < 1 || s.of['P'] % heads != 0) {
+    PyErr_Format(PyExc_ValueError, "heads: expected a divisor of the weight's %lld rows, got %lld",
+                 (long long)s.of['P'], heads);
+    return NULL;
+  }
+  s.of['H'] = heads;
+  s.of['R'] = left + 1 + right;
+  s.of['D'] = s.of['P'] / heads;
+  PyObject *const made = array_new("HRD", &s);
+  if (made == NULL) return NULL;
+  rp_real *const to = PyArray_DATA((PyArrayObject *)made);
+  Py_BEGIN_ALLOW_THREADS
+  status =
+      rp_wave_table(heads, s.of['D'], s.of['W'], left, right, of_waves.data, of_weight.data, to);
+  Py_END_ALLOW_THREADS
+  return result_of(module, made, status);
+}
+
+/* wave_gradient(dtable, waves, left, right) -> float32 (heads * D, d_model) */
+PyObject *wave_gradient(PyObject *module, PyObject *args) {
+  long long left, right;
+  PyObject *dtable, *waves;
+  sizes s = sizes_unknown();
+  view of_table = {0}, of_waves = {0};
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "OOLL:wave_gradient", &dtable, &waves, &left, &right) ||
+      !take_waves(waves, left, right, &s, &of_waves)) {
+    return NULL;
+  }
+  s.of['R'] = left + 1 + right;
+  if (!take(dtable, "dtable", "HRD", TAKE_CONTIGUOUS, &s, &of_table)) return NULL;
+  s.of['P'] = s.of['H'] * s.of['D'];
+  PyObject *const made = array_new("PW", &s);
+  if (made == NULL) return NULL;
+  rp_real *const to = PyArray_DATA((PyArrayObject *)made);
+  memset(to, 0, (size_t)PyArray_NBYTES((PyArrayObject *)made));
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_wave_gradient(s.of['H'], s.of['D'], s.of['W'], left, right, of_waves.data,
+                            of_table.data, to);
+  Py_END_ALLOW_THREADS
+  return result_of(module, made, status);
 }

@@ -106,6 +106,35 @@ class DoubleCore:
         self.core.check(status)
         return out
 
+    def sinusoid(
+        self, rows: int, width: int, first: int, interleaved: bool, frequencies: Any
+    ) -> Any:
+        out = np.empty((rows, width))
+        status = self.core.lib.rp_sinusoid(
+            *map(ctypes.c_int64, (rows, width, first)), ctypes.c_int(interleaved),
+            ctypes.c_void_p(frequencies.ctypes.data), ctypes.c_void_p(out.ctypes.data),
+        )  # fmt: skip
+        self.core.check(status)
+        return out
+
+    def wave_table(self, weight: Any, waves: Any, heads: int, left: int, right: int) -> Any:
+        D, width = weight.shape[0] // heads, weight.shape[1]
+        out = np.empty((heads, left + 1 + right, D))
+        self._waves("rp_wave_table", (heads, D, width, left, right), waves, weight, out)
+        return out
+
+    def wave_gradient(self, dtable: Any, waves: Any, left: int, right: int) -> Any:
+        heads, _, D = dtable.shape
+        out = np.zeros((heads * D, waves.shape[1]))
+        self._waves("rp_wave_gradient", (heads, D, waves.shape[1], left, right), waves, dtable, out)
+        return out
+
+    def _waves(self, name: str, counts: tuple[int, ...], *given: Any) -> None:
+        assert all(x.dtype == np.float64 and x.flags.c_contiguous for x in given)
+        pointers = (ctypes.c_void_p(x.ctypes.data) for x in given)
+        status = getattr(self.core.lib, name)(*map(ctypes.c_int64, counts), *pointers)
+        self.core.check(status)
+
 
 def sizes_of(x: Any, layout: str) -> tuple[int, int, int, int]:
     B, H, N, D = x.shape if layout == "bhnd" else (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
@@ -203,5 +232,6 @@ def point(r: capi.Relation, term: Any, kind: str, alive: list[Any]) -> None:
 def double_core(monkeypatch: pytest.MonkeyPatch, core: capi.Core) -> None:
     door = DoubleCore(core)
     monkeypatch.setattr(sys.modules["relpos.attention"], "_core", door)
-    monkeypatch.setattr(sys.modules["relpos.position.rope"], "_core", door)
+    for scheme in ("rope", "absolute", "transformer_xl"):
+        monkeypatch.setattr(sys.modules[f"relpos.position.{scheme}"], "_core", door)
     monkeypatch.setattr(arrays, "REAL", np.float64)

@@ -131,9 +131,39 @@ class StandIn:
         out[...] = turned
         return out
 
+    def sinusoid(
+        self, rows: int, width: int, first: int, interleaved: bool, frequencies: Any
+    ) -> Any:
+        angle = np.arange(first, first + rows)[:, None] * frequencies[: width // 2]
+        made = np.zeros((rows, width))
+        half = width // 2
+        sines, cosines = slice(0, half), slice(half, 2 * half)
+        if interleaved:
+            sines, cosines = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        made[:, sines], made[:, cosines] = np.sin(angle), np.cos(angle)
+        return made
+
+    def wave_table(self, weight: Any, waves: Any, heads: int, left: int, right: int) -> Any:
+        """The formula as it is: every row by itself."""
+        rows = _signed(waves, left, right) @ weight.T
+        return np.ascontiguousarray(rows.reshape(len(rows), heads, -1).swapaxes(0, 1))
+
+    def wave_gradient(self, dtable: Any, waves: Any, left: int, right: int) -> Any:
+        rows = _signed(waves, left, right)
+        return dtable.swapaxes(0, 1).reshape(len(rows), -1).T @ rows
+
+
+def _signed(waves: Any, left: int, right: int) -> Any:
+    """R_t for t from left down to -right, of those for t >= 0."""
+    t = np.arange(left, -right - 1, -1)
+    sign = np.ones((len(t), waves.shape[1]))
+    sign[t < 0, : waves.shape[1] // 2] = -1
+    return waves[np.abs(t)] * sign
+
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     core = StandIn()
     monkeypatch.setattr(sys.modules["relpos.attention"], "_core", core)
-    monkeypatch.setattr(sys.modules["relpos.position.rope"], "_core", core)
+    for scheme in ("rope", "absolute", "transformer_xl"):
+        monkeypatch.setattr(sys.modules[f"relpos.position.{scheme}"], "_core", core)
     monkeypatch.setattr(arrays, "REAL", np.float64)

@@ -214,7 +214,8 @@ static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const 
 static void profile_positions(const rpi_run *run, int64_t layer, const rp_attention *a, bool back,
                               double began) {
   rp_model *const m = run->model;
-  const rpi_positions_cost cost = rpi_positions_cost_of(&m->stack[run->stack].positions, a, back);
+  const rpi_positions_cost cost =
+      rpi_positions_cost_of(m->ops, &m->stack[run->stack].positions, a, back);
   if (cost.operations == 0) return;
   rpi_profile_add(&m->profile, run->stack, layer, "attention.positions", back || run->again, began,
                   cost.operations, cost.bytes);

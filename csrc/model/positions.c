@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "model/linear.h"
+#include "model/waves.h"
 
 static bool is_causal(int stack) { return stack == RPI_DECODER; }
 
@@ -100,6 +101,9 @@ void rpi_positions_carve(const rp_config *config, int number, bool training, rpi
   if (p->has.waves || p->has.embedding) p->key = rpi_arena_take(scratch, T * H * D, bytes);
   if (p->has.embedding) p->query = rpi_arena_take(scratch, T * H * D, bytes);
   if (p->has.slopes) p->bias = rpi_arena_take(scratch, H * T, bytes);
+  if (p->has.waves && p->has.right > 0) {
+    p->some = rpi_arena_take(scratch, rpi_waves_scratch(H, D), bytes);
+  }
   if (!training) return;
   if (p->has.waves || p->has.embedding) p->dkey = rpi_arena_take(scratch, T * H * D, bytes);
   if (p->has.embedding) p->dquery = rpi_arena_take(scratch, T * H * D, bytes);
@@ -324,6 +328,26 @@ static void set_shaw(const rpi_positions *p, const rp_stack *stack, const real *
   }
 }
 
+/* Does the host project sinusoids of both sides? Elsewhere it is one product, of fewer kernels. */
+static bool shares_waves(const rp_ops *ops, const rpi_positions *p, const rp_relation *term) {
+  return ops->host && p->some && term->left == term->right;
+}
+
+/* The table of a term as waves.h has it, from its last row up: the model's sinusoids begin with the
+ * farthest key before the query, and those from 0 on are of keys after it. */
+static rpi_waves waves_of(const rpi_positions *p, const rp_relation *term) {
+  const int64_t C = p->config->width;
+  return (rpi_waves){.left = term->right,
+                     .right = term->left,
+                     .heads = p->config->heads,
+                     .head_width = rpi_head_width(p->config),
+                     .width = C,
+                     .waves = p->waves + p->has.left * C,
+                     .head_stride = term->head_stride,
+                     .row_stride = -term->row_stride,
+                     .some = p->some};
+}
+
 /* The sinusoids of the distances that this batch has, projected. */
 static rp_status set_waves(const rp_ops *ops, const rpi_positions *p,
                            const rpi_layer_place *weights, rp_attention *a) {
@@ -334,9 +358,13 @@ static rp_status set_waves(const rp_ops *ops, const rpi_positions *p,
   if (term.left > reach) term.left = reach;
   if (term.right > reach) term.right = reach;
   term.rows = term.left + 1 + term.right;
-  if (weights->numbers) {
-    RPI_TRY(project(ops, p, p->waves + (p->has.left - term.left) * C, term.rows,
-                    place(weights, at->position), NULL, p->key));
+  const real *const weight = place(weights, at->position);
+  if (weights->numbers && shares_waves(ops, p, &term)) {
+    const rpi_waves w = waves_of(p, &term);
+    RPI_TRY(rpi_waves_forward(ops, &w, weight, p->key + (term.rows - 1) * HD));
+  } else if (weights->numbers) {
+    RPI_TRY(
+        project(ops, p, p->waves + (p->has.left - term.left) * C, term.rows, weight, NULL, p->key));
   }
   a->key[0] = term;
   a->position_bias = place(weights, at->position_bias);
@@ -437,13 +465,15 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
   return RP_OK;
 }
 
-rpi_positions_cost rpi_positions_cost_of(const rpi_positions *p, const rp_attention *a, bool back) {
+rpi_positions_cost rpi_positions_cost_of(const rp_ops *ops, const rpi_positions *p,
+                                         const rp_attention *a, bool back) {
   const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
   const double H = (double)p->config->heads, T = (double)p->has.rows, C = (double)p->config->width;
   const double HD = H * (double)rpi_head_width(p->config), number = sizeof(real);
   double products = 1, rows = T, inner = C, columns = HD;
   if (p->has.waves) {
-    rows = (double)a->key[0].rows;
+    const bool shares = shares_waves(ops, p, &a->key[0]);
+    rows = (double)(shares ? a->key[0].left + 1 : a->key[0].rows);
   } else if (p->has.embedding) {
     products = ((stack->key != 0) + (stack->value != 0)) * (back ? 2 : 1);
   } else if (p->has.slopes) {
@@ -494,6 +524,11 @@ rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,
   const rpi_table_params *const at = &weights->at->tables;
   const int64_t C = p->config->width, H = p->config->heads, T = p->has.rows;
   const int64_t HD = H * rpi_head_width(p->config);
+  if (p->has.waves && shares_waves(ops, p, &a->key[0])) {
+    const rpi_waves w = waves_of(p, &a->key[0]);
+    return rpi_waves_backward(ops, &w, p->dkey + (a->key[0].rows - 1) * HD,
+                              place(gradients, at->position));
+  }
   if (p->has.waves) {
     const real *const from = p->waves + (p->has.left - a->key[0].left) * C;
     return project_back(ops, p, from, a->key[0].rows, NULL, p->dkey, place(gradients, at->position),

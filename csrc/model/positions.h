@@ -5,7 +5,8 @@
  * A scheme is a few tables. Some are parameters as they are (Shaw, Music Transformer, T5), others
  * are made of parameters by one matrix product, again in every layer and every batch:
  *
- *   transformer-xl   key table [T, H D]   = waves [T, C] . position.weightᵀ
+ *   transformer-xl   key table [T, H D]   = waves [T, C] . position.weightᵀ, of both sides of the
+ *                                           query half of that where the host computes (waves.h)
  *   deberta          key table [T, H D]   = relative_embedding [T, C] . (key projection)ᵀ
  *                    query table          = the same by the query projection
  *   alibi-learned    bias table [H, T]    = slopes [H, 1] . (-|distance|) [1, T]
@@ -47,6 +48,7 @@ typedef struct rpi_positions {
   /* scratch, one layer's at a time */
   real *key, *query, *bias;    /* made tables */
   real *dkey, *dquery, *dbias; /* their gradients; NULL without training */
+  real *some;                  /* of waves.h; NULL: keys lie on one side alone */
 } rpi_positions;
 
 /* Small constants, on which attention's sizes depend, large ones and scratch, each from an arena of
@@ -76,7 +78,8 @@ typedef struct rpi_positions_cost {
   double operations, bytes;
 } rpi_positions_cost;
 
-rpi_positions_cost rpi_positions_cost_of(const rpi_positions *p, const rp_attention *a, bool back);
+rpi_positions_cost rpi_positions_cost_of(const rp_ops *ops, const rpi_positions *p,
+                                         const rp_attention *a, bool back);
 
 /* Where attention's backward puts the gradients of the tables of `a`; what is made is zeroed. */
 rp_status rpi_positions_gradients(const rp_ops *ops, const rpi_positions *p,

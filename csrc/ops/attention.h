@@ -104,12 +104,24 @@ static real scale_of(const rp_attention *s) {
 
 /* ---- one strip ---------------------------------------------------------- */
 
-/* to = from + start, or to += from where there is no start. */
-RPI_NOINLINE void add_strip(int64_t count, const real *from, const real *start, real *to) {
-  for (int64_t r = 0; start && r < count; r++) {
-    for (int c = 0; c < RPI_TILE; c++) to[r * RPI_TILE + c] = from[r * RPI_TILE + c] + start[r];
+/* to += from. */
+RPI_NOINLINE void add_strip(int64_t count, const real *from, real *to) {
+  for (int64_t c = 0; c < count * RPI_TILE; c++) to[c] += from[c];
+}
+
+/* Where the accumulators of a strip start whose pairs add `more`: start, as rpi_start has it, its
+ * band where there is one, and more. */
+RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real *more, real *to) {
+  for (int64_t r = 0; r < count; r++) {
+    const real *const band = start->band ? start->band + r * start->band_stride : NULL;
+    RPI_UNROLL(4) for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) {
+      rpi_register sum = (rpi_register){0} + start->row[r];
+      if (band) {
+        sum += rpi_load(band + rpi_min(rpi_max(start->band_offset - r + v, 0), start->band_last));
+      }
+      rpi_store(to + r * RPI_TILE + v, sum + rpi_load(more + r * RPI_TILE + v));
+    }
   }
-  for (int64_t c = 0; !start && c < count * RPI_TILE; c++) to[c] += from[c];
 }
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
@@ -119,30 +131,21 @@ RPI_NOINLINE void add_strip(int64_t count, const real *from, const real *start, 
 static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
                         int64_t distance, int64_t count, const rpi_product *product,
                         const real *row_start, const real *more) {
-  rpi_product first = *product;
-  if (more) first.inner = 0;
-  if (more && meets == MEETS_NOTHING) {
-    add_strip(count, more, row_start, product->c);
-  } else if (meets == MEETS_BAND) {
-    const rpi_start start = {.row = row_start,
-                             .band = e,
-                             .band_stride = e_stride,
-                             .band_offset = RPI_LANES + distance - w->first,
-                             .band_last = RPI_LANES + w->columns};
-    rpi_strip_product(RPI_START_BAND, count, RPI_TILE / RPI_LANES, &first, &start);
-  } else {
-    real moved[RPI_STRIP];
-    rpi_start start = {.row = row_start};
-    if (meets != MEETS_NOTHING) {
-      const int64_t at = meets == MEETS_HEAD ? 0 : RPI_LANES + w->columns - 1;
-      for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + e[r * e_stride + at];
-      start.row = moved;
-    }
-    rpi_strip_product(RPI_START_ROW, count, RPI_TILE / RPI_LANES, &first, &start);
+  real moved[RPI_STRIP];
+  rpi_start start = {.row = row_start};
+  if (meets == MEETS_BAND) {
+    start.band = e;
+    start.band_stride = e_stride;
+    start.band_offset = RPI_LANES + distance - w->first;
+    start.band_last = RPI_LANES + w->columns;
+  } else if (meets != MEETS_NOTHING) {
+    const int64_t at = meets == MEETS_HEAD ? 0 : RPI_LANES + w->columns - 1;
+    for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + e[r * e_stride + at];
+    start.row = moved;
   }
-  if (!more) return;
-  if (meets != MEETS_NOTHING) add_strip(count, more, NULL, product->c);
-  rpi_strip_product(RPI_START_LOAD, count, RPI_TILE / RPI_LANES, product, NULL);
+  if (more) start_strip(count, &start, more, product->c);
+  const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
+  rpi_strip_product(mode, count, RPI_TILE / RPI_LANES, product, &start);
 }
 
 /* A row of a tile, added up into one vector. */
@@ -223,8 +226,30 @@ static rp_status check_carved(const rpi_arena *arena, int workers) {
   return RP_OK;
 }
 
-static void take_packed(rpi_arena *arena, int64_t columns, int64_t width, packed_term *packed) {
+/* May neighbouring distances share a vector? */
+static bool has_runs(const rp_relation *relations) {
+  bool found = false;
+  for (int i = 0; i < RP_TERMS; i++) {
+    found |= relations[i].table && !is_looked_up(&relations[i]) && relations[i].buckets;
+  }
+  return found;
+}
+
+static void take_runs(rpi_arena *arena, int64_t columns, int64_t width, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
+  packed->runs.line = rpi_arena_take(arena, padded, sizeof *packed->runs.line);
+  packed->runs.begin = rpi_arena_take(arena, columns, sizeof *packed->runs.begin);
+  packed->lines = rpi_arena_take(arena, RPI_TILE * width, sizeof(real));
+}
+
+/* relations: those of the term, or NULL where runs do not matter. */
+static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t columns,
+                        int64_t width, packed_term *packed) {
+  const int64_t padded = rpi_round_up(columns, RPI_LANES);
+  if (relations && has_runs(relations)) {
+    take_runs(arena, columns, width, packed);
+    packed->strip = rpi_arena_take(arena, RPI_STRIP * (padded + RPI_LANES), sizeof(real));
+  }
   packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
   packed->numbers = rpi_arena_take(arena, padded + 1, sizeof(real));

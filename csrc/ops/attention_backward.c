@@ -66,8 +66,8 @@ typedef struct backward_scratch {
   pair_scratch pairs;
 } backward_scratch;
 
-static void take_side(rpi_arena *arena, const bounds *n, int64_t width, int64_t padded,
-                      int64_t columns, side *x) {
+static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *relations,
+                      int64_t width, int64_t padded, int64_t columns, side *x) {
   const int64_t real_bytes = sizeof(real), window_size = n->block * window_stride(columns);
   x->packed = rpi_arena_take(arena, n->keys * width, real_bytes);
   x->gradient = rpi_arena_take(arena, n->keys * padded, real_bytes);
@@ -75,7 +75,7 @@ static void take_side(rpi_arena *arena, const bounds *n, int64_t width, int64_t 
   x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
   x->product = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
-  take_packed(arena, columns, padded, &x->table);
+  take_packed(arena, relations, columns, padded, &x->table);
   x->e = rpi_arena_take(arena, window_size, real_bytes);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
@@ -86,8 +86,8 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   backward_scratch local = {0};
   backward_scratch *const kept = rpi_arena_take(arena, 1, sizeof local);
   const int64_t real_bytes = sizeof(real);
-  take_side(arena, n, s->D, n->width, n->key_columns, &local.side[KEY]);
-  take_side(arena, n, s->Dv, n->value_width, n->value_columns, &local.side[VALUE]);
+  take_side(arena, n, s->key, s->D, n->width, n->key_columns, &local.side[KEY]);
+  take_side(arena, n, s->value, s->Dv, n->value_width, n->value_columns, &local.side[VALUE]);
   local.key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.head_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.tail_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
@@ -407,7 +407,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
 
 /* After a block: its buckets times x go to the table's gradient, times the table to dq. */
 static void close_side(const backward_item *item, const backward_block *block, side *x, int which,
-                       real *dq) {
+                       const real *zeros, real *dq) {
   const table_sums *const sums = &item->to[which];
   const int64_t padded = item->padded[which], columns = x->w.columns;
   const int64_t stride = window_stride(columns);
@@ -419,12 +419,24 @@ static void close_side(const backward_item *item, const backward_block *block, s
   /* the head is column -1 of the buckets, row -1 of the table, line 0 of the sums */
   const int64_t head = x->w.head ? 1 : 0, first = head ? 0 : x->w.first - sums->first + 1;
   const real *const buckets = x->buckets + RPI_LANES - head;
-  if (sums->lines) {
-    add_transposed(buckets, stride, columns + head, x->x.data, x->x.stride, block->rows, padded,
-                   sums->lines + first * padded);
-  }
+  const runs *const lines = is_folded(&x->table) ? &x->table.runs : NULL;
   if (sums->numbers) {
     add_columns(buckets, stride, block->rows, columns + head, sums->numbers + first);
+  }
+  if (lines) runs_gather(lines, columns, block->rows, x->buckets + RPI_LANES, stride);
+  if (sums->lines) {
+    add_transposed(buckets, stride, lines ? head : columns + head, x->x.data, x->x.stride,
+                   block->rows, padded, sums->lines + first * padded);
+  }
+  if (sums->lines && lines) {
+    const rpi_product product = {.a = buckets + head,
+                                 .a_row = 1,
+                                 .a_inner = stride,
+                                 .b = x->x.data,
+                                 .b_stride = x->x.stride,
+                                 .inner = block->rows};
+    runs_add_product(lines, product, 0, lines->count, padded, zeros, x->table.lines,
+                     sums->lines + (first + head) * padded);
   }
   if (which == KEY && item->term[KEY].vector_count) {
     const rpi_product product = {.a = buckets,
@@ -435,7 +447,7 @@ static void close_side(const backward_item *item, const backward_block *block, s
                                  .c = dq,
                                  .c_stride = padded,
                                  .inner = columns + head};
-    band_product(&product, &at, padded, &x->w, -head);
+    band_product(&product, &at, padded, &x->w, -head, lines);
   }
 }
 
@@ -496,11 +508,11 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
     }
     if (pairs->queries)
       collect_queries(pairs, &w->pairs, item->sums, &item->seq, &of_q, first, rows, key, j,
-                      tile_keys, w->side[VALUE].product, &block->keys,
+                      tile_keys, w->side[VALUE].product, &block->keys, w->zeros,
                       w->side[KEY].gradient + j * width);
   }
   for (int which = 0; which < SIDES; which++) {
-    close_side(item, block, &w->side[which], which, w->dq);
+    close_side(item, block, &w->side[which], which, w->zeros, w->dq);
   }
   if (pairs->count) close_pairs(pairs, &w->pairs, item->sums, &of_q, &of_dz, w->dq, width);
   put_rows(&item->args->gradients->q, item->seq.query_batch, item->head,

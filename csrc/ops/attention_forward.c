@@ -55,8 +55,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.state.sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
   local.state.out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
-  take_packed(arena, n->key_columns, n->width, &local.key_table);
-  take_packed(arena, n->value_columns, n->value_width, &local.value_table);
+  take_packed(arena, s->key, n->key_columns, n->width, &local.key_table);
+  take_packed(arena, NULL, n->value_columns, n->value_width, &local.value_table);
   local.e = rpi_arena_take(arena, n->block * window_stride(n->key_columns), real_bytes);
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
@@ -375,7 +375,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
                                .c = w->state.out + block * width,
                                .c_stride = width,
                                .inner = vw->columns - vw->tail};
-  band_product(&related, &view.at, width, vw, 0);
+  band_product(&related, &view.at, width, vw, 0, NULL);
 }
 
 /* to = factor * (from + before * head + behind * tail): a vector without a share is not met,

@@ -45,6 +45,8 @@
 
 #define RPI_TILE 64 /* keys in a tile */
 
+#include "ops/runs.h"
+
 /* One vector of sums, whatever the width: GCC's own reduction over a width it does not
  * know spends more on its tails than on 64 numbers. */
 RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t width) {
@@ -222,16 +224,48 @@ static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
 typedef struct packed_term {
   int64_t head_index;
   window w;
-  const real *down; /* [columns][width, padded]: the table itself, or the copy; row -1: the head */
-  real *across;     /* [width][columns, padded], times the factor */
+  runs runs;        /* columns that share a vector: lines are what has a row below */
+  const real *down; /* [lines][width, padded]: the table itself, or the copy; row -1: the head */
+  real *across;     /* [width][lines, padded], times the factor */
   real *copy;
   real *numbers; /* [columns, padded], then the head's */
+  real *strip;   /* [STRIP][columns, padded, + LANES]: of lines, where there may be runs */
+  real *lines;   /* [TILE][width, padded]: the same */
 } packed_term;
+
+/* Have columns been put together? */
+static bool is_folded(const packed_term *packed) { return packed->runs.count < packed->w.columns; }
 
 /* Do the columns of a window read one table as it lies? */
 static bool is_plain(const band_part *p, int count, const window *w) {
   return count == 1 && !p->buckets && w->first - w->head >= -p->left &&
          w->first + w->columns - 1 <= p->right;
+}
+
+static bool same_vectors(const term *t, int64_t d, int64_t other) {
+  bool same = true;
+  for (int i = 0; i < t->vector_count; i++) {
+    same &= part_row(&t->vectors[i], d) == part_row(&t->vectors[i], other);
+  }
+  return same;
+}
+
+/* Finds the runs of a window, where there are enough of them to be worth it. */
+static void find_runs(const term *t, const window *w, int64_t padded, runs *r) {
+  bool buckets = false;
+  for (int i = 0; i < t->vector_count; i++) buckets |= t->vectors[i].buckets != NULL;
+  r->count = 0;
+  for (int64_t c = 0; buckets && r->line && c < w->columns; c++) {
+    if (c == 0 || !same_vectors(t, w->first + c, w->first + c - 1)) {
+      r->begin[r->count++] = (int32_t)c;
+    }
+    r->line[c] = (rpi_lane)(r->count - 1);
+  }
+  if (r->count == 0 || r->count > w->columns - w->columns / 8) {
+    runs_reset(r, w->columns, padded);
+    return;
+  }
+  for (int64_t c = w->columns; c < padded; c++) r->line[c] = (rpi_lane)(r->count - 1);
 }
 
 /* factor: of the vectors' products; number_factor: of the numbers. */
@@ -244,20 +278,24 @@ static void pack_window(const term *t, const window *w, real factor, real number
   packed->head_index = t->head_index;
   packed->w = *w;
   const int64_t padded = rpi_round_up(w->columns, RPI_LANES);
+  find_runs(t, w, padded, &packed->runs);
+  const bool folded = is_folded(packed);
+  const int64_t lines = packed->runs.count, padded_lines = rpi_round_up(lines, RPI_LANES);
   if (t->vector_count) {
     const band_part *const p = t->vectors;
     if (is_plain(p, t->vector_count, w) && p->stride == padded_width && t->width == padded_width) {
       packed->down = p->table + (w->first + p->left) * p->stride;
     } else {
       real *const copy = packed->copy + padded_width;
-      for (int64_t column = w->head ? -1 : 0; column < w->columns; column++) {
-        term_vector(t, w->first + column, padded_width, copy + column * padded_width);
+      for (int64_t line = w->head ? -1 : 0; line < lines; line++) {
+        const int64_t column = folded && line >= 0 ? packed->runs.begin[line] : line;
+        term_vector(t, w->first + column, padded_width, copy + line * padded_width);
       }
       packed->down = copy;
     }
     if (packed->across && w->columns > 1) {
-      rpi_pack_transposed(packed->down, padded_width, w->columns, t->width, factor, packed->across,
-                          padded, padded);
+      rpi_pack_transposed(packed->down, padded_width, lines, t->width, factor, packed->across,
+                          padded_lines, padded_lines);
     }
   }
   if (!t->number_count && !t->position_bias) return;
@@ -270,8 +308,9 @@ static void pack_window(const term *t, const window *w, real factor, real number
     for (int64_t c = 0; c < w->columns; c++) {
       packed->numbers[c] = number_factor * term_number(t, w->first + c);
       if (!t->position_bias) continue;
+      const int64_t line = folded ? packed->runs.line[c] : c;
       packed->numbers[c] +=
-          factor * dot(t->position_bias, packed->down + c * padded_width, t->width);
+          factor * dot(t->position_bias, packed->down + line * padded_width, t->width);
     }
   }
   for (int64_t c = w->columns; c < padded; c++) packed->numbers[c] = 0;
@@ -303,14 +342,15 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
   const int64_t columns = w->columns, stride = window_stride(columns);
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   const int64_t rows = t->vector_count ? at->rows : 1;
-  const bool numbers = t->number_count || t->position_bias;
+  const bool numbers = t->number_count || t->position_bias, folded = is_folded(packed);
+  const runs *const lines = &packed->runs;
   if (columns == 1 && t->vector_count) { /* most blocks right of the band: half of long N */
     for (int64_t r = 0; r < rows; r++) {
       const real score = factor * dot(x + r * x_stride, packed->down, t->width);
       e[r * stride + RPI_LANES] = numbers ? score + packed->numbers[0] : score;
     }
   } else if (columns) {
-    for (int64_t r = 0; numbers && r < rows; r++) {
+    for (int64_t r = 0; numbers && !folded && r < rows; r++) {
       memcpy(e + r * stride + RPI_LANES, packed->numbers, (size_t)padded * sizeof(real));
     }
     for (int64_t i = 0; t->vector_count && i < rows; i += RPI_STRIP) {
@@ -321,17 +361,29 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
       const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) / RPI_LANES * RPI_LANES;
       const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
       if (begin >= end) continue;
-      const rpi_product product = {.a = x + i * x_stride,
-                                   .a_row = x_stride,
-                                   .a_inner = 1,
-                                   .b = packed->across + begin,
-                                   .b_stride = padded,
-                                   .c = e + i * stride + RPI_LANES + begin,
-                                   .c_stride = stride,
-                                   .inner = t->width};
       const rpi_start start = {.row = zeros};
-      rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count, (end - begin) / RPI_LANES,
-                        &product, &start);
+      rpi_product product = {.a = x + i * x_stride,
+                             .a_row = x_stride,
+                             .a_inner = 1,
+                             .b = packed->across + begin,
+                             .b_stride = padded,
+                             .c = e + i * stride + RPI_LANES + begin,
+                             .c_stride = stride,
+                             .inner = t->width};
+      if (!folded) {
+        rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count,
+                          (end - begin) / RPI_LANES, &product, &start);
+        continue;
+      }
+      const int64_t first = lines->line[begin] / RPI_LANES * RPI_LANES;
+      const int64_t last = rpi_round_up(lines->line[end - 1] + 1, RPI_LANES);
+      product.b = packed->across + first;
+      product.b_stride = rpi_round_up(lines->count, RPI_LANES);
+      product.c = packed->strip;
+      product.c_stride = padded + RPI_LANES;
+      rpi_strip_product(RPI_START_ROW, count, (last - first) / RPI_LANES, &product, &start);
+      runs_spread(lines, count, packed->strip, product.c_stride, first, begin, end,
+                  numbers ? packed->numbers : NULL, e + i * stride + RPI_LANES, stride);
     }
   }
   const real *const vector =
@@ -391,15 +443,18 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict
 }
 
 /* c += buckets . down for a block of rows, by strips and the columns that each can have met.
- * product: of the first row and of the columns first to first + inner - 1. */
+ * product: of the first row and of the columns first to first + inner - 1, or where there are runs
+ * of their lines. */
 static void band_product(const rpi_product *product, const block_place *at, int64_t width,
-                         const window *w, int64_t first) {
+                         const window *w, int64_t first, const runs *lines) {
   for (int64_t i = 0; i < at->rows; i += RPI_STRIP) {
     const int64_t count = rpi_min(RPI_STRIP, at->rows - i);
     const int64_t nearest = at->distance - (i + count - 1) - w->first;
     const int64_t farthest = at->distance - i + at->keys - w->first;
-    const int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
-    const int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
+    int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
+    int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
+    if (lines && begin + first >= 0) begin = lines->line[begin + first] - first;
+    if (lines && end + first > 0) end = lines->line[end + first - 1] + 1 - first;
     if (begin >= end) continue;
     rpi_product strip = *product;
     strip.a += i * product->a_row + begin * product->a_inner;

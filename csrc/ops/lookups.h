@@ -26,6 +26,15 @@
 enum { PAIR_KEY, PAIR_BIAS, PAIR_QUERY, PAIR_VALUE };
 
 #define RPI_LOOKUPS (4 * RP_TERMS)
+#define RPI_CACHE_LINE 64 /* bytes, on most machines */
+
+/* Numbers of a row of E, column -1 among them, that are read from registers (gather_row); 0: none
+ * are. clang has no such exchange. */
+#if RPI_LANES == 16 && !defined(__clang__)
+#define RPI_HELD (4 * RPI_LANES)
+#else
+#define RPI_HELD 0
+#endif
 
 /* A term whose relation is looked up, for one head. */
 typedef struct lookup {
@@ -184,6 +193,26 @@ static void look_up(const lookup *x, const pair_terms *p, const rpi_sequence *se
   for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
 }
 
+/* Asks for the labels of some queries with the tile at key j, and with the tiles beside it, one of
+ * which comes next. Rows of a matrix lie too far apart for the processor to foresee: waiting for
+ * them, one after the other, took half as long as all else that labels cost. Inline always: GCC
+ * takes a function that only asks for one that does nothing. */
+RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_sequence *seq,
+                              int64_t query, int64_t rows, int64_t j) {
+  const rp_relation *const r = x->relation;
+  const int64_t bytes = r->label_bytes, tile = RPI_TILE * bytes;
+  for (int side = 0; side < 3; side++) {
+    const int64_t key = j + (side == 0 ? 0 : side == 1 ? -RPI_TILE : RPI_TILE);
+    if (key < 0 || key >= seq->keys) continue;
+    for (int64_t i = query; i < query + rows; i++) {
+      const int64_t row = pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
+                                   r->label_row_stride, p, seq, i);
+      const char *const from = (const char *)r->labels + (row + key) * bytes;
+      for (int64_t at = 0; at < tile; at += RPI_CACHE_LINE) __builtin_prefetch(from + at);
+    }
+  }
+}
+
 /* The edges of query i that end in the keys from j to j + count - 1. */
 static stretch edges_of(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
                         int64_t i, int64_t j, int64_t count) {
@@ -323,9 +352,9 @@ static void take_lookup(rpi_arena *arena, const bounds *n, const lookup *x, bool
   }
   if (x->kind == PAIR_KEY || (x->kind == PAIR_VALUE && backward)) {
     w->across = rpi_arena_take(arena, x->width, lookup_columns(rows) * real_bytes);
-    w->e = rpi_arena_take(arena, kept, stride * real_bytes);
+    w->e = rpi_arena_take(arena, kept * stride + RPI_HELD, real_bytes);
   } else if (x->kind == PAIR_BIAS) {
-    w->e = rpi_arena_take(arena, 1, stride * real_bytes);
+    w->e = rpi_arena_take(arena, stride + RPI_HELD, real_bytes);
   }
   if (x->kind == PAIR_VALUE || backward) {
     w->buckets = rpi_arena_take(arena, kept, stride * real_bytes);

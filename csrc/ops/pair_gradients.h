@@ -119,26 +119,37 @@ static void close_tile_keys(const pair_terms *p, int which, const pair_scratch *
 static void collect_queries(const pair_terms *p, pair_scratch *w, const slot *to,
                             const rpi_sequence *seq, const pair_rows *rows, int64_t begin,
                             int64_t count, int64_t key, int64_t j, int64_t tile_keys,
-                            const real *ds, const dense *keys, real *dk) {
+                            const real *ds, const dense *keys, const real *zeros, real *dk) {
   if (p->query.present) {
     const int64_t width = rpi_round_up(p->query.width, RPI_LANES);
     const table_sums *const sums = &to->sums[SUM_OF_QUERIES];
     const skew_range range = skew_collect(&w->query, key - (rows->row0 + begin + seq->start), count,
                                           ds + begin * RPI_TILE);
-    const int64_t columns = range.end - range.begin;
+    const packed_term *const table = &w->query.table;
     real *const lines = w->query.products + RPI_TILE;
-    if (range.tail)
-      add_strip(1, lines + columns * RPI_TILE, NULL, lines + (columns - 1) * RPI_TILE);
-    const int64_t first = w->query.w.first + range.begin - sums->first + 1; /* after the head */
-    add_transposed(lines, RPI_TILE, tile_keys, w->query.table.down + range.begin * width, width,
-                   columns, width, dk);
+    if (range.tail) {
+      add_strip(1, lines + range.lines * RPI_TILE, lines + (range.lines - 1) * RPI_TILE);
+    }
+    add_transposed(lines, RPI_TILE, tile_keys, table->down + range.first * width, width,
+                   range.lines, width, dk);
     if (range.head) {
-      add_transposed(w->query.products, RPI_TILE, tile_keys, w->query.table.down - width, width, 1,
-                     width, dk);
+      add_transposed(w->query.products, RPI_TILE, tile_keys, table->down - width, width, 1, width,
+                     dk);
     }
     const dense at = {keys->data + j * keys->stride, keys->stride};
-    if (sums->lines) {
-      add_product(lines, RPI_TILE, columns, &at, tile_keys, width, sums->lines + first * width);
+    const int64_t first = w->query.w.first - sums->first + 1; /* column 0, after the head */
+    if (sums->lines && is_folded(table)) {
+      const rpi_product product = {.a = lines,
+                                   .a_row = RPI_TILE,
+                                   .a_inner = 1,
+                                   .b = at.data,
+                                   .b_stride = at.stride,
+                                   .inner = tile_keys};
+      runs_add_product(&table->runs, product, range.first, range.first + range.lines, width, zeros,
+                       table->lines, sums->lines + first * width);
+    } else if (sums->lines) {
+      add_product(lines, RPI_TILE, range.lines, &at, tile_keys, width,
+                  sums->lines + (first + range.begin) * width);
     }
     if (sums->lines && range.head) {
       add_product(w->query.products, RPI_TILE, 1, &at, tile_keys, width, sums->lines);

@@ -28,11 +28,25 @@ RPI_INLINE rpi_lanes lanes_with(rpi_lane bit) {
   return (lanes & bit) != 0;
 }
 
-/* Lane l of four rows, `step` rows apart: from row (l / unit) % 4. */
-RPI_INLINE rpi_register blend4(const real *row, int64_t step, rpi_lanes low, rpi_lanes high) {
-  const rpi_register first = rpi_blend(low, rpi_load(row + step), rpi_load(row));
-  const rpi_register second = rpi_blend(low, rpi_load(row + 3 * step), rpi_load(row + 2 * step));
-  return rpi_blend(high, second, first);
+/* to[c * to_step], lane l = that of row c + (l / unit) % 4 * direction of `from`, for c from 0 to
+ * rows - 1; low and high: the lanes whose l / unit is odd, and is 2 or 3. Rows are `step` numbers
+ * apart. Each is loaded once: of four in registers one is new. */
+RPI_INLINE void skew_round(const real *from, int64_t step, int64_t rows, int direction,
+                           rpi_lanes low, rpi_lanes high, real *to, int64_t to_step) {
+  const int64_t ahead = direction * step;
+  rpi_register x0 = rpi_load(from), x1 = rpi_load(from + ahead);
+  rpi_register x2 = rpi_load(from + 2 * ahead), x3 = rpi_load(from + 3 * ahead);
+  const real *next = direction > 0 ? from + 4 * step : from + step;
+  for (int64_t c = 0; c < rows; c++, to += to_step, next += step) {
+    rpi_store(to, rpi_blend(high, rpi_blend(low, x3, x2), rpi_blend(low, x1, x0)));
+    if (direction > 0) {
+      x0 = x1, x1 = x2, x2 = x3;
+      x3 = rpi_load(next);
+    } else {
+      x3 = x2, x2 = x1, x1 = x0;
+      x0 = rpi_load(next);
+    }
+  }
 }
 
 #define RPI_SKEW_PAD 16 /* rows that either direction may read beyond what is there */
@@ -40,28 +54,35 @@ RPI_INLINE rpi_register blend4(const real *row, int64_t step, rpi_lanes low, rpi
 /* to[c] = lane l of from[c + l], for c from 0 to rows - 1: rows of LANES, `from` readable for
  * RPI_SKEW_PAD rows more. direction -1: of from[c - l], and as many rows before. between:
  * as large as from. */
-RPI_NOINLINE void skew(const real *from, int64_t rows, int direction, real *between, real *to,
-                       int64_t to_stride) {
+RPI_INLINE void skew(const real *from, int64_t rows, int direction, real *between, real *to,
+                     int64_t to_stride) {
   const rpi_lanes bit0 = lanes_with(1), bit1 = lanes_with(2);
   const rpi_lanes bit2 = lanes_with(4), bit3 = lanes_with(8);
-  const int64_t step = direction * RPI_LANES;
-  /* the second round reads up to 12 rows further */
-  const int64_t before = direction < 0 ? RPI_SKEW_PAD - 4 : 0;
-  for (int64_t c = 0; c < rows + RPI_SKEW_PAD - 4; c++) {
-    const real *const row = from + (c - before) * RPI_LANES;
-    rpi_store(between + c * RPI_LANES, blend4(row, step, bit0, bit1));
+  /* the second round reads up to 12 rows further, and every fourth row at a time */
+  const int64_t more = 12, before = direction < 0 ? more : 0;
+  skew_round(from - before * RPI_LANES, RPI_LANES, rows + more, direction, bit0, bit1, between,
+             RPI_LANES);
+  for (int64_t c = 0; c < rpi_min(rows, 4); c++) {
+    skew_round(between + (c + before) * RPI_LANES, 4 * RPI_LANES, (rows - c + 3) / 4, direction,
+               bit2, bit3, to + c * to_stride, 4 * to_stride);
   }
-  for (int64_t c = 0; c < rows; c++) {
-    const real *const row = between + (c + before) * RPI_LANES;
-    rpi_store(to + c * to_stride, blend4(row, 4 * step, bit2, bit3));
-  }
+}
+
+RPI_NOINLINE void skew_ahead(const real *from, int64_t rows, real *between, real *to,
+                             int64_t to_stride) {
+  skew(from, rows, 1, between, to, to_stride);
+}
+
+RPI_NOINLINE void skew_back(const real *from, int64_t rows, real *between, real *to,
+                            int64_t to_stride) {
+  skew(from, rows, -1, between, to, to_stride);
 }
 
 /* Scratch for one tile: rows of distances are up to a block and a tile. */
 typedef struct skew_scratch {
-  packed_term table; /* the window of a block and a chunk of keys */
+  packed_term table; /* the window of a block and a chunk of keys, with runs always */
   window w;
-  real *products;       /* [1 + columns + 1][TILE]: before, the columns, beyond */
+  real *products;       /* [1 + lines + 1][TILE]: before, the columns' lines, beyond */
   real *rows, *between; /* [PAD + block + LANES + PAD][LANES] */
 } skew_scratch;
 
@@ -73,33 +94,44 @@ static void take_skew(rpi_arena *arena, int64_t block, int64_t columns, int64_t 
   w->table.copy = rpi_arena_take(arena, (columns + 1) * width, real_bytes);
   w->table.numbers = rpi_arena_take(arena, padded + 1, real_bytes);
   w->table.head_index = -1;
+  take_runs(arena, columns, width, &w->table);
   w->products = rpi_arena_take(arena, (most + 2) * RPI_TILE, real_bytes);
   w->rows = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
   w->between = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
 }
 
-/* The columns of the block's window that a tile meets: begin to end - 1, and whether it
- * meets what lies before and beyond. distance: from the first query to the tile's first key. */
+/* The columns of the block's window that a tile meets: begin to end - 1, their lines likewise, and
+ * whether it meets what lies before and beyond. distance: from the first query to the tile's first
+ * key. */
 typedef struct skew_range {
   int64_t begin, end;
+  int64_t first, lines;
   bool head, tail;
 } skew_range;
 
-static skew_range skew_range_of(const window *w, int64_t distance, int64_t rows) {
+static skew_range skew_range_of(const skew_scratch *s, int64_t distance, int64_t rows) {
+  const window *const w = &s->w;
+  const rpi_lane *const line = s->table.runs.line;
   const int64_t nearest = distance - (rows - 1) - w->first;
   const int64_t farthest = distance + RPI_TILE - w->first;
   /* a tail is the last column: someone beyond it needs it */
   const int64_t most = w->tail ? w->columns - 1 : w->columns;
   const int64_t begin = rpi_min(rpi_max(nearest, 0), rpi_max(most, 0));
+  const int64_t end = rpi_max(rpi_min(farthest, w->columns), begin);
+  const int64_t first = begin < end ? line[begin] : 0;
   return (skew_range){.begin = begin,
-                      .end = rpi_max(rpi_min(farthest, w->columns), begin),
+                      .end = end,
+                      .first = first,
+                      .lines = begin < end ? line[end - 1] + 1 - first : 0,
                       .head = w->head && nearest < 0,
                       .tail = w->tail && farthest > w->columns};
 }
 
 /* The line of w->products for a distance, counted from the window's first. */
-static int64_t skew_line(const skew_range *range, int64_t column) {
-  return rpi_min(rpi_max(column - range->begin + 1, 0), range->end - range->begin + 1);
+static int64_t skew_line(const skew_scratch *w, const skew_range *range, int64_t column) {
+  if (column < range->begin) return 0;
+  if (column >= range->end) return range->lines + 1;
+  return w->table.runs.line[column] - range->first + 1;
 }
 
 /* scores[rows][TILE] = k_j . w(d) for the pairs of a block and a tile. packed: the tile's keys
@@ -107,9 +139,8 @@ static int64_t skew_line(const skew_range *range, int64_t column) {
 static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_t rows,
                         const real *packed, const real *zeros, real *scores) {
   const int64_t width = rpi_round_up(t->width, RPI_LANES);
-  const skew_range range = skew_range_of(&w->w, distance, rows);
-  const int64_t columns = range.end - range.begin;
-  rpi_product product = {.a = w->table.down + range.begin * width,
+  const skew_range range = skew_range_of(w, distance, rows);
+  rpi_product product = {.a = w->table.down + range.first * width,
                          .a_row = width,
                          .a_inner = 1,
                          .b = packed,
@@ -117,8 +148,8 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
                          .c = w->products + RPI_TILE,
                          .c_stride = RPI_TILE,
                          .inner = t->width};
-  rpi_block_product(RPI_START_ROW, columns, RPI_TILE / RPI_LANES, product, zeros);
-  real *const beyond = w->products + (columns + 1) * RPI_TILE;
+  rpi_block_product(RPI_START_ROW, range.lines, RPI_TILE / RPI_LANES, product, zeros);
+  real *const beyond = w->products + (range.lines + 1) * RPI_TILE;
   if (range.head) {
     product.a = w->table.down - width;
     product.c = w->products;
@@ -129,27 +160,27 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
   if (range.tail) memcpy(beyond, beyond - RPI_TILE, RPI_TILE * sizeof(real));
   else memset(beyond, 0, RPI_TILE * sizeof(real));
   const int64_t lowest = distance - (rows - 1) - w->w.first; /* of the last query, key 0 */
-  if (skew_line(&range, lowest) == skew_line(&range, lowest + rows + RPI_TILE - 2)) {
-    const real *const line = w->products + skew_line(&range, lowest) * RPI_TILE;
+  const int64_t nearest = skew_line(w, &range, lowest);
+  if (nearest == skew_line(w, &range, lowest + rows + RPI_TILE - 2)) {
+    const real *const line = w->products + nearest * RPI_TILE;
     for (int64_t r = 0; r < rows; r++) memcpy(scores + r * RPI_TILE, line, RPI_TILE * sizeof(real));
     return;
   }
   for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
     for (int64_t c = 0; c < rows + RPI_SKEW_PAD; c++) {
-      const real *const line = w->products + skew_line(&range, lowest + v + c) * RPI_TILE;
+      const real *const line = w->products + skew_line(w, &range, lowest + v + c) * RPI_TILE;
       rpi_store(w->rows + c * RPI_LANES, rpi_load(line + v));
     }
     /* distances fall from query to query */
-    skew(w->rows, rows, 1, w->between, scores + (rows - 1) * RPI_TILE + v, -RPI_TILE);
+    skew_ahead(w->rows, rows, w->between, scores + (rows - 1) * RPI_TILE + v, -RPI_TILE);
   }
 }
 
 /* The way back: w->products[line] = sum of ds over the pairs of that line, key by key. */
 static skew_range skew_collect(skew_scratch *w, int64_t distance, int64_t rows, const real *ds) {
-  const skew_range range = skew_range_of(&w->w, distance, rows);
-  const int64_t columns = range.end - range.begin;
+  const skew_range range = skew_range_of(w, distance, rows);
   const int64_t lowest = distance - (rows - 1) - w->w.first;
-  memset(w->products, 0, (size_t)((columns + 2) * RPI_TILE) * sizeof(real));
+  memset(w->products, 0, (size_t)((range.lines + 2) * RPI_TILE) * sizeof(real));
   real *const from = w->rows + RPI_SKEW_PAD * RPI_LANES;
   const size_t padding = RPI_SKEW_PAD * RPI_LANES * sizeof(real);
   for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
@@ -159,9 +190,9 @@ static skew_range skew_collect(skew_scratch *w, int64_t distance, int64_t rows, 
     }
     memset(from + rows * RPI_LANES, 0, padding);
     const int64_t count = rows + RPI_LANES - 1;
-    skew(from, count, -1, w->between, w->rows, RPI_LANES);
+    skew_back(from, count, w->between, w->rows, RPI_LANES);
     for (int64_t c = 0; c < count; c++) {
-      real *const line = w->products + skew_line(&range, lowest + v + c) * RPI_TILE + v;
+      real *const line = w->products + skew_line(w, &range, lowest + v + c) * RPI_TILE + v;
       rpi_store(line, rpi_load(line) + rpi_load(w->rows + c * RPI_LANES));
     }
   }

@@ -25,6 +25,7 @@
 #define RPI_SLOT_MOST (1 << 23)    /* ... where they are very long: fewer than four for no more */
 #define RPI_SLOT_PAIRS (1 << 14)   /* ... unless they had fewer (query, key) pairs than this */
 #define RPI_REDUCE 16              /* table rows that one task of the reduction owns */
+#define RPI_REDUCE_BUCKETS 128     /* ... where it looks for them among all distances */
 
 static int64_t columns_of(const table_sums *t) { return rpi_max(t->last - t->first + 1, 0); }
 
@@ -266,7 +267,7 @@ typedef struct reduction {
   const rp_relation *relation;
   int sums; /* SUM_OF_..., or of a looked-up term */
   bool looked_up, number, with_bias;
-  int64_t width, rows, tables, tasks_per_table;
+  int64_t width, rows, tables, tasks_per_table, rows_per_task;
   real factor;
   real *gradient;
 } reduction;
@@ -290,12 +291,13 @@ static void reduce_line(const reduction *r, const slot *from, int64_t line, real
   }
 }
 
-/* One part of one table: RPI_REDUCE of its rows, over all slots in order. */
+/* One part of one table: some of its rows, over all slots in order. */
 static void reduce_task(void *context, int64_t task, int worker) {
   (void)worker;
   const reduction *const r = context;
-  const int64_t table = task / r->tasks_per_table, begin = task % r->tasks_per_table * RPI_REDUCE;
-  const int64_t end = rpi_min(begin + RPI_REDUCE, r->rows);
+  const int64_t table = task / r->tasks_per_table;
+  const int64_t begin = task % r->tasks_per_table * r->rows_per_task;
+  const int64_t end = rpi_min(begin + r->rows_per_task, r->rows);
   const int64_t slots = r->list->per_head * (r->tables > 1 ? 1 : r->list->shape->H);
   const slot *const from = r->list->slots + table * r->list->per_head;
   real *const gradient = r->gradient + table * r->relation->head_stride;
@@ -345,7 +347,8 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
     const lookup *const x = &list->pairs.list[i];
     if (x->kind == kind && x->place == place) r.sums = BAND_SUMS + i;
   }
-  r.tasks_per_table = (r.rows + RPI_REDUCE - 1) / RPI_REDUCE;
+  r.rows_per_task = relation->buckets && !r.looked_up ? RPI_REDUCE_BUCKETS : RPI_REDUCE;
+  r.tasks_per_table = (r.rows + r.rows_per_task - 1) / r.rows_per_task;
   rpi_parallel_for(r.tasks_per_table * r.tables, workers, reduce_task, &r);
 }
 

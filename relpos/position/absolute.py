@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from relpos.position import arrays
+from relpos import _core
 from relpos.position.arrays import (
     Array,
     Table,
@@ -41,13 +41,8 @@ def sinusoid(
     """
     p = np.asarray(positions, np.float64)[:, None]
     half = width // 2
-    pair = np.arange((width + 1) // 2 if layout == "interleaved" else half)
-    if exponent == "vaswani":
-        power = 2.0 * pair / width
-    else:
-        power = pair / max(half - 1, 1)
     waves = np.zeros((len(p), width), dtype)
-    angle = p * base**-power
+    angle = p * _frequencies(width, layout, exponent, base)
     if layout == "interleaved":
         sines, cosines = waves[:, 0::2], waves[:, 1::2]
     else:
@@ -55,6 +50,27 @@ def sinusoid(
     np.sin(angle, out=sines, casting="same_kind")
     np.cos(angle[:, : cosines.shape[1]], out=cosines, casting="same_kind")
     return waves
+
+
+def _frequencies(width: int, layout: str, exponent: str, base: float) -> npt.NDArray[np.float64]:
+    """w_c of every sine: where they are interleaved an odd width has one more."""
+    half = width // 2
+    sines = (width + 1) // 2 if layout == "interleaved" else half
+    if exponent == "vaswani":
+        return np.ascontiguousarray(_core.frequencies(width, base, False)[::2][:sines])
+    closed = _core.frequencies(half, base, True)
+    return np.append(closed, base ** (-half / max(half - 1, 1)))[:sines]
+
+
+def sinusoids(
+    n: int, width: int, *, first: int = 0, layout: str, exponent: str = "vaswani", base: float
+) -> Array:
+    """`sinusoid` of the positions from `first` on, made by the core: (n, width)."""
+    interleaved = layout == "interleaved"
+    even = width + width % 2 if interleaved else width  # the core's tables end with a cosine
+    angles = _frequencies(width, layout, exponent, base)
+    made: Array = _core.sinusoid(n, even, first, interleaved, angles)
+    return made if even == width else np.ascontiguousarray(made[:, :width])
 
 
 class Absolute(Scheme):
@@ -98,14 +114,13 @@ class Sinusoidal(Absolute):
 
     def table(self, n: int, offset: int = 0) -> Array:
         """Rows for n positions from start + offset on: float32 (n, width)."""
-        first = self.start + offset
-        return sinusoid(
-            np.arange(first, first + check_count("n", n, 0)),
+        return sinusoids(
+            check_count("n", n, 0),
             self.width,
+            first=self.start + offset,
             layout=self.layout,
             exponent=self.exponent,
             base=self.base,
-            dtype=arrays.REAL,
         )
 
 

@@ -75,9 +75,7 @@ class RoPE(Scheme):
             if width <= 2:
                 raise ValueError(f"width: scaling='ntk' needs 4 columns or more, got {width}")
             base *= self.factor ** (width / (width - 2))
-        powers = 2.0 * np.arange(width // 2) / max(width, 1)
-        result: npt.NDArray[np.float64] = base**-powers / slower
-        return result
+        return _core.frequencies(width // 2, base, False) / slower
 
     def lower(self, shape: Shape) -> Lowered:
         return Lowered(rotation=self.rotation(shape.D))

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from relpos import _core
 from relpos.position import arrays
-from relpos.position.absolute import sinusoid
+from relpos.position.absolute import sinusoids
 from relpos.position.arrays import (
     Array,
     Table,
@@ -67,16 +68,21 @@ class TransformerXL(Scheme):
         weight: Array = as_array("position_weight", self.position_weight)
         check_shape("position_weight", weight, **{"H * D": H * D, "d_model": -1})
         left, right = shape.band(self.clamp_len)
-        waves = _waves(left, right, weight.shape[1])  # (T, d_model)
+        width = weight.shape[1]
 
-        # One product for all heads each way: H small ones took several times as long.
         def project(x: Any) -> Any:
-            rows = (beside(x, waves) @ x.T).reshape(len(waves), H, D)
-            return contiguous(rows.swapaxes(0, 1))  # (H, T, D)
+            """The table: (H, T, D)."""
+            if isinstance(x, np.ndarray):
+                waves = _waves(max(left, right), width)
+                return _core.wave_table(contiguous(x), waves, H, left, right)
+            rows = (beside(x, _both_sides(left, right, width)) @ x.T).reshape(-1, H, D)
+            return contiguous(rows.swapaxes(0, 1))
 
         def project_back(x: Any) -> Any:
-            flat = contiguous(x.swapaxes(0, 1)).reshape(len(waves), H * D)
-            return flat.T @ beside(x, waves)
+            if isinstance(x, np.ndarray):
+                return _core.wave_gradient(x, _waves(max(left, right), width), left, right)
+            flat = contiguous(x.swapaxes(0, 1)).reshape(-1, H * D)
+            return flat.T @ beside(x, _both_sides(left, right, width))
 
         def pull_weight(raw: Array) -> dict[str, Array]:
             return {"position_weight": through("position_weight", raw, project_back)}
@@ -110,15 +116,22 @@ class TransformerXL(Scheme):
         )
 
 
-def _waves(left: int, right: int, width: int) -> Array:
-    """R_t for t from left down to -right: what all layers and steps of a length share, so kept."""
-    more_left, more_right = -(-left // KEPT) * KEPT, -(-right // KEPT) * KEPT
-    kept = _kept_waves(more_left, more_right, width, np.dtype(arrays.REAL))
-    return kept[more_left - left : more_left + 1 + right]
+def _waves(most: int, width: int) -> Array:
+    """R_t for t from 0 to `most`: what all layers and steps of a length share, so kept."""
+    return _kept_waves((most // KEPT + 1) * KEPT, width, np.dtype(arrays.REAL))[: most + 1]
 
 
 @functools.lru_cache(maxsize=2)  # an encoder's and a decoder's
-def _kept_waves(left: int, right: int, width: int, dtype: np.dtype[Any]) -> Array:
-    waves = sinusoid(np.arange(left, -right - 1, -1), width, layout="halves", dtype=dtype)
+def _kept_waves(n: int, width: int, dtype: np.dtype[Any]) -> Array:
+    waves = sinusoids(n, width, layout="halves", base=10000.0)
+    assert waves.dtype == dtype
     waves.setflags(write=False)
     return waves
+
+
+def _both_sides(left: int, right: int, width: int) -> Array:
+    """R_t for t from left down to -right, for where the core does not compute."""
+    waves = _waves(max(left, right), width)
+    after = waves[1 : right + 1].copy()
+    after[:, : width // 2] *= -1
+    return np.concatenate([waves[left::-1], after])

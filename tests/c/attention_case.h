@@ -386,8 +386,10 @@ static void make_map(attention_case *c, int t) {
   if (own->map == RP_MAP_BAND && own->buckets) {
     const int64_t distances = own->left + own->right + 1;
     m->buckets = exactly(distances, sizeof *m->buckets);
+    const bool runs = draw() % 2 == 0; /* neighbours share rows, as of logarithmic buckets */
     for (int64_t i = 0; i < distances; i++) {
-      m->buckets[i] = (int32_t)(draw() % ((uint32_t)own->rows + 1)) - 1;
+      const bool again = runs && i > 0 && draw() % 3 != 0;
+      m->buckets[i] = again ? m->buckets[i - 1] : (int32_t)(draw() % ((uint32_t)own->rows + 1)) - 1;
     }
   }
   if (own->map == RP_MAP_BAND && own->positions) {

@@ -12,9 +12,9 @@
  *   B batch, H heads, N queries, M keys, D head width, Dv value width,
  *   T rows of a relation table, k clip distance.
  *
- * Thread safety: every function may be called from any thread at any time.
- * Concurrent calls share one pool of threads: the first one uses it, the others
- * compute on their own thread. Results do not depend on either.
+ * Thread safety: every function may be called from any thread at any time. Concurrent calls share
+ * one pool of threads: the first one uses it, the others compute on their own thread. Results do
+ * not depend on either.
  */
 #ifndef RELPOS_RELPOS_H
 #define RELPOS_RELPOS_H
@@ -74,11 +74,9 @@ RP_API const char *rp_status_name(rp_status status);
  *   r(i,j) = clip(j - i, -k, k) + k
  *   out_i  = sum_j softmax_j( (q_i . k_j + q_i . key_table[r]) / sqrt(D) ) (v_j + value_table[r])
  *
- * key_table and value_table are [2k + 1, D], shared by all heads; either may be
- * NULL (no such term). causal != 0 hides the keys after the query. Allocates
- * and frees its own workspace.
- * Fails with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; out is then
- * unspecified. */
+ * key_table and value_table are [2k + 1, D], shared by all heads; either may be NULL (no such
+ * term). causal != 0 hides the keys after the query. Allocates and frees its own workspace. Fails
+ * with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; out is then unspecified. */
 RP_API rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t k,
                                    int causal, const rp_real *q, const rp_real *keys,
                                    const rp_real *values, const rp_real *key_table,
@@ -88,10 +86,9 @@ RP_API rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, i
  * 3. Attention in full
  * ------------------------------------------------------------------------ */
 
-/* Rows of numbers for every sequence and head: element (b, h, row, column) lies
- * at data[b * batch_stride + h * head_stride + row * row_stride + column].
- * Strides count elements and are not negative; those of an input may be 0. Both usual
- * layouts are strides, not copies:
+/* Rows of numbers for every sequence and head: element (b, h, row, column) lies at
+ * data[b * batch_stride + h * head_stride + row * row_stride + column]. Strides count elements and
+ * are not negative; those of an input may be 0. Both usual layouts are strides, not copies:
  *   [B, H, N, D]   batch H*N*D, head N*D, row D
  *   [B, N, H, D]   batch N*H*D, head D,   row H*D
  *   packed [tokens, H, D] (see offsets below): batch unused, head D, row H*D */
@@ -107,11 +104,9 @@ typedef struct rp_rows_out {
   int64_t batch_stride, head_stride, row_stride;
 } rp_rows_out;
 
-/* What a distance outside [-left, right] means. */
-enum {
-  RP_BEYOND_CLIP = 0, /* the relation at the nearer end (the paper) */
-  RP_BEYOND_NONE = 1  /* no relation: the term is absent for that pair */
-};
+/* What a distance outside [-left, right] means: the relation at the nearer end (the paper), or
+ * none, and the term is absent for that pair. */
+enum { RP_BEYOND_CLIP = 0, RP_BEYOND_NONE = 1 };
 
 /* How a term finds the row of its table for query i and key j. */
 enum {
@@ -131,15 +126,13 @@ enum {
  *   r = 0                left       left + right
  *   d = -left (or less)  0          right (or more)
  *
- * or, where buckets is given, buckets[r]: a table row, or -1 for no relation. Without
- * buckets T = left + 1 + right. Where positions are given, d = key_positions[j] -
- * query_positions[i].
+ * or, where buckets is given, buckets[r]: a table row, or -1 for no relation. Without buckets
+ * T = left + 1 + right. Where positions are given, d = key_positions[j] - query_positions[i].
  *
- * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation
- * (the pair itself stays visible). The matrix of sequence b and head h has one row
- * per query in use and lies at labels + (b * label_batch_stride + h *
- * label_head_stride) labels, rows label_row_stride apart; a stride of 0 shares it. Maps
- * are checked, and then read again: they must not change during a call.
+ * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation (the pair
+ * itself stays visible). The matrix of sequence b and head h has one row per query in use and lies
+ * at labels + (b * label_batch_stride + h * label_head_stride) labels, rows label_row_stride apart;
+ * a stride of 0 shares it. Maps are checked, and then read again: they must not change in a call.
  *
  * RP_MAP_EDGES: the edges of query i (counted over the rows of the padded array, b * N + i,
  * or the tokens of the packed one) are edge_starts[i] to edge_starts[i + 1] - 1, from
@@ -201,14 +194,14 @@ typedef struct rp_attention {
   int64_t N, M; /* rows of the padded arrays, >= 0; without effect for a side with offsets */
   int64_t D, Dv;
 
-  /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone
-   * serves queries and keys. Rows beyond a length are neither read nor
-   * computed: they give zeros, and zero gradients. */
+  /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone serves queries and
+   * keys. Rows beyond a length are neither read nor computed: they give zeros, and zero gradients.
+   */
   const int64_t *lengths, *key_lengths;
 
-  /* Packed arrays: sequence b owns the rows offsets[b] to offsets[b + 1] - 1,
-   * [B + 1] each, from 0 and never falling. offsets alone serves queries and
-   * keys. Excludes lengths for the same side. */
+  /* Packed arrays: sequence b owns the rows offsets[b] to offsets[b + 1] - 1, [B + 1] each, from 0
+   * and never falling. offsets alone serves queries and keys. Excludes lengths for the same side.
+   */
   const int64_t *offsets, *key_offsets;
 
   /* Absolute position of query 0 of each sequence, key 0 standing at 0; [B].
@@ -249,8 +242,8 @@ typedef struct rp_attention {
   const struct rp_placement *placement; /* where arrays lie (device.h); NULL: on the host, f32 */
 } rp_attention;
 
-/* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size
- * is that of the header a program was compiled with: libcore takes older, shorter ones. */
+/* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size is that of
+ * the header a program was compiled with: libcore takes older, shorter ones. */
 static inline rp_attention rp_attention_default(void) {
   rp_attention a;
   memset(&a, 0, sizeof a);
@@ -265,10 +258,9 @@ RP_API rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_
                                         int64_t *backward_bytes);
 
 /* out_i and, where lse is not NULL, the natural log-sum-exp of each row's scores
- * (-inf where a query sees no key): [B, H, N], or [H, tokens] for packed queries.
- * workspace: at least the bytes asked for, aligned to 64; its content is
- * meaningless before and after. Allocates nothing, but that a process's first call makes
- * the pool of threads. */
+ * (-inf where a query sees no key): [B, H, N], or [H, tokens] for packed queries. workspace: at
+ * least the bytes asked for, aligned to 64; its content is meaningless before and after. Allocates
+ * nothing, but that a process's first call makes the pool of threads. */
 RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
                                       rp_rows_out out, rp_real *lse, void *workspace,
                                       int64_t workspace_bytes);
@@ -359,11 +351,19 @@ enum {
  * base * f^(pairs / (pairs - 1)), linear scaling divides the result by f. */
 RP_API rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies);
 
-/* Sinusoidal positions: row r of table[rows][width] has sin t and cos t, with t = (first + r)
- * * frequencies[c] for c below width / 2: the sines in one half and the cosines in the
- * other, or interleaved, sine first. The last column of an odd width is zero. */
+/* Sinusoidal positions: row r of table[rows][width] has sin t and cos t, with t = (first + r) *
+ * frequencies[c] for c below width / 2: the sines in one half and the cosines in the other, or
+ * interleaved, sine first. The last column of an odd width is zero. */
 RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
                              const double *frequencies, rp_real *table);
+
+/* Transformer-XL's relations: row left - t of table[H][left + 1 + right][D] is weight[H D][width]
+ * times the sinusoid of t. waves: those from 0 to the longest distance, in halves; both signs of t
+ * share one product. rp_wave_gradient adds the gradient of weight to dweight. */
+RP_API rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                               const rp_real *waves, const rp_real *weight, rp_real *table);
+RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                                  const rp_real *waves, const rp_real *dtable, rp_real *dweight);
 
 /* ------------------------------------------------------------------------
  * 5. Threads, instruction sets, build information

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * waves.c: see waves.h.
+ */
+#include "model/waves.h"
+
+#include "base/threads.h"
+
+#define WAVE_TASK 8 /* distances of a task */
+
+/* Some distances on their way: those from t on. */
+typedef struct wave_job {
+  const rpi_waves *w;
+  int64_t t, count;
+  real *table;
+  const real *dtable;
+} wave_job;
+
+static real *cosines_of(const rpi_waves *w) {
+  return w->some + RPI_WAVE_ROWS * w->heads * w->head_width;
+}
+
+/* row(-t) = C_t + S_t, row(t) = C_t - S_t. */
+static void spread_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const wave_job *const job = context;
+  const rpi_waves *const w = job->w;
+  const int64_t width = w->head_width, HD = w->heads * width, first = task * WAVE_TASK;
+  for (int64_t n = first; n < first + WAVE_TASK && n < job->count; n++) {
+    const int64_t t = job->t + n;
+    for (int64_t h = 0; h < w->heads; h++) {
+      const real *const s = w->some + n * HD + h * width;
+      const real *const c = cosines_of(w) + n * HD + h * width;
+      real *const head = job->table + h * w->head_stride;
+      if (t <= w->left) {
+        real *const to = head + (w->left - t) * w->row_stride;
+        for (int64_t i = 0; i < width; i++) to[i] = c[i] + s[i];
+      }
+      if (t > 0 && t <= w->right) {
+        real *const to = head + (w->left + t) * w->row_stride;
+        for (int64_t i = 0; i < width; i++) to[i] = c[i] - s[i];
+      }
+    }
+  }
+}
+
+/* dS_t = drow(-t) - drow(t), dC_t = drow(-t) + drow(t); rows that are not there are zeros. */
+static void gather_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const wave_job *const job = context;
+  const rpi_waves *const w = job->w;
+  const int64_t width = w->head_width, HD = w->heads * width, first = task * WAVE_TASK;
+  for (int64_t n = first; n < first + WAVE_TASK && n < job->count; n++) {
+    const int64_t t = job->t + n;
+    for (int64_t h = 0; h < w->heads; h++) {
+      real *const s = w->some + n * HD + h * width, *const c = cosines_of(w) + n * HD + h * width;
+      const real *const head = job->dtable + h * w->head_stride;
+      if (t <= w->left) {
+        const real *const from = head + (w->left - t) * w->row_stride;
+        for (int64_t i = 0; i < width; i++) s[i] = c[i] = from[i];
+      } else {
+        for (int64_t i = 0; i < width; i++) s[i] = c[i] = 0;
+      }
+      if (t == 0 || t > w->right) continue;
+      const real *const from = head + (w->left + t) * w->row_stride;
+      for (int64_t i = 0; i < width; i++) {
+        s[i] -= from[i];
+        c[i] += from[i];
+      }
+    }
+  }
+}
+
+static void run(const rpi_waves *w, rpi_task task, wave_job *job) {
+  const int64_t tasks = (job->count + WAVE_TASK - 1) / WAVE_TASK;
+  const bool alone = job->count * w->heads * w->head_width < 32768; /* not worth waking threads */
+  rpi_parallel_for(tasks, alone ? 1 : rpi_threads_get(), task, job);
+}
+
+static int64_t distances_of(const rpi_waves *w) {
+  return (w->left > w->right ? w->left : w->right) + 1;
+}
+
+static int64_t rows_from(const rpi_waves *w, int64_t t) {
+  const int64_t left = distances_of(w) - t;
+  return left < RPI_WAVE_ROWS ? left : RPI_WAVE_ROWS;
+}
+
+rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *weight,
+                            real *table) {
+  const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
+    wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .table = table};
+    for (int part = 0; part < 2; part++) { /* sines, cosines */
+      const rpi_gemm_args g = {.rows = job.count,
+                               .columns = HD,
+                               .inner = half,
+                               .a = w->waves + t * w->width + part * half,
+                               .a_stride = w->width,
+                               .b = weight + part * half,
+                               .b_stride = w->width,
+                               .c = part == 0 ? w->some : cosines_of(w),
+                               .c_stride = HD,
+                               .transpose_b = true};
+      RPI_TRY(ops->gemm(&g));
+    }
+    run(w, spread_task, &job);
+  }
+  return RP_OK;
+}
+
+rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *dtable,
+                             real *dweight) {
+  const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
+    wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .dtable = dtable};
+    run(w, gather_task, &job);
+    for (int part = 0; part < 2; part++) {
+      const rpi_gemm_args g = {.rows = HD,
+                               .columns = half,
+                               .inner = job.count,
+                               .a = part == 0 ? w->some : cosines_of(w),
+                               .a_stride = HD,
+                               .b = w->waves + t * w->width + part * half,
+                               .b_stride = w->width,
+                               .c = dweight + part * half,
+                               .c_stride = w->width,
+                               .transpose_a = true,
+                               .accumulate = true};
+      RPI_TRY(ops->gemm(&g));
+    }
+  }
+  return RP_OK;
+}

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * waves.h: tables of projected sinusoids (Transformer-XL), and the way back to the projection.
+ *
+ * With R_t = [ sin(t w) ; cos(t w) ] and a projection W = [ W_s W_c ], the distances d = -t and
+ * d = t share all there is to multiply:
+ *
+ *   S_t = W_s sin(t w),  C_t = W_c cos(t w),    row(-t) = C_t + S_t,   row(t) = C_t - S_t
+ *   dS_t = drow(-t) - drow(t),  dC_t = drow(-t) + drow(t),
+ *   dW_s = sum_t dS_t sin(t w)',  dW_c = sum_t dC_t cos(t w)'
+ *
+ * So a table of both sides costs half of one product with all of its rows.
+ */
+#ifndef RPI_WAVES_H
+#define RPI_WAVES_H
+
+#include "ops/ops.h"
+
+#define RPI_WAVE_ROWS 256 /* distances at a time: scratch memory does not grow with the table */
+
+typedef struct rpi_waves {
+  int64_t left, right; /* the table's distances are -left to right */
+  int64_t heads, head_width, width;
+  const real *waves;               /* [at least max(left, right) + 1][width]: R_t from t = 0 on */
+  int64_t head_stride, row_stride; /* of the table; rows may fall: mirrored, it has -R_t for R_t */
+  real *some;                      /* [2][RPI_WAVE_ROWS][heads * head_width], the host's */
+} rpi_waves;
+
+static inline int64_t rpi_waves_scratch(int64_t heads, int64_t head_width) {
+  return 2 * RPI_WAVE_ROWS * heads * head_width;
+}
+
+/* table = the projected rows; weight: [heads * head_width][width]. For the host's operations alone,
+ * both of them: the sums are made here. */
+rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *weight, real *table);
+
+/* dweight += what dtable says. */
+rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *dtable,
+                             real *dweight);
+
+#endif

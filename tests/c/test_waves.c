@@ -1,0 +1,246 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_waves.c: projected sinusoids and the way back (model/waves.c, rp_wave_table in
+ * api_rotate.c).
+ *
+ * Each number is held against the formula, row by row in long double. A row is two sums of
+ * width / 2 products and their sum or difference; a gradient a sum over all distances, of what two
+ * rows give: so many roundings of the sum of the magnitudes are allowed, and no more.
+ */
+#include "model/waves.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/memory.h"
+#include "check.h"
+#include "tables.h"
+
+#ifdef RP_REAL_IS_DOUBLE
+#define UNIT (DBL_EPSILON / 2)
+#else
+#define UNIT (FLT_EPSILON / 2)
+#endif
+
+static uint32_t state = 1;
+
+static real number(void) {
+  state = state * 1664525u + 1013904223u;
+  return (real)(state >> 8) / (real)(1 << 23) - 1;
+}
+
+typedef struct sides {
+  int64_t left, right, H, D, width;
+} sides;
+
+static const sides cases[] = {{0, 0, 1, 1, 2},   {5, 0, 2, 3, 6},    {0, 4, 2, 3, 6},
+                              {7, 3, 3, 5, 8},   {3, 7, 3, 5, 7},    {2, 2, 1, 4, 1},
+                              {300, 0, 2, 8, 6}, {40, 290, 2, 8, 6}, {511, 511, 4, 16, 64}};
+enum { CASES = sizeof cases / sizeof cases[0] };
+
+static int64_t rows_of(const sides *s) { return s->left + 1 + s->right; }
+static int64_t most_of(const sides *s) { return s->left > s->right ? s->left : s->right; }
+
+typedef struct trial {
+  sides s;
+  real *waves, *weight, *table, *dtable, *dweight, *some;
+} trial;
+
+static real *numbers(int64_t count) {
+  real *const made = rpi_allocate((size_t)(count + 1) * sizeof *made);
+  if (made == NULL) abort();
+  for (int64_t i = 0; i < count; i++) made[i] = number();
+  return made;
+}
+
+static trial open_trial(const sides *s) {
+  const int64_t HD = s->H * s->D;
+  return (trial){.s = *s,
+                 .waves = numbers((most_of(s) + 1) * s->width),
+                 .weight = numbers(HD * s->width),
+                 .table = numbers(HD * rows_of(s)),
+                 .dtable = numbers(HD * rows_of(s)),
+                 .dweight = numbers(HD * s->width),
+                 .some = numbers(rpi_waves_scratch(s->H, s->D))};
+}
+
+static void release(trial *t) {
+  real *const all[] = {t->waves, t->weight, t->table, t->dtable, t->dweight, t->some};
+  for (int i = 0; i < 6; i++) rpi_release(all[i]);
+}
+
+static rpi_waves waves_of(const trial *t) {
+  return (rpi_waves){.left = t->s.left,
+                     .right = t->s.right,
+                     .heads = t->s.H,
+                     .head_width = t->s.D,
+                     .width = t->s.width,
+                     .waves = t->waves,
+                     .head_stride = rows_of(&t->s) * t->s.D,
+                     .row_stride = t->s.D,
+                     .some = t->some};
+}
+
+/* Column c of R_t: sines change their sign with t, of an odd width the last column is nothing. */
+static long double wave(const trial *t, int64_t distance, int64_t c) {
+  const int64_t half = t->s.width / 2, row = distance < 0 ? -distance : distance;
+  if (c >= 2 * half) return 0;
+  const long double x = t->waves[row * t->s.width + c];
+  return c < half && distance < 0 ? -x : x;
+}
+
+static void check_table(const trial *t, const real *table) {
+  const sides *const s = &t->s;
+  for (int64_t h = 0; h < s->H; h++) {
+    for (int64_t row = 0; row < rows_of(s); row++) {
+      for (int64_t i = 0; i < s->D; i++) {
+        long double sum = 0, size = 0;
+        for (int64_t c = 0; c < s->width; c++) {
+          const long double term =
+              wave(t, s->left - row, c) * t->weight[(h * s->D + i) * s->width + c];
+          sum += term;
+          size += fabsl(term);
+        }
+        const long double off = fabsl(table[(h * rows_of(s) + row) * s->D + i] - sum);
+        CHECK(off <= (long double)(s->width / 2 + 1) * UNIT * size);
+      }
+    }
+  }
+}
+
+static void check_gradient(const trial *t, const real *before, const real *dweight) {
+  const sides *const s = &t->s;
+  for (int64_t at = 0; at < s->H * s->D; at++) {
+    const real *const from = t->dtable + at / s->D * rows_of(s) * s->D + at % s->D;
+    for (int64_t c = 0; c < s->width; c++) {
+      long double sum = before[at * s->width + c], size = fabsl(sum);
+      for (int64_t row = 0; row < rows_of(s); row++) {
+        const long double term = wave(t, s->left - row, c) * from[row * s->D];
+        sum += term;
+        size += fabsl(term);
+      }
+      const long double off = fabsl(dweight[at * s->width + c] - sum);
+      CHECK(off <= (long double)(most_of(s) + 4) * UNIT * size);
+    }
+  }
+}
+
+static void test_formula(const rp_ops *ops) {
+  for (int i = 0; i < CASES; i++) {
+    trial t = open_trial(&cases[i]);
+    const int64_t count = t.s.H * t.s.D * t.s.width;
+    const rpi_waves w = waves_of(&t);
+    CHECK_INT(rpi_waves_forward(ops, &w, t.weight, t.table), RP_OK);
+    check_table(&t, t.table);
+    real *const before = numbers(count);
+    memcpy(before, t.dweight, (size_t)count * sizeof *before);
+    CHECK_INT(rpi_waves_backward(ops, &w, t.dtable, t.dweight), RP_OK);
+    check_gradient(&t, before, t.dweight);
+    rpi_release(before);
+    release(&t);
+  }
+}
+
+/* Rows that fall: the table of the sinusoids of -t. */
+static void test_mirrored(const rp_ops *ops) {
+  trial t = open_trial(&cases[3]);
+  const sides *const s = &t.s;
+  rpi_waves w = waves_of(&t);
+  CHECK_INT(rpi_waves_forward(ops, &w, t.weight, t.table), RP_OK);
+  real *const mirrored = numbers(s->H * rows_of(s) * s->D);
+  w.row_stride = -s->D;
+  CHECK_INT(rpi_waves_forward(ops, &w, t.weight, mirrored + (rows_of(s) - 1) * s->D), RP_OK);
+  for (int64_t h = 0; h < s->H; h++) {
+    for (int64_t row = 0; row < rows_of(s); row++) {
+      const real *const one = t.table + (h * rows_of(s) + row) * s->D;
+      const real *const other = mirrored + (h * rows_of(s) + rows_of(s) - 1 - row) * s->D;
+      CHECK(memcmp(one, other, (size_t)s->D * sizeof *one) == 0);
+    }
+  }
+  rpi_release(mirrored);
+  release(&t);
+}
+
+/* The same bits whatever the threads. */
+static void test_threads(const rp_ops *ops) {
+  trial t = open_trial(&cases[CASES - 1]);
+  const int64_t HD = t.s.H * t.s.D, table = HD * rows_of(&t.s), weight = HD * t.s.width;
+  const rpi_waves w = waves_of(&t);
+  real *const first = numbers(table), *const gradient = numbers(weight);
+  static const int threads[] = {1, 2, 3, 8};
+  for (int i = 0; i < 4; i++) {
+    CHECK_INT(rp_set_threads(threads[i]), RP_OK);
+    memset(t.dweight, 0, (size_t)weight * sizeof *t.dweight);
+    CHECK_INT(rpi_waves_forward(ops, &w, t.weight, t.table), RP_OK);
+    CHECK_INT(rpi_waves_backward(ops, &w, t.dtable, t.dweight), RP_OK);
+    if (i == 0) {
+      memcpy(first, t.table, (size_t)table * sizeof *first);
+      memcpy(gradient, t.dweight, (size_t)weight * sizeof *gradient);
+    }
+    CHECK(memcmp(first, t.table, (size_t)table * sizeof *first) == 0);
+    CHECK(memcmp(gradient, t.dweight, (size_t)weight * sizeof *gradient) == 0);
+  }
+  CHECK_INT(rp_set_threads(0), RP_OK);
+  rpi_release(first);
+  rpi_release(gradient);
+  release(&t);
+}
+
+/* ---- the public functions -------------------------------------------------------------- */
+
+static void *refuse(void *context, size_t bytes) {
+  (void)context;
+  (void)bytes;
+  return NULL;
+}
+static void keep(void *context, void *memory) {
+  (void)context;
+  (void)memory;
+}
+
+static void test_public(void) {
+  trial t = open_trial(&cases[4]);
+  const sides *const s = &t.s;
+  const int64_t count = s->H * s->D * s->width;
+  CHECK_INT(rp_wave_table(s->H, s->D, s->width, s->left, s->right, t.waves, t.weight, t.table),
+            RP_OK);
+  check_table(&t, t.table);
+  real *const before = numbers(count);
+  memcpy(before, t.dweight, (size_t)count * sizeof *before);
+  CHECK_INT(rp_wave_gradient(s->H, s->D, s->width, s->left, s->right, t.waves, t.dtable, t.dweight),
+            RP_OK);
+  check_gradient(&t, before, t.dweight);
+
+  CHECK_INT(rp_wave_table(0, 3, 2, 1, 1, t.waves, NULL, NULL), RP_OK);
+  CHECK_INT(rp_wave_table(1, 3, -1, 1, 1, t.waves, t.weight, t.table), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "width=-1");
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, -2, t.waves, t.weight, t.table), RP_ERROR_SHAPE);
+  const int64_t far = INT64_C(1) << 40;
+  CHECK_INT(rp_wave_table(far, far, 2, 1, 1, t.waves, t.weight, t.table), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "overflow");
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, NULL, t.weight, t.table), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, NULL, t.table), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, t.weight, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, NULL, t.dtable, t.dweight), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, NULL, t.dweight), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, t.dtable, NULL), RP_ERROR_ARGUMENT);
+  const rpi_allocator none = {.allocate = refuse, .release = keep};
+  rpi_set_allocator(&none);
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, t.weight, t.table), RP_ERROR_MEMORY);
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, t.dtable, t.dweight), RP_ERROR_MEMORY);
+  rpi_set_allocator(NULL);
+  rpi_release(before);
+  release(&t);
+}
+
+int main(void) {
+  for (int i = 0; table_at(i) != NULL; i++) {
+    test_formula(table_at(i));
+    test_mirrored(table_at(i));
+    test_threads(table_at(i));
+  }
+  test_public();
+  return check_report();
+}
