@@ -210,7 +210,7 @@ static rp_status show(rp_model *m, const rp_batch *batch, int dropout, const rp_
     RPI_TRY(check_map(&t.run, name, &maps[i]));
     if (maps[i].layer > t.last[maps[i].kind]) t.last[maps[i].kind] = maps[i].layer;
   }
-  rpi_set_ordinals(batch, m->sums.sentences, &t.run);
+  rpi_set_ordinals(batch, m->sentences, &t.run);
   rpi_step_key(m, &t.run);
   t.run.dropout = dropout != 0;
   return tour_of(&t);

@@ -312,20 +312,19 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
   RPI_CHECK(count >= 1, RP_ERROR_ARGUMENT, "model: count=%lld batches, must be at least 1",
             (wide)count);
   RPI_CHECK(batches, RP_ERROR_ARGUMENT, "model: batches is NULL");
-  RPI_CHECK(m->sums.batches == 0, RP_ERROR_ORDER,
+  RPI_CHECK(m->batches == 0, RP_ERROR_ORDER,
             "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
             "rp_model_zero_gradients drops them",
-            (wide)m->sums.batches);
+            (wide)m->batches);
   rpi_run run;
   for (int64_t b = 0; b < count; b++) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run));
   for (int64_t b = 0; b < count; b++) {
-    rpi_sums own;
     if (count > 1) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run)); /* one run at a time */
-    rpi_set_ordinals(&batches[b], m->sums.sentences, &run);
-    RPI_TRY(rpi_step_accumulate(&run, &own));
+    rpi_set_ordinals(&batches[b], m->sentences, &run);
+    RPI_TRY(rpi_step_accumulate(&run));
   }
-  rp_result ignored = {.struct_size = sizeof ignored};
-  return rpi_step_update(m, result ? result : &ignored);
+  RPI_TRY(rpi_step_update(m));
+  return result ? rpi_outcomes_take(m, true, result) : RP_OK;
 }
 
 rp_status rp_model_step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
@@ -335,14 +334,12 @@ rp_status rp_model_step(rp_model *m, const rp_batch *batches, int64_t count, rp_
 
 static rp_status backward(rp_model *m, const rp_batch *batch, rp_result *result) {
   rpi_run run;
-  rpi_sums own;
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
   RPI_TRY(rpi_check_batch(m, batch, true, &run));
-  rpi_set_ordinals(batch, m->sums.sentences, &run);
-  RPI_TRY(rpi_step_accumulate(&run, &own));
-  if (result) rpi_step_report(m, &own, result);
-  return RP_OK;
+  rpi_set_ordinals(batch, m->sentences, &run);
+  RPI_TRY(rpi_step_accumulate(&run));
+  return result ? rpi_outcomes_of_pass(m, result) : RP_OK;
 }
 
 rp_status rp_model_backward(rp_model *m, const rp_batch *batch, rp_result *result) {
@@ -353,15 +350,38 @@ rp_status rp_model_backward(rp_model *m, const rp_batch *batch, rp_result *resul
 static rp_status update(rp_model *m, rp_result *result) {
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
-  RPI_CHECK(m->sums.batches != 0, RP_ERROR_ORDER,
+  RPI_CHECK(m->batches != 0, RP_ERROR_ORDER,
             "model: nothing is accumulated; rp_model_backward comes before rp_model_update");
-  rp_result ignored = {.struct_size = sizeof ignored};
-  return rpi_step_update(m, result ? result : &ignored);
+  RPI_TRY(rpi_step_update(m));
+  return result ? rpi_outcomes_take(m, true, result) : RP_OK;
 }
 
 rp_status rp_model_update(rp_model *m, rp_result *result) {
   RPI_TRY(rpi_model_enter(m));
   return rpi_model_leave(m, update(m, result));
+}
+
+static rp_status result_of(rp_model *m, rp_result *result) {
+  RPI_CHECK(result, RP_ERROR_ARGUMENT, "model: result is NULL");
+  RPI_TRY(check_result(result));
+  RPI_CHECK(m->outcomes.first < m->outcomes.next, RP_ERROR_ORDER,
+            "model: there is no result to ask for; a step or an update without one comes before "
+            "rp_model_result");
+  return rpi_outcomes_take(m, false, result);
+}
+
+rp_status rp_model_result(rp_model *m, rp_result *result) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, result_of(m, result));
+}
+
+rp_status rp_model_results(rp_model *m, int64_t *begun, int64_t *done) {
+  RPI_TRY(rpi_model_enter(m));
+  int64_t all, ready;
+  rpi_outcomes_count(m, &all, &ready);
+  if (begun) *begun = all;
+  if (done) *done = ready;
+  return rpi_model_leave(m, RP_OK);
 }
 
 rp_status rp_model_zero_gradients(rp_model *m) {
@@ -372,9 +392,10 @@ rp_status rp_model_zero_gradients(rp_model *m) {
 
 rp_status rp_model_counters(rp_model *m, int64_t *steps, int64_t *attempts) {
   RPI_TRY(rpi_model_enter(m));
+  const rp_status status = steps ? rpi_model_settle(m) : RP_OK;
   if (steps) *steps = m->step;
   if (attempts) *attempts = m->attempt;
-  return rpi_model_leave(m, RP_OK);
+  return rpi_model_leave(m, status);
 }
 
 rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
@@ -382,30 +403,25 @@ rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
             "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (wide)steps,
             (wide)attempts);
   RPI_TRY(rpi_model_enter(m));
-  m->step = steps;
-  m->attempt = attempts;
-  return rpi_model_leave(m, RP_OK);
+  return rpi_model_leave(m, rpi_model_count_from(m, steps, attempts));
 }
 
 /* ---- forward alone ----------------------------------------------------- */
 
 /* A pass without gradients, which leaves accumulation as it is. */
-static rp_status pass(rp_model *m, const rp_batch *batch, bool labels, bool dropout, rpi_run *run,
-                      rpi_sums *sums) {
+static rp_status pass(rp_model *m, const rp_batch *batch, bool labels, bool dropout, rpi_run *run) {
   RPI_TRY(rpi_check_batch(m, batch, labels, run));
   rpi_set_ordinals(batch, 0, run);
   rpi_step_key(m, run);
   run->dropout = dropout;
-  return rpi_transformer(run, sums);
+  return rpi_transformer(run);
 }
 
 static rp_status forward(rp_model *m, const rp_batch *batch, int dropout, rp_result *result) {
   rpi_run run;
-  rpi_sums sums;
   RPI_TRY(check_result(result));
-  RPI_TRY(pass(m, batch, true, dropout != 0, &run, &sums));
-  if (result) rpi_step_report(m, &sums, result);
-  return RP_OK;
+  RPI_TRY(pass(m, batch, true, dropout != 0, &run));
+  return result ? rpi_outcomes_of_pass(m, result) : RP_OK;
 }
 
 rp_status rp_model_forward(rp_model *m, const rp_batch *batch, int dropout, rp_result *result) {
@@ -430,8 +446,7 @@ rp_status rp_model_forward_average(rp_model *m, const rp_batch *batch, rp_result
 
 static rp_status score(rp_model *m, const rp_batch *batch, rp_real *scores, int8_t *hits) {
   rpi_run run;
-  rpi_sums sums;
-  RPI_TRY(pass(m, batch, true, false, &run, &sums));
+  RPI_TRY(pass(m, batch, true, false, &run));
   const int64_t rows = run.side[rpi_last_stack(m)].rows;
   RPI_CHECK(scores || rows == 0, RP_ERROR_ARGUMENT, "model: scores is NULL");
   RPI_TRY(m->ops->read(scores, m->scratch.nll, rows * (int64_t)sizeof *scores));
@@ -446,8 +461,7 @@ rp_status rp_model_score(rp_model *m, const rp_batch *batch, rp_real *scores, in
 
 static rp_status hidden(rp_model *m, const rp_batch *batch, rp_real *to) {
   rpi_run run;
-  rpi_sums sums;
-  RPI_TRY(pass(m, batch, false, false, &run, &sums));
+  RPI_TRY(pass(m, batch, false, false, &run));
   const int64_t count = run.side[rpi_last_stack(m)].rows * m->config.width;
   RPI_CHECK(to || count == 0, RP_ERROR_ARGUMENT, "model: hidden is NULL");
   return m->ops->read(to, m->stack[rpi_last_stack(m)].out, count * (int64_t)sizeof *to);

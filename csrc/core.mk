@@ -23,6 +23,7 @@ CORE_SOURCES = \
   isa/avx512.c \
   isa/neon.c \
   isa/dispatch.c \
+  isa/host.c \
   isa/devices.c \
   model/config.c \
   model/config_check.c \
@@ -33,6 +34,8 @@ CORE_SOURCES = \
   model/plan.c \
   model/layers.c \
   model/transformer.c \
+  model/finite.c \
+  model/outcomes.c \
   model/profile.c \
   file/header_text.c \
   file/safetensors.c \

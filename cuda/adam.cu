@@ -10,10 +10,10 @@ namespace {
 
 constexpr int adam_threads = 256;
 
-/* The constants of a step, each of them rounded once. */
+/* The constants, each of them rounded once; those that the verdict on this step decides are read
+ * from the outcome. */
 struct AdamStep {
-  float scale, beta1, rest1, beta2, rest2, correction1, correction2;
-  float rate, epsilon, decay, rest;
+  float beta1, rest1, beta2, rest2, epsilon, decay, rest;
 };
 
 struct AdamArrays {
@@ -21,22 +21,30 @@ struct AdamArrays {
 };
 
 template <bool wide>
-__global__ void adam_numbers(AdamArrays arrays, int64_t count, AdamStep step) {
+__global__ void adam_numbers(AdamArrays arrays, int64_t count, AdamStep step,
+                             const rpi_outcome *outcome) {
   const int64_t start = 4 * (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x);
   if (start >= count) return;
   const int64_t left = count - start;
   float *const w_at = arrays.weights + start, *const g_at = arrays.gradient + start;
+  if (outcome->moves == 0) { /* nothing else is touched */
+    const Four none = {{0, 0, 0, 0}};
+    store_four<wide>(g_at, left, none);
+    return;
+  }
+  const float scale = static_cast<float>(outcome->scale), rate = static_cast<float>(outcome->rate);
+  const float correction1 = static_cast<float>(outcome->correction1);
+  const float correction2 = static_cast<float>(outcome->correction2);
   float *const m_at = arrays.moment1 + start, *const v_at = arrays.moment2 + start;
   Four w = load_four<wide>(w_at, left), g = load_four<wide>(g_at, left);
   Four m = load_four<wide>(m_at, left), v = load_four<wide>(v_at, left);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float gradient = step.scale * g.x[i];
+    const float gradient = scale * g.x[i];
     m.x[i] = step.beta1 * m.x[i] + step.rest1 * gradient;
     v.x[i] = step.beta2 * v.x[i] + step.rest2 * (gradient * gradient);
-    const float move =
-        m.x[i] * step.correction1 / (sqrtf(v.x[i] * step.correction2) + step.epsilon);
-    w.x[i] = w.x[i] - step.rate * (move + step.decay * w.x[i]);
+    const float move = m.x[i] * correction1 / (sqrtf(v.x[i] * correction2) + step.epsilon);
+    w.x[i] = w.x[i] - rate * (move + step.decay * w.x[i]);
     g.x[i] = 0;
   }
   store_four<wide>(w_at, left, w);
@@ -51,34 +59,24 @@ __global__ void adam_numbers(AdamArrays arrays, int64_t count, AdamStep step) {
   store_four<wide>(average_at, left, average);
 }
 
-/* 1 / (1 - beta^step). Squared step by step: what the C library's pow gives is not the same
- * everywhere. */
-float adam_correction(double beta, int64_t step) {
-  double power = 1;
-  for (; step > 0; step /= 2, beta *= beta) power *= step % 2 != 0 ? beta : 1;
-  return static_cast<float>(1 / (1 - power));
-}
-
 }  // namespace
 
 rp_status adam(const rpi_adam_args *args) {
   if (args->count == 0) return RP_OK;
   const AdamArrays arrays = {args->weights, args->gradient, args->moment1, args->moment2,
                              args->average};
-  const AdamStep step = {
-      static_cast<float>(args->gradient_scale), static_cast<float>(args->beta1),
-      static_cast<float>(1 - args->beta1),      static_cast<float>(args->beta2),
-      static_cast<float>(1 - args->beta2),      adam_correction(args->beta1, args->step),
-      adam_correction(args->beta2, args->step), static_cast<float>(args->rate),
-      static_cast<float>(args->epsilon),        static_cast<float>(args->decay),
-      static_cast<float>(1 - args->ema)};
+  const AdamStep step = {static_cast<float>(args->beta1),   static_cast<float>(1 - args->beta1),
+                         static_cast<float>(args->beta2),   static_cast<float>(1 - args->beta2),
+                         static_cast<float>(args->epsilon), static_cast<float>(args->decay),
+                         static_cast<float>(1 - args->ema)};
   const bool wide = is_wide(arrays.weights, 0) && is_wide(arrays.gradient, 0) &&
                     is_wide(arrays.moment1, 0) && is_wide(arrays.moment2, 0) &&
                     is_wide(arrays.average, 0);
   const int64_t quads = (args->count + 3) / 4;
   const dim3 grid(static_cast<unsigned>((quads + adam_threads - 1) / adam_threads));
   CUDA_TRY(launch(wide ? adam_numbers<true> : adam_numbers<false>,
-                  {grid, dim3(adam_threads), 0, context().stream}, arrays, args->count, step));
+                  {grid, dim3(adam_threads), 0, context().stream}, arrays, args->count, step,
+                  args->outcome));
   return RP_OK;
 }
 

@@ -269,7 +269,7 @@ rp_status parts_of(const rp_relation *relations, AttendParts *parts, bool *wide)
 }
 
 /* The lists of all rows, end to end behind their starts, in one piece of the host's memory: one
- * copy. */
+ * copy for all layers, whose lists are the same, those of self-attention beside those of cross. */
 rp_status stage_lists(const rpi_attend_rows_args *args, AttendRows *a, bool *wide) {
   int64_t total = 0;
   for (int64_t r = 0; r < args->rows; r++) total += args->counts[r];
@@ -291,7 +291,7 @@ rp_status stage_lists(const rpi_attend_rows_args *args, AttendRows *a, bool *wid
   }
   list[args->rows] = at;
   const int64_t *staged = nullptr;
-  const rp_status status = stage(list, args->rows + 1 + total, &staged);
+  const rp_status status = stage(list, args->rows + 1 + total, &staged, args->keys);
   free(list);
   RPI_TRY(status);
   a->starts = staged;

@@ -393,6 +393,7 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   const rp_attention_gradients *const g = args->gradients;
   const rp_placement placement = placement_of(s);
   const OnStream on(placement.stream);
+  RPI_TRY(on.status());
   int64_t needed = 0;
   RPI_TRY(backward_workspace(s, &needed));
   if (args->workspace_bytes < needed) {

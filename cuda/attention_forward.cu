@@ -110,6 +110,7 @@ rp_status attention_forward(const rpi_attention_args *args) {
   const rp_attention *const shape = args->shape;
   const rp_placement placement = placement_of(shape);
   const OnStream on(placement.stream);
+  RPI_TRY(on.status());
   Forward f = {};
   RPI_TRY(read_call(shape, args->q, args->k, args->v, &f.call));
   f.out = args->out;

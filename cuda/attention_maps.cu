@@ -137,6 +137,7 @@ rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   const rp_attention shown = shown_of(args->shape, args->what);
   const rp_placement placement = placement_of(&shown);
   const OnStream on(placement.stream);
+  RPI_TRY(on.status());
   MapRows m = {};
   RPI_TRY(read_call(&shown, args->q, args->k, rp_rows{}, &m.call));
   m.batch = static_cast<int32_t>(args->b);

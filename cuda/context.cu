@@ -30,11 +30,12 @@ namespace {
 
 constexpr int64_t segment_bytes = int64_t{8} << 20, large_bytes = int64_t{256} << 10;
 constexpr int64_t first_scratch = int64_t{4} << 20, alignment = 256;
+constexpr int64_t most_large_bytes = int64_t{256} << 20; /* but for what one entry needs */
 constexpr int segments = 4, remembered = 64, most_large = 64, most_chunks = 16;
 
-/* What the host had at `from` lies at `place`, on both sides. */
+/* What the host gave under a key lies here, on both sides. */
 struct Staged {
-  const void *from;
+  const void *key;
   int64_t bytes;
   char *host, *device;
 };
@@ -57,6 +58,7 @@ struct Staging {
   int next; /* of memory */
   Block large[most_large];
   int blocks;
+  int64_t large_bytes; /* of all of them */
   int64_t calls;
 };
 
@@ -70,6 +72,7 @@ struct Scratch {
 struct State {
   Context context;
   std::mutex turn;
+  void *primary; /* the driver's context */
   bool ready;
   int64_t entries;   /* of the table, that were called */
   cudaEvent_t order; /* between streams */
@@ -83,28 +86,20 @@ thread_local State *selected;
 
 int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
-rp_status prepare(State &s, int device) {
+rp_status make_ready(State &s, int device) {
   int value = 0;
   s.context.device = device;
-  CUDA_TRY(cudaSetDevice(device));
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device));
   s.context.multiprocessors = value;
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   s.context.shared_bytes = value;
+  RPI_TRY(open_primary(device, &s.primary));
+  const Current current(s.primary);
   /* in step with the default stream, which is where callers that name none work */
   CUDA_TRY(cudaStreamCreateWithFlags(&s.context.stream, cudaStreamDefault));
   CUDA_TRY(cudaEventCreateWithFlags(&s.order, cudaEventDisableTiming));
   s.ready = true;
   return RP_OK;
-}
-
-/* The caller's device stays the current one. */
-rp_status make_ready(State &s, int device) {
-  int before = 0;
-  CUDA_TRY(cudaGetDevice(&before));
-  const rp_status status = prepare(s, device);
-  CUDA_TRY(cudaSetDevice(before));
-  return status;
 }
 
 /* Both sides of a piece of staging memory. */
@@ -131,18 +126,18 @@ rp_status begin_staging(Staging &s) {
   return allocate_both(segments * segment_bytes, &s.host, &s.device);
 }
 
-bool holds(const Staged &staged, const void *from, int64_t bytes) {
-  return staged.from == from && staged.bytes == bytes &&
+bool holds(const Staged &staged, const void *key, const void *from, int64_t bytes) {
+  return staged.key == key && staged.bytes == bytes &&
          std::memcmp(staged.host, from, static_cast<size_t>(bytes)) == 0;
 }
 
 /* Fills `staged` from the host and sends it to the device. */
-rp_status send(Staged &staged, const void *from, int64_t bytes) {
-  staged.from = nullptr; /* until it is there */
+rp_status send(Staged &staged, const void *key, const void *from, int64_t bytes) {
+  staged.key = nullptr; /* until it is there */
   std::memcpy(staged.host, from, static_cast<size_t>(bytes));
   CUDA_TRY(cudaMemcpyAsync(staged.device, staged.host, static_cast<size_t>(bytes),
                            cudaMemcpyHostToDevice, context().stream));
-  staged.from = from;
+  staged.key = key;
   staged.bytes = bytes;
   return RP_OK;
 }
@@ -152,18 +147,19 @@ rp_status next_segment(Staging &s) {
   CUDA_TRY(cudaEventRecord(s.left[s.segment], context().stream));
   s.segment = (s.segment + 1) % segments;
   s.at = 0;
-  CUDA_TRY(cudaEventSynchronize(s.left[s.segment]));
+  RPI_TRY(wait_for(s.left[s.segment]));
   const char *const begin = s.host + s.segment * segment_bytes;
   for (Staged &staged : s.memory) {
-    if (staged.host >= begin && staged.host < begin + segment_bytes) staged.from = nullptr;
+    if (staged.host >= begin && staged.host < begin + segment_bytes) staged.key = nullptr;
   }
   return RP_OK;
 }
 
-rp_status stage_small(Staging &s, const void *from, int64_t bytes, const void **to) {
+rp_status stage_small(Staging &s, const void *key, const void *from, int64_t bytes,
+                      const void **to) {
   RPI_TRY(begin_staging(s));
   for (const Staged &staged : s.memory) {
-    if (!holds(staged, from, bytes)) continue;
+    if (!holds(staged, key, from, bytes)) continue;
     *to = staged.device;
     return RP_OK;
   }
@@ -175,61 +171,78 @@ rp_status stage_small(Staging &s, const void *from, int64_t bytes, const void **
   staged.host = s.host + place;
   staged.device = s.device + place;
   *to = staged.device;
-  return send(staged, from, bytes);
+  return send(staged, key, from, bytes);
 }
 
-/* A block for `bytes` that this entry does not use already: one that came from the same place, or
- * was not asked for during as many calls as no entry makes, or a new one. */
-rp_status find_block(Staging &s, const void *from, int64_t bytes, Block **found) {
-  Block *oldest = nullptr;
+/* May `bytes` under this key go into a block that this entry does not use? It had this key before,
+ * or nobody asked for it during as many calls as no entry makes. */
+bool suits(const Staging &s, const Block &block, const void *key, int64_t bytes) {
+  if (block.entry == selected->entries || block.capacity < bytes) return false;
+  const bool idle = s.calls - block.used > remembered;
+  return block.holds.key == key || (idle && block.capacity / 2 <= bytes);
+}
+
+void release_block(Staging &s, Block *block) {
+  (void)cudaFree(block->device); /* waits for those who read or write it */
+  (void)cudaFreeHost(block->host);
+  (void)cudaEventDestroy(block->copied);
+  s.large_bytes -= block->capacity;
+  *block = s.large[--s.blocks];
+}
+
+/* One whose copy is done, or a new one, so that nobody waits; where there are many already one that
+ * is not done, or a new one in the place of the one that was idle longest. */
+rp_status find_block(Staging &s, const void *key, int64_t bytes, Block **found) {
+  Block *oldest = nullptr, *busy = nullptr;
   for (int i = 0; i < s.blocks; i++) {
     Block &block = s.large[i];
-    const bool free = block.entry != selected->entries;
-    const bool same = free && block.holds.from == from && block.capacity >= bytes;
-    const bool idle = s.calls - block.used > remembered;
-    if (same || (idle && block.capacity >= bytes && block.capacity / 2 <= bytes)) {
+    if (suits(s, block, key, bytes)) {
       *found = &block;
-      CUDA_TRY(cudaEventSynchronize(block.copied));
-      return RP_OK;
+      if (has_passed(block.copied)) return RP_OK;
+      if (busy == nullptr || block.used < busy->used) busy = &block;
+    } else if (s.calls - block.used > remembered) {
+      if (oldest == nullptr || block.used < oldest->used) oldest = &block;
     }
-    if (idle && (oldest == nullptr || block.used < oldest->used)) oldest = &block;
+  }
+  if (s.blocks == most_large || s.large_bytes + bytes > most_large_bytes) {
+    if (busy != nullptr) {
+      *found = busy;
+      return wait_for(busy->copied);
+    }
+    if (oldest != nullptr) release_block(s, oldest);
+  }
+  if (s.blocks == most_large) {
+    return fail(RP_ERROR_MEMORY, "one operation was given more than %d large arrays", most_large);
   }
   Block fresh{};
   fresh.capacity = rounded(bytes);
-  if (oldest != nullptr) { /* of another size */
-    CUDA_TRY(cudaStreamSynchronize(context().stream));
-    cudaFreeHost(oldest->host);
-    CUDA_TRY(cudaFree(oldest->device));
-    fresh.copied = oldest->copied;
-    *oldest = s.large[--s.blocks];
-  } else {
-    if (s.blocks == most_large) {
-      return fail(RP_ERROR_MEMORY, "one operation was given more than %d large arrays", most_large);
-    }
-    CUDA_TRY(cudaEventCreateWithFlags(&fresh.copied, cudaEventDisableTiming));
-  }
   RPI_TRY(allocate_both(fresh.capacity, &fresh.host, &fresh.device));
+  const cudaError_t error = cudaEventCreateWithFlags(&fresh.copied, cudaEventDisableTiming);
   s.large[s.blocks] = fresh;
+  s.large_bytes += fresh.capacity;
   *found = &s.large[s.blocks++];
+  if (error != cudaSuccess) release_block(s, *found);
+  CUDA_TRY(error);
   return RP_OK;
 }
 
-rp_status stage_large(Staging &s, const void *from, int64_t bytes, const void **to) {
+rp_status stage_large(Staging &s, const void *key, const void *from, int64_t bytes,
+                      const void **to) {
   for (int i = 0; i < s.blocks; i++) {
     Block &block = s.large[i];
-    if (!holds(block.holds, from, bytes)) continue;
+    if (!holds(block.holds, key, from, bytes)) continue;
     block.used = s.calls;
     block.entry = selected->entries;
     *to = block.device;
     return RP_OK;
   }
   Block *block = nullptr;
-  RPI_TRY(find_block(s, from, bytes, &block));
+  RPI_TRY(find_block(s, key, bytes, &block));
   block->used = s.calls;
   block->entry = selected->entries;
   block->holds.host = block->host;
   block->holds.device = block->device;
-  RPI_TRY(send(block->holds, from, bytes));
+  RPI_TRY(send(block->holds, key, from, bytes));
   CUDA_TRY(cudaEventRecord(block->copied, context().stream));
   *to = block->device;
   return RP_OK;
@@ -289,17 +302,18 @@ rp_status select(int device) {
 
 Context &context() { return selected->context; }
 
-Turn::Turn() {
-  selected->turn.lock();
-  selected->entries++;
-  if (cudaGetDevice(&before_) != cudaSuccess) before_ = -1;
-  if (before_ != selected->context.device) (void)cudaSetDevice(selected->context.device);
+void *any_primary() {
+  if (selected != nullptr) return selected->primary;
+  for (State &s : states) {
+    const std::lock_guard<std::mutex> lock(s.turn);
+    if (s.ready) return s.primary;
+  }
+  return nullptr;
 }
 
-Turn::~Turn() {
-  if (before_ >= 0 && before_ != selected->context.device) (void)cudaSetDevice(before_);
-  selected->turn.unlock();
-}
+Turn::Turn() : current_((selected->turn.lock(), selected->primary)) { selected->entries++; }
+
+Turn::~Turn() { selected->turn.unlock(); }
 
 /* What was asked for before comes first, on either stream. */
 static void follow(cudaStream_t after, cudaStream_t before) {
@@ -310,8 +324,19 @@ static void follow(cudaStream_t after, cudaStream_t before) {
   }
 }
 
+static rp_status check_capture(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  CUDA_TRY(cudaStreamIsCapturing(stream, &capture));
+  if (capture == cudaStreamCaptureStatusNone) return RP_OK;
+  return fail(RP_ERROR_DEVICE,
+              "the stream is being captured in a CUDA graph, and what the host "
+              "gives to this call would not be there when it is replayed");
+}
+
 OnStream::OnStream(void *stream) : before_(context().stream) {
   if (stream == nullptr || stream == before_) return;
+  status_ = check_capture(static_cast<cudaStream_t>(stream));
+  if (status_ != RP_OK) return;
   context().stream = static_cast<cudaStream_t>(stream);
   follow(context().stream, before_);
 }
@@ -322,7 +347,18 @@ OnStream::~OnStream() {
   context().stream = before_;
 }
 
-rp_status stage_bytes(const void *from, int64_t bytes, const void **to) {
+bool has_passed(cudaEvent_t event) {
+  const cudaError_t error = cudaEventQuery(event);
+  if (error == cudaErrorNotReady) (void)cudaGetLastError(); /* no error */
+  return error == cudaSuccess;
+}
+
+rp_status wait_for(cudaEvent_t event) {
+  if (!has_passed(event)) CUDA_TRY(cudaEventSynchronize(event));
+  return RP_OK;
+}
+
+rp_status stage_bytes(const void *key, const void *from, int64_t bytes, const void **to) {
   *to = nullptr;
   if (from == nullptr) return RP_OK;
   Staging &s = selected->staging;
@@ -332,7 +368,8 @@ rp_status stage_bytes(const void *from, int64_t bytes, const void **to) {
     *to = s.device;
     return RP_OK;
   }
-  return bytes < large_bytes ? stage_small(s, from, bytes, to) : stage_large(s, from, bytes, to);
+  return bytes < large_bytes ? stage_small(s, key, from, bytes, to)
+                             : stage_large(s, key, from, bytes, to);
 }
 
 /* Chunks that an earlier entry was given in pieces become one: next time it is enough. */

@@ -39,29 +39,39 @@ struct Context {
 
 Context &context();
 
-/* Work on the caller's stream until the end of the scope; NULL: stay on the own one. */
+/* Work on the caller's stream until the end of the scope; NULL: stay on the own one. status() says
+ * whether work may go there: not while the stream is captured in a CUDA graph, because what the
+ * host stages for a call would not be there again when the graph is replayed. */
 class OnStream {
  public:
   explicit OnStream(void *stream);
   ~OnStream();
+  rp_status status() const { return status_; }
   OnStream(const OnStream &) = delete;
   OnStream &operator=(const OnStream &) = delete;
 
  private:
   cudaStream_t before_;
+  rp_status status_ = RP_OK;
 };
 
 /* *to = `bytes` of device memory with what `from` holds on the host now; NULL of NULL. The same
- * bytes from the same place are copied once, until the staging memory has gone round. */
-rp_status stage_bytes(const void *from, int64_t bytes, const void **to);
+ * bytes under the same key are copied once, until the staging memory has gone round. */
+rp_status stage_bytes(const void *key, const void *from, int64_t bytes, const void **to);
 
+/* key: where they lie, unless the caller has put them together from what lies elsewhere. */
 template <class T>
-rp_status stage(const T *from, int64_t count, const T **to) {
+rp_status stage(const T *from, int64_t count, const T **to, const void *key = nullptr) {
   const void *bytes = nullptr;
-  RPI_TRY(stage_bytes(from, count * static_cast<int64_t>(sizeof(T)), &bytes));
+  if (key == nullptr) key = from;
+  RPI_TRY(stage_bytes(key, from, count * static_cast<int64_t>(sizeof(T)), &bytes));
   *to = static_cast<const T *>(bytes);
   return RP_OK;
 }
+
+/* Has everything before the event been done? wait_for waits only where it has not. */
+bool has_passed(cudaEvent_t event);
+rp_status wait_for(cudaEvent_t event);
 
 /* Device memory that is free again when the entry returns: the next call of scratch in the same
  * entry is handed what lies behind. `begin` is called once, at the start of an entry that uses it.
@@ -84,6 +94,10 @@ void release(void *memory);
 rp_status write(void *to, const void *from, int64_t bytes);
 rp_status read(void *to, const void *from, int64_t bytes);
 rp_status copy(void *to, const void *from, int64_t bytes);
+rp_status post(void **letter, const void *from, int64_t bytes);
+rp_status collect(void *letter, void *to, int64_t bytes);
+bool arrived(void *letter);
+void discard(void *letter);
 rp_status gemm(const rpi_gemm_args *args);
 rp_status attention_workspace(const rp_attention *shape, int workers, int64_t *forward_bytes,
                               int64_t *backward_bytes);
@@ -104,9 +118,11 @@ rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes);
 rp_status activation(const rpi_activation_args *args);
 rp_status activation_backward(const rpi_activation_backward_args *args);
 rp_status cross_entropy(const rpi_cross_entropy_args *args);
-rp_status losses(const rpi_losses_args *args, rpi_losses *sums);
+rp_status losses(const rpi_losses_args *args);
 rp_status column_sums(const rpi_column_sums_args *args);
 rp_status square_sum(const real *x, int64_t count, double *workspace, double *sum);
+rp_status decide(const rpi_decide_args *args);
+rp_status blame(const rpi_blame_args *args);
 rp_status adam(const rpi_adam_args *args);
 rp_status zero(real *x, int64_t count);
 

@@ -89,29 +89,44 @@ __global__ void cross_entropy_row(CrossRows a) {
 
 constexpr int losses_threads = 1024;
 
+struct LossRows {
+  int64_t rows;
+  const int32_t *labels;
+  const float *loss, *nll;
+  const int8_t *hit;
+  int32_t *note;
+  rpi_losses *own, *total; /* total: or NULL */
+};
+
 /* One block: thread t has the rows t, t + 1024, ... */
-__global__ void losses_all(int64_t rows, const int32_t *labels, const float *loss, const float *nll,
-                           const int8_t *hit, rpi_losses *sums) {
+__global__ void losses_all(LossRows a) {
   __shared__ double shared[losses_threads / 32];
   __shared__ int64_t counts[losses_threads / 32];
-  double loss_sum = 0, nll_sum = 0;
+  double loss = 0, nll = 0;
   int64_t tokens = 0, hits = 0;
-  for (int64_t row = threadIdx.x; row < rows; row += losses_threads) {
-    if (labels[row] < 0) continue;
-    loss_sum += static_cast<double>(loss[row]);
-    nll_sum += static_cast<double>(nll[row]);
-    hits += hit[row];
+  for (int64_t row = threadIdx.x; row < a.rows; row += losses_threads) {
+    if (a.labels[row] < 0) continue;
+    loss += static_cast<double>(a.loss[row]);
+    nll += static_cast<double>(a.nll[row]);
+    hits += a.hit[row];
     tokens++;
   }
-  loss_sum = block_sum(loss_sum, shared);
-  nll_sum = block_sum(nll_sum, shared);
+  loss = block_sum(loss, shared);
+  nll = block_sum(nll, shared);
   tokens = block_sum(tokens, counts);
   hits = block_sum(hits, counts);
   if (threadIdx.x != 0) return;
-  sums->tokens = tokens;
-  sums->hits = hits;
-  sums->loss = loss_sum;
-  sums->nll = nll_sum;
+  const int32_t noted = *a.note;
+  rpi_losses own = {tokens, hits, loss, nll, 0};
+  if (!isfinite(loss)) own.bad = noted > 0 ? noted : 1;
+  *a.note = 0;
+  *a.own = own;
+  if (a.total == nullptr) return;
+  a.total->tokens += tokens;
+  a.total->hits += hits;
+  a.total->loss += loss;
+  a.total->nll += nll;
+  if (a.total->bad == 0) a.total->bad = own.bad;
 }
 
 }  // namespace
@@ -139,17 +154,12 @@ rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   return RP_OK;
 }
 
-rp_status losses(const rpi_losses_args *args, rpi_losses *sums) {
-  *sums = rpi_losses{};
-  if (args->rows == 0) return RP_OK;
-  const int32_t *labels = nullptr;
-  rpi_losses *all = nullptr;
-  scratch_begin();
-  RPI_TRY(scratch(1, &all));
-  RPI_TRY(stage(args->labels, args->rows, &labels));
-  CUDA_TRY(launch(losses_all, {dim3(1), dim3(losses_threads), 0, context().stream}, args->rows,
-                  labels, args->loss, args->nll, args->hit, all));
-  return read(sums, all, sizeof *sums);
+rp_status losses(const rpi_losses_args *args) {
+  LossRows a = {args->rows, nullptr,    args->loss, args->nll,
+                args->hit,  args->note, args->own,  args->total};
+  RPI_TRY(stage(args->labels, args->rows, &a.labels));
+  CUDA_TRY(launch(losses_all, {dim3(1), dim3(losses_threads), 0, context().stream}, a));
+  return RP_OK;
 }
 
 }  // namespace rpc

@@ -5,6 +5,7 @@
 
 # Paths from cuda/.
 CUDA_SOURCES = \
+  current.cu \
   context.cu \
   memory.cu \
   linear.cu \

@@ -30,6 +30,7 @@ struct EmbedRows {
   const float *positions; /* or NULL */
   const int64_t *places;  /* or NULL: as the sentences have it */
   float *out;
+  rpi_note note;
 };
 
 template <bool wide>
@@ -47,6 +48,7 @@ __global__ void embed_rows(EmbedRows e, Packing packing) {
 #pragma unroll
     for (int i = 0; i < 4; i++) sum.x[i] = e.scale * sum.x[i] + other.x[i];
     keep_four(packing, place, quad, sum);
+    if (!four_finite(sum, count)) note_code(e.note, e.note.out);
     store_four<wide>(e.out + row * e.columns + c, count, sum);
   }
 }
@@ -210,8 +212,8 @@ rp_status embed_backward_with(const rpi_embed_backward_args *args, int32_t *list
 
 rp_status embed(const rpi_embed_args *args) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
-  EmbedRows e = {args->rows,  args->columns,   nullptr, args->table,
-                 args->scale, args->positions, nullptr, args->out};
+  EmbedRows e = {args->rows,      args->columns, nullptr,   args->table, args->scale,
+                 args->positions, nullptr,       args->out, args->note};
   Packing packing;
   const bool placed = args->positions != nullptr && args->places == nullptr;
   RPI_TRY(packing_of(&args->dropout, placed, &packing));

@@ -12,6 +12,8 @@
 #ifndef RPC_FOUR_H
 #define RPC_FOUR_H
 
+#include <math.h>
+
 #include "context.h"
 #include "gpu.h"
 
@@ -54,6 +56,19 @@ __device__ inline void store_four(float *to, int64_t count, const Four &four) {
       if (i < count) to[i] = four.x[i];
     }
   }
+}
+
+/* Are the first `count` of them finite? */
+__device__ inline bool four_finite(const Four &four, int64_t count) {
+  bool fine = true;
+#pragma unroll
+  for (int i = 0; i < 4; i++) fine = fine && (i >= count || isfinite(four.x[i]));
+  return fine;
+}
+
+/* Of the codes that are noted the highest stays, which is the same in any order. */
+__device__ inline void note_code(const rpi_note &note, int32_t code) {
+  if (note.at != nullptr) atomicMax(note.at, code);
 }
 
 /* Blocks of 256 threads, x over the quads of a row and y over rows; the grid's x over rows, and a

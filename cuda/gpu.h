@@ -18,6 +18,9 @@
 #include <cstddef>
 #include <cstdint>
 
+/* csrc/ops/schedule.h and verdict.h: compiled for the host and for kernels. */
+#define RPI_ANYWHERE static __host__ __device__ inline
+
 namespace rpc {
 
 using bf16 = __nv_bfloat16;
@@ -40,12 +43,22 @@ cudaError_t launch(void (*kernel)(P...), const Launch &l, A... arguments) {
     if (error != cudaSuccess) return error;
   }
 #ifdef __CUDACC__
-  kernel<<<l.grid, l.block, l.shared, l.stream>>>(static_cast<P>(arguments)...);
-  return cudaGetLastError();
+  /* Its own error: what cudaGetLastError says may be that of a call before, and not ours. */
+  cudaLaunchConfig_t config = {};
+  config.gridDim = l.grid;
+  config.blockDim = l.block;
+  config.dynamicSmemBytes = l.shared;
+  config.stream = l.stream;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 #else
   std::tuple<P...> converted(static_cast<P>(arguments)...);
-  return emu::launch(l.grid, l.block, l.shared, reinterpret_cast<const void *>(kernel),
-                     [&] { std::apply(kernel, converted); });
+  /* The threads read their parameters from the stack of whoever runs them, maybe later. */
+  const auto threads = [=](const emu::Runner &run) {
+    const std::tuple<P...> parameters = converted;
+    void (*const entry)(P...) = kernel;
+    run([&] { std::apply(entry, parameters); });
+  };
+  return emu::launch(l.grid, l.block, l.shared, reinterpret_cast<const void *>(kernel), threads);
 #endif
 }
 

@@ -5,6 +5,7 @@
 #ifndef RPC_LIBRARY_H
 #define RPC_LIBRARY_H
 
+#include "current.h"
 #include "isa/devices.h"
 
 namespace rpc {
@@ -14,8 +15,12 @@ constexpr int most_devices = 64;
 void use(const rpc_host *host);
 rp_status select(int device);
 
+/* The primary context of a device that has been selected, the calling thread's if it has one: for
+ * calls that need any. NULL: none has been. */
+void *any_primary();
+
 /* One entry at a time on a device: stream, staging memory and scratch are shared by all threads.
- * The calling thread's own choice of a device is given back at the end. */
+ * The calling thread has its own choice of a device back at the end. */
 class Turn {
  public:
   Turn();
@@ -24,7 +29,7 @@ class Turn {
   Turn &operator=(const Turn &) = delete;
 
  private:
-  int before_ = -1;
+  Current current_;
 };
 
 }  // namespace rpc

@@ -43,6 +43,7 @@ struct NormRows {
   const float *x, *gain, *shift; /* shift: or NULL */
   double epsilon;
   float *y, *stats; /* stats: or NULL */
+  rpi_note note;
 };
 
 template <int team, bool wide>
@@ -68,15 +69,19 @@ __global__ void norm_row(NormRows a) {
   }
   const double variance = static_cast<double>(team_sum<team>(sum)) / width;
   const float rstd = static_cast<float>(1 / sqrt(variance + a.epsilon));
+  bool fine_x = true, fine_y = true;
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     Four y = load_four<wide>(x + c, columns - c);
+    fine_x = fine_x && four_finite(y, columns - c);
     const Four gain = load_four<wide>(a.gain + c, columns - c);
     Four shift = {{0, 0, 0, 0}};
     if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, columns - c);
 #pragma unroll
     for (int i = 0; i < 4; i++) y.x[i] = (y.x[i] - mean) * rstd * gain.x[i] + shift.x[i];
+    fine_y = fine_y && four_finite(y, columns - c);
     store_four<wide>(a.y + row * columns + c, columns - c, y);
   }
+  if (!fine_x || !fine_y) note_code(a.note, fine_x ? a.note.out : a.note.in);
   if (a.stats == nullptr || threadIdx.x != 0) return;
   a.stats[2 * row] = mean;
   a.stats[2 * row + 1] = rstd;
@@ -246,8 +251,8 @@ rp_status launch_broad(const NormBackwardRows &a, int64_t pieces, bool wide) {
 rp_status norm(const rpi_norm_args *args) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
-  const NormRows a = {rows,        columns,       args->x, args->gain,
-                      args->shift, args->epsilon, args->y, args->stats};
+  const NormRows a = {rows,          columns, args->x,     args->gain, args->shift,
+                      args->epsilon, args->y, args->stats, args->note};
   const bool wide =
       is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.shift, 0) && is_wide(a.y, columns);
   const unsigned team = columns <= norm_narrow ? 32 : norm_threads, teams = norm_threads / team;

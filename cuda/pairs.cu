@@ -138,7 +138,7 @@ rp_status read_lookup(const rp_attention *s, const rp_relation *r, Lookup *x) {
     const int64_t span = pairs_span(s, r->label_batch_stride, r->label_head_stride,
                                     r->label_row_stride, r->label_starts);
     RPI_TRY(stage(r->label_starts, r->label_starts ? s->B : 0, &x->label_starts));
-    return stage_bytes(r->labels, span * r->label_bytes, &x->labels);
+    return stage_bytes(r->labels, r->labels, span * r->label_bytes, &x->labels);
   }
   x->map = MAP_EDGES;
   const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;

@@ -146,6 +146,7 @@ rp_status rotate(const rp_rotation *s, rp_rows x, rp_rows_out out) {
   if (a.rows == 0 || a.H == 0) return RP_OK;
   const rp_placement placement = s->placement != nullptr ? *s->placement : rp_placement_default();
   const OnStream on(placement.stream);
+  RPI_TRY(on.status());
   const int64_t positions = s->offsets != nullptr ? a.rows : (a.B - 1) * a.position_stride + a.N;
   RPI_TRY(stage(s->lengths, a.B, &a.lengths));
   RPI_TRY(stage(s->offsets, a.B + 1, &a.offsets));

@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * sums.cu: the sum of every column (a bias's gradient), the sum of squares (a
- * gradient's norm), and setting to zero.
+ * sums.cu: the sum of every column (a bias's gradient), the sum of squares (a gradient's norm), the
+ * verdict on a step that follows from it, and setting to zero.
  */
 #include <math.h>
 
+#include "gpu.h"
+#include "ops/verdict.h"
 #include "reduce.h"
 
 namespace rpc {
@@ -61,13 +63,36 @@ __global__ void square_sum_block(const float *x, int64_t count, double *sums) {
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-/* sums[0] = the sum of them all. */
-__global__ void square_sum_all(double *sums, int64_t blocks) {
+/* *all = the sum of them. */
+__global__ void square_sum_all(const double *sums, int64_t blocks, double *all) {
   __shared__ double shared[square_threads / 32];
   double sum = 0;
   for (int64_t b = threadIdx.x; b < blocks; b += square_threads) sum += sums[b];
   sum = block_sum(sum, shared);
-  if (threadIdx.x == 0) sums[0] = sum;
+  if (threadIdx.x == 0) *all = isfinite(sum) ? sum : static_cast<double>(NAN);
+}
+
+/* ---- the verdict ------------------------------------------------------------- */
+
+__global__ void decide_step(rpi_decide_args args) { rpi_decide(&args); }
+
+/* A block looks at one parameter, and at none in a step that is sound. The last parameter that is
+ * not is the highest: a maximum of whole numbers is the same in any order. */
+__global__ void blame_parameter(rpi_outcome *outcome, const float *gradients,
+                                const int64_t *places) {
+  __shared__ double shared[square_threads / 32];
+  if (outcome->sound != 0 || outcome->losses.bad != 0) return;
+  const float *const x = gradients + places[2 * blockIdx.x];
+  const int64_t count = places[2 * blockIdx.x + 1];
+  double sum = 0;
+  for (int64_t at = threadIdx.x; at < count; at += square_threads) {
+    sum += static_cast<double>(x[at]) * static_cast<double>(x[at]);
+  }
+  sum = block_sum(sum, shared);
+  const double tokens = static_cast<double>(outcome->losses.tokens);
+  if (threadIdx.x == 0 && !rpi_is_sound(sum / (tokens * tokens))) {
+    atomicMax(&outcome->bad_gradient, static_cast<int>(blockIdx.x) + 1);
+  }
 }
 
 }  // namespace
@@ -96,16 +121,29 @@ rp_status column_sums(const rpi_column_sums_args *args) {
 }
 
 rp_status square_sum(const real *x, int64_t count, double *workspace, double *sum) {
-  *sum = 0;
-  if (count == 0) return RP_OK;
   const int64_t blocks = rpi_square_blocks(count);
-  CUDA_TRY(launch(is_wide(x, 0) ? square_sum_block<true> : square_sum_block<false>,
-                  {dim3(static_cast<unsigned>(blocks)), dim3(square_threads), 0, context().stream},
-                  x, count, workspace));
+  if (blocks != 0) {
+    const dim3 grid(static_cast<unsigned>(blocks));
+    CUDA_TRY(launch(is_wide(x, 0) ? square_sum_block<true> : square_sum_block<false>,
+                    {grid, dim3(square_threads), 0, context().stream}, x, count, workspace));
+  }
   CUDA_TRY(launch(square_sum_all, {dim3(1), dim3(square_threads), 0, context().stream}, workspace,
-                  blocks));
-  RPI_TRY(read(sum, workspace, sizeof *sum));
-  if (!isfinite(*sum)) *sum = static_cast<double>(NAN);
+                  blocks, sum));
+  return RP_OK;
+}
+
+rp_status decide(const rpi_decide_args *args) {
+  CUDA_TRY(launch(decide_step, {dim3(1), dim3(1), 0, context().stream}, *args));
+  return RP_OK;
+}
+
+rp_status blame(const rpi_blame_args *args) {
+  if (args->count == 0) return RP_OK;
+  const int64_t *places = nullptr;
+  RPI_TRY(stage(args->places, 2 * args->count, &places));
+  const dim3 grid(static_cast<unsigned>(args->count));
+  CUDA_TRY(launch(blame_parameter, {grid, dim3(square_threads), 0, context().stream}, args->outcome,
+                  args->gradients, places));
   return RP_OK;
 }
 

@@ -30,6 +30,10 @@ const rp_ops ops = {
     Entry<write>::call,
     Entry<read>::call,
     Entry<copy>::call,
+    Entry<post>::call,
+    Entry<collect>::call,
+    Entry<arrived>::call,
+    discard, /* as release */
     Entry<gemm>::call,
     Entry<attention_workspace>::call,
     Entry<attention_forward>::call,
@@ -52,6 +56,8 @@ const rp_ops ops = {
     Entry<losses>::call,
     Entry<column_sums>::call,
     Entry<square_sum>::call,
+    Entry<decide>::call,
+    Entry<blame>::call,
     Entry<adam>::call,
     Entry<zero>::call,
 };
@@ -99,13 +105,13 @@ rp_status describe(int index, char *title, int64_t title_bytes, int64_t *memory,
     return fail(RP_ERROR_DEVICE, "its compute capability is %d.%d, expected %d.0 or more",
                 properties.major, properties.minor, least_major);
   }
-  int before = 0;
+  /* Asking for it would open a context: the driver is asked where there is one. */
+  if (!has_primary(index)) return RP_OK;
+  void *primary = nullptr;
+  RPI_TRY(open_primary(index, &primary));
+  const Current current(primary);
   size_t free = 0, total = 0;
-  CUDA_TRY(cudaGetDevice(&before));
-  CUDA_TRY(cudaSetDevice(index));
-  const cudaError_t error = cudaMemGetInfo(&free, &total);
-  CUDA_TRY(cudaSetDevice(before));
-  CUDA_TRY(error);
+  CUDA_TRY(cudaMemGetInfo(&free, &total));
   *memory_free = static_cast<int64_t>(free);
   return RP_OK;
 }

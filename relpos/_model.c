@@ -113,14 +113,20 @@ static PyObject *model_limits(PyObject *self, PyObject *args) {
 
 /* ---- the step and its parts ------------------------------------------------------------- */
 
-/* step((batch, ...)) -> result */
+/* result_or_error, or None of a call that did not wait for its result. */
+static PyObject *result_if(PyObject *self, rp_status status, int wait, const rp_result *r) {
+  return wait || status != RP_OK ? result_or_error(self, status, r) : Py_NewRef(Py_None);
+}
+
+/* step((batch, ...), wait=True) -> result or None */
 static PyObject *model_step(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
   PyObject *batches, *done = NULL;
   rp_result result = {.struct_size = sizeof result};
   rp_status status;
   int64_t places;
-  if (!PyArg_ParseTuple(args, "O!:step", &PyTuple_Type, &batches)) return NULL;
+  int wait = 1;
+  if (!PyArg_ParseTuple(args, "O!|p:step", &PyTuple_Type, &batches, &wait)) return NULL;
   const int64_t count = PyTuple_Size(batches);
   rp_batch *const list = PyMem_Calloc((size_t)count + 1, sizeof *list);
   if (list == NULL) return PyErr_NoMemory();
@@ -128,9 +134,9 @@ static PyObject *model_step(PyObject *self, PyObject *args) {
     if (!batch_of(self, PyTuple_GetItem(batches, (Py_ssize_t)i), &list[i], &places)) goto done;
   }
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_step(core, list, count, &result);
+  status = rp_model_step(core, list, count, wait ? &result : NULL);
   Py_END_ALLOW_THREADS
-  done = result_or_error(self, status, &result);
+  done = result_if(self, status, wait, &result);
 done:
   PyMem_Free(list);
   return done;
@@ -154,30 +160,59 @@ static PyObject *model_forward(PyObject *self, PyObject *args) {
   return result_or_error(self, status, &result);
 }
 
-/* backward(batch) -> result */
-static PyObject *model_backward(PyObject *self, PyObject *object) {
+/* backward(batch, wait=True) -> result or None */
+static PyObject *model_backward(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
+  PyObject *object;
   rp_batch batch;
   rp_result result = {.struct_size = sizeof result};
   rp_status status;
   int64_t places;
+  int wait = 1;
+  if (!PyArg_ParseTuple(args, "O|p:backward", &object, &wait)) return NULL;
   if (!batch_of(self, object, &batch, &places)) return NULL;
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_backward(core, &batch, &result);
+  status = rp_model_backward(core, &batch, wait ? &result : NULL);
   Py_END_ALLOW_THREADS
-  return result_or_error(self, status, &result);
+  return result_if(self, status, wait, &result);
 }
 
-/* update() -> result */
+/* update(wait=True) -> result or None */
 static PyObject *model_update(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  rp_result result = {.struct_size = sizeof result};
+  rp_status status;
+  int wait = 1;
+  if (!PyArg_ParseTuple(args, "|p:update", &wait)) return NULL;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_update(core, wait ? &result : NULL);
+  Py_END_ALLOW_THREADS
+  return result_if(self, status, wait, &result);
+}
+
+/* result() -> result */
+static PyObject *model_result(PyObject *self, PyObject *args) {
   (void)args;
   rp_model *const core = core_of(self);
   rp_result result = {.struct_size = sizeof result};
   rp_status status;
   Py_BEGIN_ALLOW_THREADS
-  status = rp_model_update(core, &result);
+  status = rp_model_result(core, &result);
   Py_END_ALLOW_THREADS
   return result_or_error(self, status, &result);
+}
+
+/* results() -> (begun, done) */
+static PyObject *model_results(PyObject *self, PyObject *args) {
+  (void)args;
+  rp_model *const core = core_of(self);
+  int64_t begun = 0, done = 0;
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_results(core, &begun, &done);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) return raise_from(self, status);
+  return Py_BuildValue("(LL)", (long long)begun, (long long)done);
 }
 
 static PyObject *model_zero_gradients(PyObject *self, PyObject *args) {
@@ -299,8 +334,10 @@ static PyMethodDef methods[] = {
     {"parameters", model_parameters, METH_NOARGS, NULL},
     {"step", model_step, METH_VARARGS, NULL},
     {"forward", model_forward, METH_VARARGS, NULL},
-    {"backward", model_backward, METH_O, NULL},
-    {"update", model_update, METH_NOARGS, NULL},
+    {"backward", model_backward, METH_VARARGS, NULL},
+    {"update", model_update, METH_VARARGS, NULL},
+    {"result", model_result, METH_NOARGS, NULL},
+    {"results", model_results, METH_NOARGS, NULL},
     {"zero_gradients", model_zero_gradients, METH_NOARGS, NULL},
     {"counters", model_counters, METH_NOARGS, NULL},
     {"set_counters", model_set_counters, METH_VARARGS, NULL},

@@ -44,7 +44,8 @@ class Device:
 
     name: str. What a `device` argument takes: "cpu", "cuda:0".
     title: str. What it is.
-    memory: int. Bytes, 0 where that is unknown; memory_free: int. Those of them free now.
+    memory: int. Bytes, 0 where that is unknown; memory_free: int. Those of them free now, 0 where
+        that is unknown: of a GPU that this process does not use.
     problem: str or None. Why it cannot be used; None: it can.
     """
 

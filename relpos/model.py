@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -266,16 +266,34 @@ class Transformer:
 
     # ---- the step and its parts --------------------------------------------------------------------
 
-    def step(self, batches: Batch | Iterable[Batch]) -> StepResult:
+    @overload
+    def step(self, batches: Batch | Iterable[Batch]) -> StepResult: ...
+    @overload
+    def step(self, batches: Batch | Iterable[Batch], *, wait: Literal[True]) -> StepResult: ...
+    @overload
+    def step(self, batches: Batch | Iterable[Batch], *, wait: Literal[False]) -> None: ...
+    def step(self, batches: Batch | Iterable[Batch], *, wait: bool = True) -> StepResult | None:
         """One update: forward and backward of each batch, then clip and Adam.
 
         batches: Batch, or several that count as one: the loss is the mean over the labels of all.
+        wait: bool. False: a step on a GPU is begun, not waited for, and returns None; `result` tells
+            of it later. Who begins the next step before that keeps the GPU at work.
 
         A loss or gradient that is not finite raises nothing: `finite` is False, the weights are as
         they were, and the next attempt has other dropout.
         """
         several = (batches,) if isinstance(batches, Batch) else tuple(batches)
-        return StepResult(*self._core.step(tuple(map(_packed, several))))
+        return _result_of(self._core.step(tuple(map(_packed, several)), wait))
+
+    def result(self) -> StepResult:
+        """That of the oldest step or update that was begun with wait=False and has not been asked
+        for. It waits for that step, not for those behind it. The last eight are kept."""
+        return StepResult(*self._core.result())
+
+    @property
+    def results(self) -> tuple[int, int]:
+        """(begun, done): how many times `result` may be called, and how often it would not wait."""
+        return self._core.results()
 
     def forward(self, batch: Batch, *, dropout: bool = False, average: bool = False) -> StepResult:
         """Loss and accuracy of a batch.
@@ -287,16 +305,34 @@ class Transformer:
             raise ValueError("average: expected without dropout")
         return StepResult(*self._core.forward(_packed(batch), dropout, average))
 
-    def backward(self, batch: Batch) -> StepResult:
+    @overload
+    def backward(self, batch: Batch) -> StepResult: ...
+    @overload
+    def backward(self, batch: Batch, *, wait: Literal[True]) -> StepResult: ...
+    @overload
+    def backward(self, batch: Batch, *, wait: Literal[False]) -> None: ...
+    def backward(self, batch: Batch, *, wait: bool = True) -> StepResult | None:
         """Forward with dropout, and backward: adds to the gradients.
+
+        wait: bool. False: returns None, and nobody is told what this batch lost; `update` tells of
+            all.
 
         The first after an update or `zero_gradients` begins a new accumulation.
         """
-        return StepResult(*self._core.backward(_packed(batch)))
+        return _result_of(self._core.backward(_packed(batch), wait))
 
-    def update(self) -> StepResult:
-        """Clips, updates and zeroes the gradients of all that was accumulated."""
-        return StepResult(*self._core.update())
+    @overload
+    def update(self) -> StepResult: ...
+    @overload
+    def update(self, *, wait: Literal[True]) -> StepResult: ...
+    @overload
+    def update(self, *, wait: Literal[False]) -> None: ...
+    def update(self, *, wait: bool = True) -> StepResult | None:
+        """Clips, updates and zeroes the gradients of all that was accumulated.
+
+        wait: bool. As of `step`.
+        """
+        return _result_of(self._core.update(wait))
 
     def zero_gradients(self) -> None:
         """Drops what was accumulated."""
@@ -305,7 +341,7 @@ class Transformer:
     @property
     def counters(self) -> tuple[int, int]:
         """(step, attempt): updates made, and tried. They decide the learning rate and dropout's
-        masks, and may be set."""
+        masks, and may be set. Asking waits for all that was begun."""
         return self._core.counters()
 
     @counters.setter
@@ -464,6 +500,10 @@ class Transformer:
 
     def __repr__(self) -> str:
         return f"Transformer({self._config!r}): {self._parameters!r}"
+
+
+def _result_of(found: _core.Result | None) -> StepResult | None:
+    return None if found is None else StepResult(*found)
 
 
 def check_numbers(name: str, given: Integers, least: int, end: int) -> npt.NDArray[np.int64]:

@@ -48,7 +48,6 @@ class TensorArray(DeviceArray):
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: Tensor) -> None:
-        on_gpu = tensor.device.type == "cuda"
         super().__init__(
             tensor.data_ptr(),
             str(tensor.dtype).removeprefix("torch."),
@@ -56,7 +55,7 @@ class TensorArray(DeviceArray):
             tuple(tensor.stride()),
             device=str(tensor.device),
             owner=tensor,
-            stream=torch.cuda.current_stream(tensor.device).cuda_stream if on_gpu else 0,
+            stream=_stream_of(tensor),
         )
         self.tensor = tensor
 
@@ -81,6 +80,12 @@ class TensorArray(DeviceArray):
 
 def _is_on_gpu(x: Tensor) -> bool:
     return bool(x.device.type == "cuda")
+
+
+def _stream_of(x: Tensor) -> int:
+    """What torch works on now, on the device of x; 0 on the host."""
+    on_gpu = x.device.type == "cuda"
+    return int(torch.cuda.current_stream(x.device).cuda_stream) if on_gpu else 0
 
 
 def _array_of(x: Tensor) -> Any:
@@ -128,12 +133,13 @@ class _Spec:
         named = {name: own[place] for name, place in self.places.items()}
         return with_tables(self.position, self.arrays | named)
 
-    def lowering(self, tables: Sequence[Tensor], shape: Shape) -> Lowered | None:
-        """What the last forward call made of these tables for this shape, if it did."""
+    def lowering(self, tables: Sequence[Tensor], shape: Shape, stream: int) -> Lowered | None:
+        """What the last forward call made of these tables for this shape, if it did, and on this
+        stream: on another it may not be there yet, and its memory be given away too early."""
         last, versions = self.last, _versions(tables)
         if last is None or versions is None or last.versions != versions:
             return None
-        return last.lowered if last.shape.same_as(shape) else None
+        return last.lowered if last.stream == stream and last.shape.same_as(shape) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Spec, (self.position, self.options)  # copies have a number of their own
@@ -144,6 +150,7 @@ class _Lowering(NamedTuple):
 
     versions: list[tuple[int, int]]
     shape: Shape
+    stream: int  # it was made on
     lowered: Lowered
 
 
@@ -199,7 +206,9 @@ def _forward(
     activations = (_array_of(x) for x in (q, k, v))
     out, ctx = attention_forward(*activations, position=known.over(tables), **options)
     versions = _versions(tables)
-    known.last = None if versions is None else _Lowering(versions, ctx.shape, ctx.lowered)
+    known.last = None
+    if versions is not None:
+        known.last = _Lowering(versions, ctx.shape, _stream_of(q), ctx.lowered)
     return _tensor_of(out), _tensor_of(ctx.lse)
 
 
@@ -226,7 +235,7 @@ def _backward(
     position = known.over(tables)
     request = read_request(q_, k_, v_, None, **options)
     assert request.shape is not None
-    lowered = known.lowering(tables, request.shape)
+    lowered = known.lowering(tables, request.shape, _stream_of(q))
     ctx = context_of(request, position, out_, lse_, lowered)
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()

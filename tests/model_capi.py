@@ -226,11 +226,15 @@ class Model:
         return found
 
     def assign(self, weights: Mapping[str, Any]) -> None:
-        for index, name in enumerate(self.shapes):
-            values = np.ascontiguousarray(weights[name], self.core.dtype)
-            numbers = ctypes.c_int64(index), ctypes.c_int(0)
-            pointer = ctypes.c_void_p(values.ctypes.data)
-            self.core.check(self.lib.rp_model_write(self.handle, *numbers, pointer))
+        for name in self.shapes:
+            self.write(name, 0, weights[name])
+
+    def write(self, name: str, array: int, values: Any) -> None:
+        """One parameter's array of one kind: RP_ARRAY_..."""
+        values = np.ascontiguousarray(values, self.core.dtype)
+        numbers = ctypes.c_int64(list(self.shapes).index(name)), ctypes.c_int(array)
+        pointer = ctypes.c_void_p(values.ctypes.data)
+        self.core.check(self.lib.rp_model_write(self.handle, *numbers, pointer))
 
     def _result(self, name: str, *arguments: Any) -> Result:
         result = Result(struct_size=ctypes.sizeof(Result))
@@ -241,6 +245,27 @@ class Model:
     def step(self, *batches: Sentences) -> Result:
         structs = (Batch * len(batches))(*(b.struct for b in batches))
         return self._result("rp_model_step", structs, ctypes.c_int64(len(batches)))
+
+    def begin(self, *batches: Sentences) -> None:
+        """A step without a result."""
+        structs = (Batch * len(batches))(*(b.struct for b in batches))
+        count = ctypes.c_int64(len(batches))
+        self.core.check(self.lib.rp_model_step(self.handle, structs, count, None))
+
+    def result(self) -> Result:
+        return self._result("rp_model_result")
+
+    def results(self) -> tuple[int, int]:
+        begun, done = ctypes.c_int64(-1), ctypes.c_int64(-1)
+        pointers = ctypes.byref(begun), ctypes.byref(done)
+        self.core.check(self.lib.rp_model_results(self.handle, *pointers))
+        return begun.value, done.value
+
+    def counters(self) -> tuple[int, int]:
+        step, attempt = ctypes.c_int64(-1), ctypes.c_int64(-1)
+        pointers = ctypes.byref(step), ctypes.byref(attempt)
+        self.core.check(self.lib.rp_model_counters(self.handle, *pointers))
+        return step.value, attempt.value
 
     def forward(self, batch: Sentences, dropout: bool = False) -> Result:
         return self._result(

@@ -301,6 +301,18 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == ["cuda:0"] * 3
 
 
+def test_a_stream_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.environ.get("RELPOS_TEST_CUDA") == "gpu":
+        pytest.skip("the emulator is told which stream is being captured")
+    there = [Foreign(x) for x in qkv()]
+    monkeypatch.setenv("EMU_CAPTURES", "77")
+    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: 77)
+    with pytest.raises(_core.DeviceError, match="is being captured in a CUDA graph"):
+        relpos.attention(*there)
+    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: 78)
+    relpos.attention(*there)
+
+
 # ---- life and death ------------------------------------------------------------------------------
 
 

@@ -57,6 +57,14 @@ def test_another_order_gives_the_same_bits(
     assert results(libraries["f32"], library, tmp_path, EMU_SEED=str(seed)) == in_order
 
 
+def test_a_late_device_gives_the_same_bits(
+    libraries: dict[str, Path], in_order: str, tmp_path: Path
+) -> None:
+    """One that does nothing before the host waits: what the host gave must still be there then."""
+    library = make("emulated")
+    assert results(libraries["f32"], library, tmp_path, EMU_LATE="1") == in_order
+
+
 def test_the_race_checker_finds_nothing(
     libraries: dict[str, Path], in_order: str, tmp_path: Path
 ) -> None:

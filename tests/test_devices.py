@@ -114,7 +114,7 @@ def test_the_cpu_and_the_gpus(gpu: Any) -> None:
     assert lines[0]["title"] in ("portable", "avx2", "avx512", "neon")
     assert 0 < lines[0]["memory_free"] <= lines[0]["memory"]
     assert all(line["title"] == "Emulated GPU" for line in lines[1:])
-    assert all(line["memory_free"] == line["memory"] == 8 << 30 for line in lines[1:])
+    assert all(line["memory"] == 8 << 30 and line["memory_free"] == 0 for line in lines[1:])
 
 
 def test_what_get_refuses(gpu: Any) -> None:
@@ -176,7 +176,7 @@ def test_devices_in_python(emulated_device: Path, tmp_path: Path) -> None:
     cpu, gpu = said.splitlines()
     assert cpu.startswith("Device(name='cpu', title='") and cpu.endswith(", problem=None)")
     assert gpu == (
-        "Device(name='cuda:0', title='Emulated GPU', memory=8589934592, memory_free=8589934592, "
+        "Device(name='cuda:0', title='Emulated GPU', memory=8589934592, memory_free=0, "
         "problem=None)"
     )
 
@@ -184,9 +184,35 @@ def test_devices_in_python(emulated_device: Path, tmp_path: Path) -> None:
 def test_devices_on_the_command_line(emulated_device: Path, tmp_path: Path) -> None:
     cpu, gpu = python_says(tmp_path, "-m", "relpos", "devices").splitlines()
     assert cpu.startswith("cpu       ") and cpu.endswith(" GiB free")
-    assert gpu == "cuda:0    Emulated GPU  8.0 of 8.0 GiB free"
+    assert gpu == "cuda:0    Emulated GPU  8.0 GiB"
     _, gpu = python_says(tmp_path, "-m", "relpos", "devices", EMU_DRIVER="0").splitlines()
     assert gpu == "cuda      cannot be used: no NVIDIA driver is installed"
+
+
+OPENED = """
+import ctypes, os, relpos, threading
+counters = ctypes.CDLL(os.environ["RELPOS_CUDA_LIBRARY"]).emu_counters
+counters.restype = ctypes.POINTER(ctypes.c_uint64)
+relpos.devices()
+print(counters()[8])
+config = relpos.Config().replace({"encoder.layers": 1, "decoder.layers": 1})
+model = relpos.Transformer(config, tokens=64, sentences=4, device="cuda:2")
+model.step(relpos.Batch.from_pairs([[3, 4]], [[5]], bos=1, eos=2))
+print(relpos.devices()[3].memory_free > 0, relpos.devices()[2].memory_free)
+other = threading.Thread(target=lambda model: None, args=(model,))
+del model
+other.start()
+other.join()
+print(counters()[8])
+"""
+
+
+def test_no_gpu_is_opened_that_nobody_asked_for(emulated_device: Path, tmp_path: Path) -> None:
+    """A context is half a second, and memory. The last number: bit i is GPU i."""
+    if os.environ.get("RELPOS_TEST_CUDA") == "gpu":
+        pytest.skip("the emulator counts contexts")
+    said = python_says(tmp_path, "-c", OPENED, EMU_DEVICES="4")
+    assert said.split() == ["0", "True", "0", "4"]
 
 
 # --------------------------------------------------------------------------------------------------

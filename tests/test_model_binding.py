@@ -419,6 +419,24 @@ def test_parts_are_the_step() -> None:
     assert whole.step(iter(batches)) == parts.step(tuple(batches))
 
 
+def test_results_come_when_they_are_asked_for() -> None:
+    """In the order of the steps, each once; on the CPU they are there at once."""
+    model, twin = small_model(), small_model()
+    batches = [pairs(seed=1), pairs(seed=2)]
+    expected = [twin.step(batches), twin.step(batches[0]), twin.step(batches[1])]
+    assert model.step(batches, wait=False) is None
+    assert model.backward(batches[0], wait=False) is None
+    assert model.results == (1, 1)
+    assert model.update(wait=False) is None
+    assert model.results == (2, 2)
+    assert model.step(batches[1], wait=True) == expected[2]
+    assert [model.result(), model.result()] == expected[:2]
+    assert model.results == (0, 0) and model.counters == (3, 3)
+    with pytest.raises(RuntimeError, match="there is no result to ask for"):
+        model.result()
+    assert_same_bits(model.parameters, twin.parameters)
+
+
 def test_an_update_of_nothing() -> None:
     model = small_model()
     with pytest.raises(RuntimeError):

@@ -145,6 +145,30 @@ def test_backward_takes_the_terms_that_forward_made(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(weight.grad, fresh(short), rtol=0, atol=0)
 
 
+def test_backward_on_another_stream_makes_its_terms_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that forward made may not be there yet on this one."""
+    lowerings, lower = [], relpos.TransformerXL.lower
+
+    def counted(scheme: Any, shape: Any) -> Any:
+        lowerings.append(shape)
+        return lower(scheme, shape)
+
+    monkeypatch.setattr(relpos.TransformerXL, "lower", counted)
+    weight = torch.nn.Parameter(tensor(H * D, 6, seed=1, grad=False))
+    attend = relpos.torch.Attention(relpos.TransformerXL(weight))
+    x, found = tensor(B, H, N, D, grad=False), []
+    for stream in (1, 2):
+        monkeypatch.setattr(relpos.torch, "_stream_of", lambda _: 1)
+        lowerings.clear()
+        weight.grad = None
+        out = attend(x, x, x).sum()
+        monkeypatch.setattr(relpos.torch, "_stream_of", lambda _, stream=stream: stream)
+        out.backward()
+        assert len(lowerings) == stream
+        found.append(weight.grad)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def formula(q: Any, k: Any, v: Any, key: Any, value: Any, clip: int) -> Any:
     """Causal attention with Shaw's relations, by torch."""
     n = torch.arange(q.shape[2])

@@ -47,6 +47,20 @@ rp_status rpi_host_copy(void *to, const void *from, int64_t bytes) {
   return RP_OK;
 }
 
+rp_status rpi_host_post(void **letter, const void *from, int64_t bytes) {
+  if (*letter == NULL) RPI_TRY(rpi_host_allocate(bytes, letter));
+  return rpi_host_copy(*letter, from, bytes);
+}
+
+rp_status rpi_host_collect(void *letter, void *to, int64_t bytes) {
+  return rpi_host_copy(to, letter, bytes);
+}
+
+bool rpi_host_arrived(void *letter) {
+  (void)letter;
+  return true;
+}
+
 bool rpi_multiply(int64_t a, int64_t b, int64_t *product) {
   return a >= 0 && b >= 0 && !__builtin_mul_overflow(a, b, product);
 }

@@ -46,6 +46,11 @@ void rpi_release(void *memory);
 rp_status rpi_host_allocate(int64_t bytes, void **memory);
 rp_status rpi_host_copy(void *to, const void *from, int64_t bytes);
 
+/* Letters of ops.h: what was posted is there at once. */
+rp_status rpi_host_post(void **letter, const void *from, int64_t bytes);
+rp_status rpi_host_collect(void *letter, void *to, int64_t bytes);
+bool rpi_host_arrived(void *letter);
+
 /* *product = a * b, or false when it overflows int64_t or a factor is negative
  * (product is then unspecified). rpi_add: the same for a + b. */
 bool rpi_multiply(int64_t a, int64_t b, int64_t *product);

@@ -67,8 +67,9 @@ static rp_status save_weights(const rp_model *m, const char *path, const listing
   return rpi_safetensors_write(path, pairs.pairs, pairs.count, l->tensors, l->count);
 }
 
-static rp_status save_optimizer(const rp_model *m, const char *path, const listing *l) {
+static rp_status save_optimizer(rp_model *m, const char *path, const listing *l) {
   char step[24], attempt[24];
+  RPI_TRY(rpi_model_settle(m));
   snprintf(step, sizeof step, "%lld", (long long)m->step);
   snprintf(attempt, sizeof attempt, "%lld", (long long)m->attempt);
   const rpi_text_pair pairs[] = {{"format", FORMAT}, {"step", step}, {"attempt", attempt}};
@@ -123,7 +124,7 @@ static rp_status mirror_write(const rp_model *m, const mirror *x) {
   return RP_OK;
 }
 
-static rp_status save(const rp_model *m, const char *path, int what, listing *l) {
+static rp_status save(rp_model *m, const char *path, int what, listing *l) {
   mirror x;
   RPI_TRY(mirror_make(m, what, l, &x));
   rp_status status = mirror_read(m, &x);
@@ -133,7 +134,7 @@ static rp_status save(const rp_model *m, const char *path, int what, listing *l)
   return status;
 }
 
-rp_status rpi_model_save(const rp_model *m, const char *path, int what) {
+rp_status rpi_model_save(rp_model *m, const char *path, int what) {
   listing l = {.count = 0};
   RPI_TRY(list(m, what, &l));
   const rp_status status = save(m, path, what, &l);
@@ -188,9 +189,7 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l) {
     RPI_TRY(m->ops->copy(m->average, m->weights, bytes));
   }
   if (what != RP_SAVE_OPTIMIZER) return RP_OK;
-  m->step = found.step;
-  m->attempt = found.attempt;
-  return RP_OK;
+  return rpi_model_count_from(m, found.step, found.attempt);
 }
 
 rp_status rpi_model_load(rp_model *m, const char *path, int what) {

@@ -12,7 +12,7 @@
 #include "model/model.h"
 
 /* what: RP_SAVE_... */
-rp_status rpi_model_save(const rp_model *m, const char *path, int what);
+rp_status rpi_model_save(rp_model *m, const char *path, int what);
 rp_status rpi_model_load(rp_model *m, const char *path, int what);
 
 /* A model without training from a file of weights, which are mapped where they can be. */

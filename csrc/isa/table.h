@@ -9,6 +9,7 @@
 #include "base/blas.h"
 #include "base/memory.h"
 #include "isa/dispatch.h"
+#include "isa/host.h"
 
 #define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
 
@@ -44,6 +45,10 @@ const rp_ops RPI_OPS = {
     .write = rpi_host_copy,
     .read = rpi_host_copy,
     .copy = rpi_host_copy,
+    .post = rpi_host_post,
+    .collect = rpi_host_collect,
+    .arrived = rpi_host_arrived,
+    .discard = rpi_release,
     .gemm = gemm,
     .attention_workspace = attention_workspace,
     .attention_forward = attention_forward,
@@ -66,6 +71,8 @@ const rp_ops RPI_OPS = {
     .losses = losses,
     .column_sums = column_sums,
     .square_sum = square_sum,
+    .decide = rpi_host_decide,
+    .blame = blame,
     .adam = adam,
     .zero = zero,
 };

@@ -112,19 +112,6 @@ static const rpi_norm_params *norm_of(const rpi_run *run, int64_t s) {
   return &stack->layers[s / parts].norm[rpi_part_of(parts, s)];
 }
 
-/* Is what the norm of stream s gives finite? A norm bears the name of its own sublayer. */
-static rp_status hunt_norm(const rpi_run *run, int64_t s, const real *n) {
-  static const char *const names[] = {"attention.norm", "cross.norm", "feed_forward.norm"};
-  const rp_model *const m = run->model;
-  const int parts = m->stack[run->stack].parts;
-  const int64_t own = m->config.norm == RP_NORM_PRE ? s : s - 1;
-  const bool last = own == rpi_stack_of(&m->config, run->stack)->layers * parts;
-  rpi_run at = *run;
-  at.layer = last ? -1 : own / parts;
-  const int64_t count = run->side[run->stack].rows * m->config.width;
-  return rpi_hunt(&at, n, count, last ? "norm" : names[rpi_part_of(parts, own)]);
-}
-
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   rp_model *const m = run->model;
   const rpi_norm_params *const norm = norm_of(run, s);
@@ -139,12 +126,13 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
                               .shift = weight(m, norm->shift),
                               .epsilon = m->config.norm_epsilon,
                               .y = to,
-                              .stats = stored->stats};
+                              .stats = stored->stats,
+                              .note = rpi_note_of(run, s)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->norm(&args));
   rpi_profile_add(&m->profile, run->stack, run->layer, "norm", run->again, began,
                   8 * (double)(rows * C), bytes_of(2 * rows * C));
-  return run->hunt ? hunt_norm(run, s, to) : RP_OK;
+  return rpi_hunt(run, to, s, true);
 }
 
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
@@ -577,7 +565,6 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
 
 /* ---- a sublayer ------------------------------------------------------------ */
 
-static const char *const NAMES[] = {"attention", "cross", "feed_forward"};
 static const enum rpi_site ADDED[] = {RPI_SITE_SELF_ADDED, RPI_SITE_CROSS_ADDED,
                                       RPI_SITE_FEED_FORWARD_ADDED};
 
@@ -604,7 +591,7 @@ rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
   RPI_TRY(linear_forward(run, &out, next, m->config.width));
   const real *const base = m->config.norm == RP_NORM_PRE ? stored->stream : n;
   RPI_TRY(add_to_stream(run, ADDED[part], base, next));
-  return rpi_hunt(run, next, out.rows * m->config.width, NAMES[part]);
+  return rpi_hunt(run, next, s + 1, false);
 }
 
 /* Norm before: du_s = du_{s+1} + norm'(dn). Norm after: n takes both, du_s = norm'(du_{s+1} + dn),

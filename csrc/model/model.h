@@ -18,7 +18,7 @@
  *   fixed        layout | buckets and frequencies of the positions | ordinals
  *   numbers      weights | gradients | moments | average | sinusoids and the like; the weights of
  *                a model that was opened lie in its file, mapped, or in a block of their own
- *   step         streams and what sublayers store | scratch | losses
+ *   step         streams and what sublayers store | scratch | losses | ledger
  *   workspace    of attention: grows where a batch needs more than was planned
  */
 #ifndef RPI_MODEL_H
@@ -68,12 +68,14 @@ typedef struct rpi_scratch {
   uint32_t *ordinals; /* [sentences], on the host */
 } rpi_scratch;
 
-/* What was accumulated since the last update. */
-typedef struct rpi_sums {
-  int64_t batches, sentences, tokens, hits;
-  double loss, nll;
-  char first_bad[64]; /* "": all is finite so far */
-} rpi_sums;
+/* The results of steps that nobody has asked for yet: a ring. A caller that never asks loses the
+ * oldest. */
+#define RPI_OUTCOMES 8
+typedef struct rpi_outcomes {
+  void *letter[RPI_OUTCOMES]; /* the outcome of step n is in letter n % RPI_OUTCOMES */
+  int64_t attempt[RPI_OUTCOMES];
+  int64_t first, next; /* results `first` to before `next` may be asked for */
+} rpi_outcomes;
 
 #define RPI_DEVICE 16 /* bytes of a device's name */
 #define RPI_MOST_STEPS ((int64_t)1 << 40)
@@ -95,8 +97,12 @@ struct rp_model {
   real *own_weights;
   void *fixed, *numbers, *step_memory, *workspace;
   int64_t fixed_bytes, numbers_bytes, workspace_bytes;
-  int64_t step, attempt;
-  rpi_sums sums;
+  int64_t step, attempt;      /* step: see rpi_model_settle */
+  bool behind;                /* the device may have made more updates than `step` says */
+  int64_t batches, sentences; /* accumulated since the last update */
+  rpi_ledger *ledger;         /* what is accumulated, and the last outcome; on the device */
+  int64_t *places;            /* of the parameters, for ops->blame */
+  rpi_outcomes outcomes;
   rpi_profile profile;
 };
 
@@ -139,9 +145,9 @@ typedef struct rpi_run {
   bool backward;        /* gradients are wanted */
   bool shape_only;      /* tables are named, not made */
   const rpi_kept *kept; /* NULL but in decoding */
-  char *hunt; /* [64], where the first number that is not finite shall be named; or NULL */
-  bool again; /* what was computed before: backward's share of the profile */
-  int stack;  /* where it is, for the profile and dropout's sites */
+  int64_t *hunt;        /* where the first number that is not finite shall be told; or NULL */
+  bool again;           /* what was computed before: backward's share of the profile */
+  int stack;            /* where it is, for the profile and dropout's sites */
   int64_t layer;
 } rpi_run;
 
@@ -182,9 +188,6 @@ rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_ro
 /* Keys and values that a decoder's layer makes of the source: [encoder's rows][2 H D]. */
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv);
 
-/* For the hunt: is it finite? If not, and nothing was before, its name is kept. */
-rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t count, const char *name);
-
 /* n of stream s: the stored stream itself where it has no norm, else in `to`. */
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n);
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
@@ -192,8 +195,9 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
 
 /* ---- transformer.c --------------------------------------------------------- */
 
-/* Forward, loss where labels are given, and backward where it is wanted. *sums: of this pass. */
-rp_status rpi_transformer(rpi_run *run, rpi_sums *sums);
+/* Forward, loss where labels are given, and backward where it is wanted. What was lost is in the
+ * ledger: `own`, and where it is accumulated `total`. */
+rp_status rpi_transformer(rpi_run *run);
 
 /* Forward of one stack: from its embeddings to the first stream; then its sublayers; then what the
  * last norm gives, in m->stack[stack].out. */
@@ -208,6 +212,51 @@ rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *log
 static inline int rpi_last_stack(const rp_model *model) {
   return model->config.decoder.layers != 0 ? RPI_DECODER : RPI_ENCODER;
 }
+
+/* ---- outcomes.c: what the device has to tell --------------------------------- */
+
+/* Makes the letters of a model that trains. */
+rp_status rpi_outcomes_make(rp_model *m);
+
+/* Posts the outcome in the ledger as the result of an update. */
+rp_status rpi_outcomes_add(rp_model *m);
+
+/* The result of the oldest update that can be asked for, or of the newest: waits for it, and it can
+ * be asked for no more. There is one. */
+rp_status rpi_outcomes_take(rp_model *m, bool newest, rp_result *result);
+
+/* How many results can be asked for, and how many of them, from the oldest on, without waiting. */
+void rpi_outcomes_count(const rp_model *m, int64_t *begun, int64_t *done);
+
+/* What the last pass lost; waits for it. */
+rp_status rpi_outcomes_of_pass(rp_model *m, rp_result *result);
+
+/* From here on m->step is true: waits for all updates. */
+rp_status rpi_model_settle(rp_model *m);
+
+/* Sets both counters, on the device too. */
+rp_status rpi_model_count_from(rp_model *m, int64_t step, int64_t attempt);
+
+/* ---- finite.c: where the first number that is not finite arose ---------------
+ *
+ * A place is a stream, or what the norm that reads it gives. Its code is the higher the earlier a
+ * pass comes by, so that of several the highest is kept. On a device the entries that make streams
+ * and norms note codes as they go; on the host a pass whose loss is not finite is run again, with a
+ * look at every place (the hunt). */
+
+#define RPI_BAD_NAME 64 /* bytes of a name */
+
+/* For the norm that reads stream s. */
+rpi_note rpi_note_of(const rpi_run *run, int64_t s);
+
+/* Is stream s, or what its norm gave, finite? Only in a hunt. */
+rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t s, bool norm);
+
+/* The code of a pass whose loss is not finite. */
+rp_status rpi_find_bad(const rpi_run *run, int64_t *code);
+
+/* The name for a code of rpi_losses.bad, "" of 0. */
+void rpi_bad_name(const rp_model *m, int64_t code, char *name);
 
 /* ---- dropout --------------------------------------------------------------- */
 

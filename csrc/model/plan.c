@@ -97,6 +97,8 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->loss = matrix(arena, rows, 1);
   to->nll = matrix(arena, rows, 1);
   to->hit = rpi_arena_take(arena, rows, 1);
+  m->ledger = rpi_arena_take(arena, 1, sizeof *m->ledger);
+  m->places = rpi_arena_take(&p->fixed, 2 * m->layout.count, sizeof *m->places);
   to->ordinals = rpi_arena_take(&p->fixed, m->limits.sentences, sizeof *to->ordinals);
   const int64_t most = m->layout.numbers > rows * C ? m->layout.numbers : rows * C;
   to->squares = rpi_arena_take(arena, rpi_square_blocks(most), sizeof(double));
@@ -129,7 +131,8 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
   memory->gradients = training ? count * bytes : 0;
   memory->moments = training ? 2 * count * bytes : 0;
   memory->average = average ? count * bytes : 0;
-  memory->constants = p->fixed.used + p->numbers.used - before;
+  const int64_t letters = training ? RPI_OUTCOMES * (int64_t)sizeof(rpi_outcome) : 0;
+  memory->constants = p->fixed.used + p->numbers.used - before + letters;
   memory->activations = p->step.used;
 }
 
@@ -305,6 +308,17 @@ static rp_status set_weights(rp_model *m) {
   return status == RP_OK && m->average ? m->ops->copy(m->average, m->weights, bytes) : status;
 }
 
+/* Nothing is accumulated and no update made. */
+static rp_status make_ledger(rp_model *m) {
+  const rpi_ledger empty = {.note = 0};
+  RPI_TRY(m->ops->write(m->ledger, &empty, sizeof empty));
+  for (int64_t p = 0; p < m->layout.count; p++) {
+    m->places[2 * p] = m->layout.parameters[p].at;
+    m->places[2 * p + 1] = m->layout.parameters[p].count;
+  }
+  return m->limits.training ? rpi_outcomes_make(m) : RP_OK;
+}
+
 static rp_status make(rp_model *m) {
   RPI_TRY(rpi_device_ops(m->device, &m->ops));
   rp_memory memory = {.struct_size = sizeof memory};
@@ -326,6 +340,7 @@ static rp_status make(rp_model *m) {
     rpi_positions_fill(&m->stack[s].positions);
     RPI_TRY(rpi_positions_make(m->ops, &m->stack[s].positions));
   }
+  RPI_TRY(make_ledger(m));
   return m->bare ? RP_OK : set_weights(m);
 }
 
@@ -366,6 +381,7 @@ void rpi_model_free(rp_model *m) {
   rpi_file_unmap(&m->mapping);
   rpi_release(m->fixed);
   if (m->ops) {
+    for (int i = 0; i < RPI_OUTCOMES; i++) m->ops->discard(m->outcomes.letter[i]);
     m->ops->release(m->own_weights);
     m->ops->release(m->numbers);
     m->ops->release(m->step_memory);

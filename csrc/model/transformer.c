@@ -4,13 +4,9 @@
  * backward.
  */
 #include <math.h>
-#include <stdio.h>
-#include <string.h>
 
 #include "model/linear.h"
 #include "model/model.h"
-
-#define HUNT_NAME (sizeof((rpi_sums *)0)->first_bad)
 
 static int64_t sublayers_of(const rp_model *m, int stack) {
   return rpi_stack_of(&m->config, stack)->layers * m->stack[stack].parts;
@@ -27,6 +23,7 @@ static rpi_embed_args embed_args(const rpi_run *run) {
   const int64_t table =
       run->stack == RPI_ENCODER ? layout->source_embedding : layout->target_embedding;
   const uint32_t site = rpi_site_of(run->stack, 0, RPI_SITE_EMBEDDING);
+  const rpi_note note = rpi_note_of(run, 0);
   return (rpi_embed_args){.rows = side->rows,
                           .columns = config->width,
                           .ids = side->ids,
@@ -42,7 +39,8 @@ static rpi_embed_args embed_args(const rpi_run *run) {
                                       .sentences = run->sentences,
                                       .offsets = side->offsets,
                                       .ordinals = run->ordinals},
-                          .out = m->stack[run->stack].stored[0].stream};
+                          .out = m->stack[run->stack].stored[0].stream,
+                          .note = {.at = note.at, .out = note.in}};
 }
 
 static double embed_bytes(const rpi_embed_args *args) {
@@ -83,8 +81,7 @@ rp_status rpi_stack_enter(rpi_run *run, int stack) {
   run->layer = -1;
   run->again = false;
   RPI_TRY(embed(run));
-  const int64_t count = run->side[stack].rows * m->config.width;
-  return rpi_hunt(run, m->stack[stack].stored[0].stream, count, "embedding");
+  return rpi_hunt(run, m->stack[stack].stored[0].stream, 0, false);
 }
 
 rp_status rpi_stack_leave(rpi_run *run) {
@@ -195,61 +192,36 @@ static rp_status loss_of(rpi_run *run) {
   return RP_OK;
 }
 
-static rp_status add_losses(const rpi_run *run, rpi_sums *sums) {
-  const rp_model *const m = run->model;
+/* Into the ledger. A host may look at once what has happened; a device has noted it. */
+static rp_status losses_of(rpi_run *run) {
+  rp_model *const m = run->model;
+  rpi_ledger *const ledger = m->ledger;
   const rpi_losses_args args = {.rows = run->side[rpi_last_stack(m)].rows,
                                 .labels = run->labels,
                                 .loss = m->scratch.loss,
                                 .nll = m->scratch.nll,
-                                .hit = m->scratch.hit};
-  rpi_losses found;
-  RPI_TRY(m->ops->losses(&args, &found));
-  sums->tokens += found.tokens;
-  sums->hits += found.hits;
-  sums->loss += found.loss;
-  sums->nll += found.nll;
+                                .hit = m->scratch.hit,
+                                .note = &ledger->note,
+                                .own = &ledger->own,
+                                .total = run->backward ? &ledger->total : NULL};
+  const bool host = m->ops->host, first = host && ledger->total.bad == 0;
+  RPI_TRY(m->ops->losses(&args));
+  if (!host || ledger->own.bad == 0) return RP_OK;
+  RPI_TRY(rpi_find_bad(run, &ledger->own.bad));
+  if (run->backward && first) ledger->total.bad = ledger->own.bad;
   return RP_OK;
 }
 
-/* ---- where a number that is not finite arose ------------------------------- */
-
-rp_status rpi_hunt(const rpi_run *run, const real *x, int64_t count, const char *name) {
-  static const char *const stacks[] = {"encoder", "decoder"};
-  const rp_model *const m = run->model;
-  if (!run->hunt || run->hunt[0] != '\0') return RP_OK;
-  double sum = 0;
-  RPI_TRY(m->ops->square_sum(x, count, m->scratch.squares, &sum));
-  if (isfinite(sum)) return RP_OK;
-  char number[24] = "";
-  if (run->layer >= 0) snprintf(number, sizeof number, ".%lld", (long long)run->layer);
-  snprintf(run->hunt, HUNT_NAME, "%s%s.%s", stacks[run->stack], number, name);
-  return RP_OK;
-}
-
-/* Forward once more, with a look at every stream as it is made: streams may share memory, so that
- * looking at what is left would not tell. */
-static rp_status find_bad(const rpi_run *run, char *name) {
-  const rp_model *const m = run->model;
-  rpi_run hunting = *run;
-  hunting.hunt = name;
-  if (m->stack[RPI_ENCODER].parts != 0) RPI_TRY(rpi_stack_forward(&hunting, RPI_ENCODER));
-  if (m->stack[RPI_DECODER].parts != 0) RPI_TRY(rpi_stack_forward(&hunting, RPI_DECODER));
-  if (name[0] == '\0') snprintf(name, HUNT_NAME, "output");
-  return RP_OK;
-}
-
-rp_status rpi_transformer(rpi_run *run, rpi_sums *sums) {
+rp_status rpi_transformer(rpi_run *run) {
   rp_model *const m = run->model;
   const int last = rpi_last_stack(m);
   const bool encoder = m->stack[RPI_ENCODER].parts != 0;
-  *sums = (rpi_sums){.batches = 1, .sentences = run->sentences};
   RPI_TRY(rpi_model_reserve(run));
   if (encoder) RPI_TRY(rpi_stack_forward(run, RPI_ENCODER));
   if (last == RPI_DECODER) RPI_TRY(rpi_stack_forward(run, RPI_DECODER));
   if (!run->labels) return RP_OK;
   RPI_TRY(loss_of(run));
-  RPI_TRY(add_losses(run, sums));
-  if (!isfinite(sums->loss)) RPI_TRY(find_bad(run, sums->first_bad));
+  RPI_TRY(losses_of(run));
   if (!run->backward) return RP_OK;
   if (last == RPI_DECODER) {
     if (encoder) {

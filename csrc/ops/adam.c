@@ -4,6 +4,7 @@
  * waits for memory: 32 bytes a number are read and written, 40 with the average.
  */
 #include <math.h>
+#include <string.h>
 
 #include "base/threads.h"
 #include "ops/ops.h"
@@ -54,28 +55,28 @@ static void adam_block(void *context, int64_t task, int worker) {
   else adam_numbers(job, first, end, false);
 }
 
-/* 1 / (1 - beta^step). Squared step by step: what the C library's pow gives is not the same
- * everywhere. */
-static real adam_correction(double beta, int64_t step) {
-  double power = 1;
-  for (; step > 0; step /= 2, beta *= beta) power *= step % 2 != 0 ? beta : 1;
-  return (real)(1 / (1 - power));
+static void adam_rest(void *context, int64_t task, int worker) {
+  (void)worker;
+  const adam_job *const job = context;
+  const int64_t first = task * ADAM_BLOCK, left = job->args->count - first;
+  memset(job->args->gradient + first, 0, (size_t)rpi_min(ADAM_BLOCK, left) * sizeof(real));
 }
 
 static rp_status adam(const rpi_adam_args *args) {
+  const rpi_outcome *const o = args->outcome;
   adam_job job = {.args = args,
-                  .scale = (real)args->gradient_scale,
+                  .scale = (real)o->scale,
                   .beta1 = (real)args->beta1,
                   .rest1 = (real)(1 - args->beta1),
                   .beta2 = (real)args->beta2,
                   .rest2 = (real)(1 - args->beta2),
-                  .correction1 = adam_correction(args->beta1, args->step),
-                  .correction2 = adam_correction(args->beta2, args->step),
-                  .rate = (real)args->rate,
+                  .correction1 = (real)o->correction1,
+                  .correction2 = (real)o->correction2,
+                  .rate = (real)o->rate,
                   .epsilon = (real)args->epsilon,
                   .decay = (real)args->decay,
                   .rest = (real)(1 - args->ema)};
-  rpi_parallel_for((args->count + ADAM_BLOCK - 1) / ADAM_BLOCK, rpi_threads_get(), adam_block,
-                   &job);
+  rpi_parallel_for((args->count + ADAM_BLOCK - 1) / ADAM_BLOCK, rpi_threads_get(),
+                   o->moves ? adam_block : adam_rest, &job);
   return RP_OK;
 }

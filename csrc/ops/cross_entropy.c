@@ -140,14 +140,24 @@ static rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   return RP_OK;
 }
 
-static rp_status losses(const rpi_losses_args *args, rpi_losses *sums) {
-  *sums = (rpi_losses){.tokens = 0};
+static rp_status losses(const rpi_losses_args *args) {
+  rpi_losses own = {.tokens = 0};
   for (int64_t r = 0; r < args->rows; r++) {
     if (args->labels[r] < 0) continue;
-    sums->tokens++;
-    sums->hits += args->hit[r];
-    sums->loss += (double)args->loss[r];
-    sums->nll += (double)args->nll[r];
+    own.tokens++;
+    own.hits += args->hit[r];
+    own.loss += (double)args->loss[r];
+    own.nll += (double)args->nll[r];
   }
+  own.bad = isfinite(own.loss) ? 0 : rpi_max(*args->note, 1);
+  *args->note = 0;
+  *args->own = own;
+  rpi_losses *const total = args->total;
+  if (total == NULL) return RP_OK;
+  total->tokens += own.tokens;
+  total->hits += own.hits;
+  total->loss += own.loss;
+  total->nll += own.nll;
+  if (total->bad == 0) total->bad = own.bad;
   return RP_OK;
 }

@@ -15,13 +15,13 @@
  *     allocates.
  *   - Work is cut into blocks whose borders depend on shapes alone, and partial
  *     sums are added in block order: any number of threads gives the same bits.
- *   - Arrays of `real`, workspaces, rpi_cross_entropy_args.hit and lists of rows in
- *     rpi_attend_rows_args.mean lie in memory of the table (allocate), which on a device the
- *     host cannot read. All else lies on the host: ids, offsets, labels, ordinals, masks,
- *     buckets, frequencies, lists of pointers, and results of other types. A table may read it
- *     until the entry returns, not longer.
+ *   - Arrays of `real`, workspaces, rpi_cross_entropy_args.hit, the ledger of a step and lists
+ *     of rows in rpi_attend_rows_args.mean lie in memory of the table (allocate), which on a
+ *     device the host cannot read. All else lies on the host: ids, offsets, labels, ordinals,
+ *     masks, buckets, frequencies, lists of pointers, and results of other types. A table may
+ *     read it until the entry returns, not longer.
  *   - Entries of a device are done in the order in which they were called, maybe after they
- *     return; read, and entries with results on the host, wait.
+ *     return; read, collect, and entries with results on the host, wait.
  */
 #ifndef RPI_OPS_H
 #define RPI_OPS_H
@@ -30,6 +30,7 @@
 
 #include "base/error.h"
 #include "ops/real.h"
+#include "ops/schedule.h"
 #include "relpos/device.h"
 #include "relpos/model.h"
 
@@ -151,6 +152,15 @@ typedef struct rpi_mix_args {
   bool first, last;
 } rpi_mix_args;
 
+/* Where a device notes that a number is not finite: to look itself the host would have to wait.
+ * *at, in memory of the table, becomes at least `in` where a number that the entry reads as x is
+ * not, and at least `out` where one that it gives is not. NULL: nobody asks; with a table of the
+ * host nobody does, there rpi_hunt looks. */
+typedef struct rpi_note {
+  int32_t *at;
+  int32_t in, out;
+} rpi_note;
+
 /* out_r = keep( scale * table[id_r] + positions[row within the sentence] ), all [rows, columns].
  * Backward: dtable[id] and dpositions add up. */
 typedef struct rpi_embed_args {
@@ -162,6 +172,7 @@ typedef struct rpi_embed_args {
   const int64_t *places; /* [rows]: the row of positions, where it is another; forward alone */
   rpi_dropout dropout;
   real *out;
+  rpi_note note; /* of out */
 } rpi_embed_args;
 
 typedef struct rpi_embed_backward_args {
@@ -195,6 +206,7 @@ typedef struct rpi_norm_args {
   double epsilon;
   real *y;
   real *stats; /* [rows][2]: mean and 1 / sqrt(variance + epsilon); NULL: not wanted */
+  rpi_note note;
 } rpi_norm_args;
 
 /* dx = dstream + the gradient through the norm. */
@@ -244,10 +256,13 @@ typedef struct rpi_cross_entropy_args {
   int8_t *hit;      /* [rows] */
 } rpi_cross_entropy_args;
 
-/* What a batch lost: the sums over the rows whose label counts, in double, in the order of rows. */
+/* What batches lost: the sums over the rows whose label counts, in double, in the order of rows.
+ * bad: 0 where the loss is finite, else what was noted in the first batch whose loss is not, 1
+ * where nothing was. */
 typedef struct rpi_losses {
   int64_t tokens, hits;
   double loss, nll;
+  int64_t bad;
 } rpi_losses;
 
 typedef struct rpi_losses_args {
@@ -255,7 +270,51 @@ typedef struct rpi_losses_args {
   const int32_t *labels; /* of -1 none counts */
   const real *loss, *nll;
   const int8_t *hit;
+  int32_t *note;     /* what was noted; becomes 0 */
+  rpi_losses *own;   /* of these rows */
+  rpi_losses *total; /* they are added to it; or NULL */
 } rpi_losses_args;
+
+/* ---- the end of a step ------------------------------------------------------ */
+
+/* How an update ended: what Adam goes by, and what the host is told later. */
+typedef struct rpi_outcome {
+  rpi_losses losses;               /* of all batches */
+  double norm;                     /* of the mean gradient, before clipping */
+  double rate;                     /* 0 where nothing moves */
+  double scale;                    /* of the gradient: 1 / tokens, and what clipping leaves */
+  double correction1, correction2; /* 1 / (1 - beta^step) */
+  int64_t step;                    /* updates made, with this one */
+  int32_t moves;                   /* weights do: all is finite, and labels were counted */
+  int32_t sound;                   /* is the norm? */
+  int32_t bad_gradient;            /* where not: 1 + the last parameter whose own is not, or 0 */
+  int32_t unused;
+} rpi_outcome;
+
+/* What a step adds up, in memory of the table. All zeros is where a training begins. */
+typedef struct rpi_ledger {
+  rpi_losses own, total; /* of the last batch, and since the last update */
+  double squares;        /* of the gradient of the sum of the losses */
+  rpi_outcome outcome;   /* of the last update; step counts on */
+  int32_t note, unused;
+} rpi_ledger;
+
+/* The verdict on total and squares: is there an update, of which rate? It fills the outcome, and
+ * total begins anew. ops/verdict.h has the rules. */
+typedef struct rpi_decide_args {
+  rpi_ledger *ledger;
+  rpi_schedule schedule;
+  double clip_norm, beta1, beta2;
+} rpi_decide_args;
+
+/* Finds the parameter for outcome.bad_gradient, where one has to be found. */
+typedef struct rpi_blame_args {
+  rpi_outcome *outcome;
+  const real *gradients;
+  const int64_t *places; /* [count][2], on the host: where a parameter begins, and its numbers */
+  int64_t count;
+  double *workspace; /* as square_sum's, for the largest */
+} rpi_blame_args;
 
 /* to[r] + shift becomes row r of x, for decoding: what was computed goes where it is kept. */
 typedef struct rpi_scatter_args {
@@ -274,17 +333,19 @@ typedef struct rpi_column_sums_args {
   real *sum;
 } rpi_column_sums_args;
 
-/* One step of Adam over `count` numbers, with g = gradient_scale * gradient:
+/* One step of Adam over `count` numbers, with g = scale * gradient and scale, rate and step those
+ * of the outcome, where that moves:
  *
  *   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
  *   w = w - rate * ( m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + epsilon) + decay * w )
  *   average = average + (1 - ema) * (w - average)                          where it is not NULL
  *
- * and the gradient becomes 0. */
+ * The gradient becomes 0 in any case. */
 typedef struct rpi_adam_args {
-  int64_t count, step;
+  int64_t count;
   real *weights, *gradient, *moment1, *moment2, *average;
-  double rate, beta1, beta2, epsilon, decay, gradient_scale, ema;
+  const rpi_outcome *outcome;
+  double beta1, beta2, epsilon, decay, ema;
 } rpi_adam_args;
 
 #define RPI_SQUARE_BLOCK 65536
@@ -303,6 +364,14 @@ typedef struct rp_ops {
   rp_status (*write)(void *to, const void *from, int64_t bytes); /* from the host */
   rp_status (*read)(void *to, const void *from, int64_t bytes);  /* to the host */
   rp_status (*copy)(void *to, const void *from, int64_t bytes);  /* within; no overlap */
+
+  /* To the host without waiting: post begins it, collect waits for the last that was posted in this
+   * letter and for nothing behind it. *letter is NULL at first; a letter has one size. discard
+   * takes NULL. */
+  rp_status (*post)(void **letter, const void *from, int64_t bytes);
+  rp_status (*collect)(void *letter, void *to, int64_t bytes);
+  bool (*arrived)(void *letter); /* collect would not wait */
+  void (*discard)(void *letter);
 
   rp_status (*gemm)(const rpi_gemm_args *args);
   rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,
@@ -326,11 +395,13 @@ typedef struct rp_ops {
   rp_status (*activation)(const rpi_activation_args *args);
   rp_status (*activation_backward)(const rpi_activation_backward_args *args);
   rp_status (*cross_entropy)(const rpi_cross_entropy_args *args);
-  rp_status (*losses)(const rpi_losses_args *args, rpi_losses *sums);
+  rp_status (*losses)(const rpi_losses_args *args);
   rp_status (*column_sums)(const rpi_column_sums_args *args);
-  /* *sum = the squares of x[count], added up in double, NaN where one of them is not finite;
-   * workspace: [rpi_square_blocks(count)] doubles */
+  /* *sum, in memory of the table = the squares of x[count], added up in double, NaN where one of
+   * them is not finite; workspace: [rpi_square_blocks(count)] doubles */
   rp_status (*square_sum)(const real *x, int64_t count, double *workspace, double *sum);
+  rp_status (*decide)(const rpi_decide_args *args);
+  rp_status (*blame)(const rpi_blame_args *args);
   rp_status (*adam)(const rpi_adam_args *args);
   rp_status (*zero)(real *x, int64_t count);
 } rp_ops;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * sums.c: the sum of every column (a bias's gradient), the sum of squares (a gradient's norm), and
- * setting to zero.
+ * sums.c: the sum of every column (a bias's gradient), the sum of squares (a gradient's norm),
+ * whose gradient it is that makes it too large, and setting to zero.
  */
 #include <math.h>
 #include <string.h>
@@ -9,6 +9,7 @@
 #include "base/threads.h"
 #include "ops/ops.h"
 #include "ops/tile.h"
+#include "ops/verdict.h"
 
 #define SUMS_COLUMNS 128  /* of a task */
 #define SUMS_ROWS 64      /* added up in `real`; these sums in double */
@@ -67,6 +68,19 @@ static rp_status square_sum(const real *x, int64_t count, double *workspace, dou
   double total = 0;
   for (int64_t b = 0; b < blocks; b++) total += workspace[b];
   *sum = isfinite(total) ? total : (double)NAN;
+  return RP_OK;
+}
+
+static rp_status blame(const rpi_blame_args *args) {
+  rpi_outcome *const o = args->outcome;
+  const double tokens = (double)o->losses.tokens;
+  if (o->sound || o->losses.bad != 0) return RP_OK;
+  for (int64_t p = args->count - 1; p >= 0 && o->bad_gradient == 0; p--) {
+    double sum = 0;
+    square_sum(args->gradients + args->places[2 * p], args->places[2 * p + 1], args->workspace,
+               &sum);
+    if (!rpi_is_sound(sum / (tokens * tokens))) o->bad_gradient = (int32_t)(p + 1);
+  }
   return RP_OK;
 }
 

@@ -12,15 +12,13 @@ void rpi_step_key(const rp_model *m, rpi_run *run);
 
 /* Forward with dropout and backward of a checked batch. `run` has the batch; this sets the rest.
  * On failure everything that was accumulated is dropped. */
-rp_status rpi_step_accumulate(rpi_run *run, rpi_sums *own);
+rp_status rpi_step_accumulate(rpi_run *run);
 
-/* The update from all that was accumulated, or, where that is not finite, none. */
-rp_status rpi_step_update(rp_model *m, rp_result *result);
+/* Begins the update from all that was accumulated; where that is not finite, there is none. Its
+ * result can be asked for. */
+rp_status rpi_step_update(rp_model *m);
 
 /* Forgets what was accumulated. */
 rp_status rpi_step_drop(rp_model *m);
-
-/* What a result says of sums. */
-void rpi_step_report(const rp_model *m, const rpi_sums *sums, rp_result *result);
 
 #endif

@@ -169,7 +169,8 @@ def _devices(options: argparse.Namespace) -> int:
         words = [f"{device.name:<8}", device.title]
         if device.memory:
             free, all_of_it = (n / 2**30 for n in (device.memory_free, device.memory))
-            words.append(f"{free:.1f} of {all_of_it:.1f} GiB free")
+            known = f"{free:.1f} of {all_of_it:.1f} GiB free" if free else f"{all_of_it:.1f} GiB"
+            words.append(known)
         if device.problem:
             words.append(f"cannot be used: {device.problem}")
         print("  ".join(word for word in words if word))

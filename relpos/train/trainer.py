@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -304,54 +305,31 @@ class Trainer:
                     log.close()
 
     def _train(self, log: Log, progress: Progress, interrupted: Callable[[], bool]) -> Outcome:
-        begun = saved = time.monotonic()
-        before, bad = self._seconds, 0
-        recent = _Sums()
-        last: Checkpoint | None = None
+        run = _Run(self, log, progress)
         updates = iter(self._batches)
-        while (reason := self._reason(interrupted)) is None:
-            update = next(updates, None)
-            if update is None:
+        while True:
+            reason = self._reason(run.expected, interrupted)
+            if run.behind and (reason is not None or run.is_due()):
+                run.catch_up()
+                continue  # what has been begun may change the answer
+            if reason is not None:
+                break
+            if (update := next(updates, None)) is None:
                 reason = "epochs"
                 break
-            result = self.model.step(update)
-            self._seconds = before + time.monotonic() - begun
-            if not result.finite:
-                bad += 1
-                figures = {"step": result.step, "attempt": result.attempt}
-                log.write("not finite", figures | {"first_bad": result.first_bad})
-                if bad == _NOT_FINITE:
-                    raise TrainingError(
-                        f"loss or gradient was not finite in {bad} steps in a row, first in "
-                        f"{result.first_bad}: a lower learning rate or a longer warm-up may help"
-                    )
-                continue
-            bad, last = 0, None
-            recent.add(result)
-            progress.step(result.step, result.loss, result.nll, result.tokens, result.learning_rate)
-            if result.step % self._log_every == 0:
-                log.write("train", recent.figures(result, self._batches.epoch, self._seconds))
-                recent.begin()
-            better = False
-            if self._validation is not None and result.step % self._validate_every == 0:
-                better = self._validate(result.step, log, progress)
-            now = time.monotonic()
-            due = result.step % self._save_every == 0 or now - saved >= 60 * self._save_minutes
-            if due or better:
-                last, saved = self._save(), time.monotonic()
-        step = self.model.counters[0]
-        if recent.tokens > 0 and step % self._log_every != 0:
-            log.write("end", {"step": step, "nll": recent.nll})
-        if last is None:
-            last = self._save()
+            run.begin(update)
+        run.catch_up()
+        if run.recent.tokens > 0 and run.step % self._log_every != 0:
+            log.write("end", {"step": run.step, "nll": run.recent.nll})
+        last = self._save() if run.last is None else run.last
         return Outcome(
-            reason, step, self._batches.epoch, recent.nll, self._validated, self._best,
+            reason, run.step, self._batches.epoch, run.recent.nll, self._validated, self._best,
             self._best_step, last,
         )  # fmt: skip
 
-    def _reason(self, interrupted: Callable[[], bool]) -> str | None:
+    def _reason(self, step: int, interrupted: Callable[[], bool]) -> str | None:
         """Why training ends before the next step, if it does."""
-        if self.model.counters[0] >= self._steps:
+        if step >= self._steps:
             return "steps"
         if interrupted():
             return "interrupted"
@@ -408,6 +386,103 @@ class Trainer:
             self.folder, self.model, {"epoch": self._batches.epoch, "run": run},
             tokenizer=self.subwords, keep=self._keep, spare=spare,
         )  # fmt: skip
+
+
+class _Run:
+    """The steps of a run, and what is done after each of them.
+
+    A GPU is given a step before it is asked for the result of the one before, so that it never
+    waits; what follows of a result is done when it is there. On the CPU that is at once. Where a
+    step may be followed by something that needs the model as it is then, its result is waited for
+    before the next step begins.
+    """
+
+    def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
+        self.step = trainer.model.counters[0]
+        self.recent = _Sums()
+        self.last: Checkpoint | None = None
+        self._trainer, self._log, self._progress = trainer, log, progress
+        self._epochs: deque[int] = deque()  # of the steps that have been begun
+        self._bad = 0
+        self._before = trainer._seconds
+        self._begun = self._saved = time.monotonic()
+        while trainer.model.results[0] > 0:  # those of others
+            trainer.model.result()
+
+    @property
+    def behind(self) -> int:
+        """Steps that have been begun and whose results are not here."""
+        return len(self._epochs)
+
+    @property
+    def expected(self) -> int:
+        """Updates made when all that has been begun is done, if all of it is finite."""
+        return self.step + self.behind
+
+    def is_due(self) -> bool:
+        """May something have to be done before the next step begins?"""
+        trainer = self._trainer
+        validates = trainer._validation is not None
+        return (
+            self._bad > 0
+            or (validates and self.expected % trainer._validate_every == 0)
+            or self._saves(self.expected)
+        )
+
+    def _saves(self, step: int) -> bool:
+        trainer = self._trainer
+        late = time.monotonic() - self._saved >= 60 * trainer._save_minutes
+        return step % trainer._save_every == 0 or late
+
+    def begin(self, update: Any) -> None:
+        """A step. It takes the result of the one before, and its own if that is there."""
+        model = self._trainer.model
+        model.step(update, wait=False)
+        self._epochs.append(self._trainer._batches.epoch)
+        while self.behind > 1 or (self.behind > 0 and model.results[1] > 0):
+            self._take()
+
+    def catch_up(self) -> None:
+        """Waits for all results."""
+        while self.behind > 0:
+            self._take()
+
+    def _take(self) -> None:
+        """One result, and what follows of it."""
+        trainer, log = self._trainer, self._log
+        result = trainer.model.result()
+        epoch = self._epochs.popleft()
+        self.step = result.step
+        trainer._seconds = self._before + time.monotonic() - self._begun
+        if not result.finite:
+            self._bad += 1
+            figures = {"step": result.step, "attempt": result.attempt}
+            log.write("not finite", figures | {"first_bad": result.first_bad})
+            if self._bad == _NOT_FINITE:
+                raise TrainingError(
+                    f"loss or gradient was not finite in {self._bad} steps in a row, first in "
+                    f"{result.first_bad}: a lower learning rate or a longer warm-up may help"
+                )
+            return
+        self._bad, self.last = 0, None
+        self.recent.add(result)
+        self._progress.step(
+            result.step, result.loss, result.nll, result.tokens, result.learning_rate
+        )
+        if result.step % trainer._log_every == 0:
+            log.write("train", self.recent.figures(result, epoch, trainer._seconds))
+            self.recent.begin()
+        if self.behind == 0:
+            self._look_and_save(result.step)
+
+    def _look_and_save(self, step: int) -> None:
+        """Validation and checkpoint, where they are due; the model is that of this step."""
+        trainer = self._trainer
+        better = False
+        if trainer._validation is not None and step % trainer._validate_every == 0:
+            better = trainer._validate(step, self._log, self._progress)
+        if self._saves(step) or better:
+            self.last, self._saved = trainer._save(), time.monotonic()
 
 
 class _Sums:

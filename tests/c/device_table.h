@@ -71,6 +71,15 @@ static inline void *there_at(const void *host, int64_t bytes) {
   return m->device;
 }
 
+/* What is no array of `real` lies on its own border, whatever the shift. */
+static inline void *there_whole(const void *host, int64_t bytes) {
+  const int64_t shift = there.shift;
+  there.shift = 0;
+  void *const at = there_at(host, bytes);
+  there.shift = shift;
+  return at;
+}
+
 /* The end of a call: everything comes back. What has not changed is not written: it may be constant
  * on the host. */
 static inline rp_status there_end(rp_status status) {
@@ -133,6 +142,7 @@ static inline rp_status there_embed(const rpi_embed_args *args) {
   e.table = there_numbers(e.table, there_ids(args) * e.columns);
   e.positions = there_numbers(e.positions, there_longest(args) * e.columns);
   e.out = there_numbers(e.out, e.rows * e.columns);
+  e.note.at = there_whole(e.note.at, sizeof *e.note.at);
   return there_end(there.ops->embed(&e));
 }
 
@@ -169,6 +179,7 @@ static inline rp_status there_norm(const rpi_norm_args *args) {
   a.shift = there_numbers(a.shift, a.columns);
   a.y = there_numbers(a.y, a.rows * a.columns);
   a.stats = there_numbers(a.stats, 2 * a.rows);
+  a.note.at = there_whole(a.note.at, sizeof *a.note.at);
   return there_end(there.ops->norm(&a));
 }
 
@@ -216,14 +227,26 @@ static inline rp_status there_column_sums(const rpi_column_sums_args *args) {
 
 static inline rp_status there_square_sum(const real *x, int64_t count, double *workspace,
                                          double *sum) {
-  const int64_t blocks = rpi_square_blocks(count), shift = there.shift;
+  const int64_t blocks = rpi_square_blocks(count);
   const real *const at = there_numbers(x, count);
-  there.shift = 0; /* a double lies on a border of 8 */
-  double *const room = there_at(workspace, blocks * (int64_t)sizeof(double));
-  there.shift = shift;
-  const rp_status status = there.ops->square_sum(at, count, room, sum);
-  there_hash(sum, sizeof *sum);
-  return there_end(status);
+  double *const room = there_whole(workspace, blocks * (int64_t)sizeof(double));
+  return there_end(there.ops->square_sum(at, count, room, there_whole(sum, sizeof *sum)));
+}
+
+static inline rp_status there_decide(const rpi_decide_args *args) {
+  rpi_decide_args a = *args;
+  a.ledger = there_whole(a.ledger, sizeof *a.ledger);
+  return there_end(there.ops->decide(&a));
+}
+
+static inline rp_status there_blame(const rpi_blame_args *args) {
+  rpi_blame_args a = *args;
+  const int64_t last = 2 * (a.count - 1);
+  const int64_t numbers = a.count > 0 ? a.places[last] + a.places[last + 1] : 0;
+  a.outcome = there_whole(a.outcome, sizeof *a.outcome);
+  a.gradients = there_numbers(a.gradients, numbers);
+  a.workspace = there_whole(a.workspace, rpi_square_blocks(numbers) * (int64_t)sizeof(double));
+  return there_end(there.ops->blame(&a));
 }
 
 static inline rp_status there_adam(const rpi_adam_args *args) {
@@ -233,6 +256,7 @@ static inline rp_status there_adam(const rpi_adam_args *args) {
   a.moment1 = there_numbers(a.moment1, a.count);
   a.moment2 = there_numbers(a.moment2, a.count);
   a.average = there_numbers(a.average, a.count);
+  a.outcome = there_whole(a.outcome, sizeof *a.outcome);
   return there_end(there.ops->adam(&a));
 }
 
@@ -251,14 +275,15 @@ static inline rp_status there_cross_entropy(const rpi_cross_entropy_args *args) 
   return there_end(there.ops->cross_entropy(&a));
 }
 
-static inline rp_status there_losses(const rpi_losses_args *args, rpi_losses *sums) {
+static inline rp_status there_losses(const rpi_losses_args *args) {
   rpi_losses_args a = *args;
   a.loss = there_numbers(a.loss, a.rows);
   a.nll = there_numbers(a.nll, a.rows);
   a.hit = there_at(a.hit, a.rows);
-  const rp_status status = there.ops->losses(&a, sums);
-  there_hash(sums, sizeof *sums);
-  return there_end(status);
+  a.note = there_whole(a.note, sizeof *a.note);
+  a.own = there_whole(a.own, sizeof *a.own);
+  a.total = there_whole(a.total, sizeof *a.total);
+  return there_end(there.ops->losses(&a));
 }
 
 static inline rp_status there_choose(const rpi_choose_args *args) {
@@ -396,6 +421,8 @@ static const rp_ops there_table = {
     .losses = there_losses,
     .column_sums = there_column_sums,
     .square_sum = there_square_sum,
+    .decide = there_decide,
+    .blame = there_blame,
     .adam = there_adam,
     .zero = there_zero,
 };

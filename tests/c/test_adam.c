@@ -4,15 +4,28 @@
  * must stay as it is.
  */
 #include "layer.h"
+#include "ops/verdict.h"
 
 typedef struct layer {
   rpi_adam_args args;
+  rpi_outcome outcome;
   array weights, gradient, moment1, moment2, average;
 } layer;
 
 static void run(const rp_ops *ops, void *context) {
   const layer *const l = context;
   CHECK_INT(ops->adam(&l->args), RP_OK);
+}
+
+/* What the verdict on a step says. */
+static rpi_outcome outcome_at(int64_t step, double rate, double scale, double beta1, double beta2) {
+  return (rpi_outcome){.rate = rate,
+                       .scale = scale,
+                       .correction1 = rpi_adam_correction(beta1, step),
+                       .correction2 = rpi_adam_correction(beta2, step),
+                       .step = step,
+                       .moves = 1,
+                       .sound = 1};
 }
 
 static void layer_create(layer *l, int64_t count, int64_t step, bool average) {
@@ -24,19 +37,18 @@ static void layer_create(layer *l, int64_t count, int64_t step, bool average) {
     if (l->moment2.data[i] < 0) l->moment2.data[i] = -l->moment2.data[i];
   }
   l->average = array_random("average", count, 1);
+  l->outcome = outcome_at(step, 1e-2, 0.01, 0.9, 0.98);
   l->args = (rpi_adam_args){.count = count,
-                            .step = step,
                             .weights = l->weights.data,
                             .gradient = l->gradient.data,
                             .moment1 = l->moment1.data,
                             .moment2 = l->moment2.data,
                             .average = average ? l->average.data : NULL,
-                            .rate = 1e-2,
+                            .outcome = &l->outcome,
                             .beta1 = 0.9,
                             .beta2 = 0.98,
                             .epsilon = 1e-6,
                             .decay = 0.1,
-                            .gradient_scale = 0.01,
                             .ema = 0.9};
 }
 
@@ -51,14 +63,14 @@ static void layer_free(layer *l) {
 /* Each constant and each operation is rounded once. */
 static bool is_right(const rp_ops *ops, const layer *before, const layer *after) {
   const rpi_adam_args *const a = &before->args;
-  const long double u = 1.01L * UNIT, t = (long double)a->step;
+  const long double u = 1.01L * UNIT, t = (long double)a->outcome->step;
   const long double beta1 = (long double)a->beta1, beta2 = (long double)a->beta2;
-  const long double rate = (long double)a->rate, decay = (long double)a->decay;
+  const long double rate = (long double)a->outcome->rate, decay = (long double)a->decay;
   const long double ema = (long double)a->ema;
   bool right = true;
   for (int64_t i = 0; i < a->count && right; i++) {
     const long double w = before->weights.data[i];
-    const long double g = (long double)a->gradient_scale * before->gradient.data[i];
+    const long double g = (long double)a->outcome->scale * before->gradient.data[i];
     const long double old1 = beta1 * before->moment1.data[i];
     const long double m = old1 + (1 - beta1) * g;
     const long double v = beta2 * before->moment2.data[i] + (1 - beta2) * g * g;
@@ -87,6 +99,7 @@ static void test_steps(const rp_ops *ops, int64_t count, int64_t step, bool aver
   layer l, before;
   layer_create(&l, count, step, average);
   before = l;
+  before.args.outcome = &before.outcome;
   before.weights = array_copy(&l.weights);
   before.gradient = array_copy(&l.gradient);
   before.moment1 = array_copy(&l.moment1);
@@ -102,17 +115,16 @@ static void test_steps(const rp_ops *ops, int64_t count, int64_t step, bool aver
 /* The first step moves every weight by the rate, against its gradient, however small that is. */
 static void test_first_step(const rp_ops *ops) {
   real w[5] = {0, 0, 0, 0, 0}, g[5] = {1, -1000, (real)1e-6, 0, -8}, m[5] = {0}, v[5] = {0};
+  const rpi_outcome first = outcome_at(1, 0.25, 1, 0.9, 0.997);
   const rpi_adam_args a = {.count = 5,
-                           .step = 1,
                            .weights = w,
                            .gradient = g,
                            .moment1 = m,
                            .moment2 = v,
-                           .rate = 0.25,
+                           .outcome = &first,
                            .beta1 = 0.9,
                            .beta2 = 0.997,
-                           .epsilon = 1e-12,
-                           .gradient_scale = 1};
+                           .epsilon = 1e-12};
   CHECK_INT(ops->adam(&a), RP_OK);
   static const double expected[5] = {-0.25, 0.25, -0.25, 0, 0.25};
   for (int i = 0; i < 5; i++) CHECK_NEAR((double)w[i], expected[i], 2e-6);
@@ -129,11 +141,33 @@ static void test_rest(const rp_ops *ops) {
   l.weights.data[8] = 0;
   array before = array_copy(&l.weights);
   for (int step = 1; step < 4; step++) {
-    l.args.step = step;
+    l.outcome = outcome_at(step, 1e-2, 0.01, 0.9, 0.98);
     run(ops, &l);
   }
   CHECK(memcmp(before.data, l.weights.data, (size_t)before.count * sizeof(real)) == 0);
   array_free(&before);
+  layer_free(&l);
+}
+
+/* Where the verdict says no, the gradient is gone and no other bit has changed, whatever the
+ * gradient was. */
+static void test_no_update(const rp_ops *ops, int64_t count) {
+  layer l;
+  layer_create(&l, count, 7, true);
+  l.outcome.moves = 0;
+  l.outcome.rate = l.outcome.scale = l.outcome.correction1 = (double)NAN;
+  for (int64_t i = 0; i < count; i += 3) l.gradient.data[i] = i % 2 == 0 ? (real)NAN : INFINITY;
+  array *const arrays[] = {&l.weights, &l.moment1, &l.moment2, &l.average};
+  array before[4];
+  for (int i = 0; i < 4; i++) before[i] = array_copy(arrays[i]);
+  run(ops, &l);
+  for (int i = 0; i < 4; i++) {
+    CHECK(memcmp(before[i].data, arrays[i]->data, (size_t)count * sizeof(real)) == 0);
+    array_free(&before[i]);
+  }
+  bool zero = true;
+  for (int64_t i = 0; i < count; i++) zero = zero && l.gradient.data[i] == 0;
+  CHECK(zero);
   layer_free(&l);
 }
 
@@ -148,6 +182,8 @@ int main(void) {
     }
     test_first_step(table_at(t));
     test_rest(table_at(t));
+    test_no_update(table_at(t), 17);
+    test_no_update(table_at(t), 50001);
   }
   return check_report();
 }

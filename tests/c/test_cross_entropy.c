@@ -258,14 +258,35 @@ static void test_losses(const rp_ops *ops) {
       sizes[0] += fabs((double)loss.data[r]);
       sizes[1] += fabs((double)nll.data[r]);
     }
-    const rpi_losses_args a = {n, labels, loss.data, nll.data, hit};
-    rpi_losses sums;
-    CHECK_INT(ops->losses(&a, &sums), RP_OK);
-    CHECK_INT(sums.tokens, expected.tokens);
-    CHECK_INT(sums.hits, expected.hits);
+    rpi_losses own = {.bad = 9}, total = {0};
+    int32_t note = 5;
+    rpi_losses_args a = {n, labels, loss.data, nll.data, hit, &note, &own, &total};
+    CHECK_INT(ops->losses(&a), RP_OK);
+    CHECK_INT(own.tokens, expected.tokens);
+    CHECK_INT(own.hits, expected.hits);
+    CHECK_INT(own.bad, 0);
+    CHECK_INT(note, 0);
     const double u = (double)(n + 1) * DBL_EPSILON;
-    CHECK(fabs(sums.loss - expected.loss) <= u * sizes[0]);
-    CHECK(fabs(sums.nll - expected.nll) <= u * sizes[1]);
+    CHECK(fabs(own.loss - expected.loss) <= u * sizes[0]);
+    CHECK(fabs(own.nll - expected.nll) <= u * sizes[1]);
+    CHECK(memcmp(&own, &total, sizeof own) == 0); /* 0 + x is x */
+    CHECK_INT(ops->losses(&a), RP_OK);
+    CHECK(total.tokens == 2 * own.tokens && total.hits == 2 * own.hits);
+    CHECK(total.loss == 2 * own.loss && total.nll == 2 * own.nll && total.bad == 0);
+    if (n > 0) { /* row 0 counts */
+      const rpi_losses before = total;
+      loss.data[0] = (real)INFINITY;
+      note = 77;
+      a.total = NULL;
+      CHECK_INT(ops->losses(&a), RP_OK);
+      CHECK(own.bad == 77 && note == 0 && memcmp(&before, &total, sizeof total) == 0);
+      a.total = &total;
+      CHECK_INT(ops->losses(&a), RP_OK);
+      CHECK(own.bad == 1 && total.bad == 1 && total.loss == (double)INFINITY);
+      note = 3;
+      CHECK_INT(ops->losses(&a), RP_OK);
+      CHECK(own.bad == 3 && total.bad == 1); /* the first batch is the one that is told */
+    }
     array_free(&loss);
     array_free(&nll);
     free(labels);

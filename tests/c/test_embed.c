@@ -180,6 +180,21 @@ static void test_frequent(const rp_ops *ops) {
   layer_free(&l);
 }
 
+/* A device notes that what it gives is not finite. */
+static void test_note(const rp_ops *ops) {
+  layer l;
+  const layer_shape s = {7, 12};
+  layer_create(&l, s, 0, true);
+  int32_t note = 0;
+  l.args.forward.note = (rpi_note){&note, 9, 8};
+  CHECK_INT(ops->embed(&l.args.forward), RP_OK);
+  CHECK_INT(note, 0);
+  l.table.data[l.ids[6] * 12 + 11] = (real)NAN;
+  CHECK_INT(ops->embed(&l.args.forward), RP_OK);
+  CHECK_INT(note, 8);
+  layer_free(&l);
+}
+
 int main(void) {
   for (int t = 0; table_at(t) != NULL; t++) {
     for (int i = 0; i < layer_shape_count(); i++) {
@@ -187,6 +202,7 @@ int main(void) {
         test_shape(table_at(t), layer_shapes[i], layer_rates[r], (i + r) % 2 == 0);
       }
     }
+    if (is_device_run()) test_note(table_at(t));
     test_places(table_at(t));
     test_frequent(table_at(t));
     test_derivatives(table_at(t));

@@ -45,8 +45,8 @@ static void layer_create(const rp_ops *ops, layer *l, layer_shape s, int options
   l->dshift = array_random("dshift", s.columns, 1);
   const bool shift = (options & WITH_SHIFT) != 0, stream = (options & WITH_STREAM) != 0;
   l->forward =
-      (rpi_norm_args){s.rows, s.columns, l->x.data,    l->gain.data, shift ? l->shift.data : NULL,
-                      1e-3,   l->y.data, l->stats.data};
+      (rpi_norm_args){s.rows, s.columns, l->x.data,     l->gain.data, shift ? l->shift.data : NULL,
+                      1e-3,   l->y.data, l->stats.data, {NULL, 0, 0}};
   l->backward = (rpi_norm_backward_args){.rows = s.rows,
                                          .columns = s.columns,
                                          .x = l->x.data,
@@ -202,11 +202,40 @@ static void test_derivatives(const rp_ops *ops, int options) {
 static void test_values(const rp_ops *ops) {
   real x[3][4] = {{1, 2, 3, 6}, {7, 7, 7, 7}, {0, 0, (real)INFINITY, 0}}, y[3][4];
   const real gain[4] = {1, 1, 1, 2}, shift[4] = {0, 0, 0, 1};
-  const rpi_norm_args a = {3, 4, x[0], gain, shift, 0.5, y[0], NULL};
+  const rpi_norm_args a = {3, 4, x[0], gain, shift, 0.5, y[0], NULL, {NULL, 0, 0}};
   CHECK_INT(ops->norm(&a), RP_OK); /* mean 3, variance 3.5 */
   CHECK(y[0][0] == -1 && y[0][1] == (real)-0.5 && y[0][2] == 0 && y[0][3] == 4);
   CHECK(y[1][0] == 0 && y[1][1] == 0 && y[1][2] == 0 && y[1][3] == 1);
   CHECK(isnan(y[2][0]) && isnan(y[2][2]));
+}
+
+/* A device notes what is not finite: of what is read before what is given, and the highest stays.
+ */
+static void test_notes(const rp_ops *ops, int64_t columns) {
+  array x = array_random("x", 3 * columns, 1), y = array_of("y", 3 * columns, 0);
+  array gain = array_of("gain", columns, 1), shift = array_of("shift", columns, 0);
+  int32_t note = 0;
+  const rpi_norm_args a = {.rows = 3,
+                           .columns = columns,
+                           .x = x.data,
+                           .gain = gain.data,
+                           .shift = shift.data,
+                           .epsilon = 1e-5,
+                           .y = y.data,
+                           .note = {&note, 9, 8}};
+  CHECK_INT(ops->norm(&a), RP_OK);
+  CHECK_INT(note, 0);
+  shift.data[columns - 1] = (real)-INFINITY;
+  CHECK_INT(ops->norm(&a), RP_OK);
+  CHECK_INT(note, 8);
+  x.data[2 * columns] = (real)NAN;
+  CHECK_INT(ops->norm(&a), RP_OK);
+  CHECK_INT(note, 9);
+  note = 12;
+  CHECK_INT(ops->norm(&a), RP_OK);
+  CHECK_INT(note, 12);
+  array *const all[] = {&x, &y, &gain, &shift};
+  for (int i = 0; i < 4; i++) array_free(all[i]);
 }
 
 /* A workspace planned for the most rows serves fewer, which may make more blocks. */
@@ -251,6 +280,10 @@ int main(void) {
     test_shape(ops, (layer_shape){37, 1100}, WITH_SHIFT | WITH_STREAM | DX_IS_DY, 0);
     test_derivatives(ops, 0);
     test_derivatives(ops, WITH_SHIFT | WITH_STREAM);
+    if (is_device_run()) {
+      test_notes(ops, 8);
+      test_notes(ops, 1031);
+    }
     test_values(ops);
     test_planned_workspace(ops);
   }

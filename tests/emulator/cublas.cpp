@@ -44,30 +44,32 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
       c_stride < std::max(1, m) || a_type != b_type) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  const emu::Open open;
-  const bool rounded = compute == CUBLAS_COMPUTE_32F_FAST_16BF;
   const float al = *static_cast<const float *>(alpha), be = *static_cast<const float *>(beta);
-  std::vector<float> x, y, sums(static_cast<size_t>(m));
-  for (int z = 0; z < batch; z++) {
-    unpack(x, a, a_type, z * a_batch, a_stride, a_is_turned, m, k, rounded);
-    unpack(y, b, b_type, z * b_batch, b_stride, !b_is_turned, n, k, rounded);
-    for (int j = 0; j < n; j++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      for (int l = 0; l < k; l++) {
-        const float factor =
-            y[static_cast<size_t>(l) * static_cast<size_t>(n) + static_cast<size_t>(j)];
-        const float *const row = &x[static_cast<size_t>(l) * static_cast<size_t>(m)];
-        for (int i = 0; i < m; i++) sums[static_cast<size_t>(i)] += row[i] * factor;
-      }
-      for (int i = 0; i < m; i++) {
-        const long long at = z * c_batch + i + static_cast<long long>(j) * c_stride;
-        /* beta 0 does not read C */
-        const float sum =
-            al * sums[static_cast<size_t>(i)] + (be == 0 ? 0 : be * element(c, c_type, at));
-        if (c_type == CUDA_R_16BF) static_cast<__nv_bfloat16 *>(c)[at] = sum;
-        else static_cast<float *>(c)[at] = sum;
+  emu::ask([=] {
+    const emu::Open open;
+    const bool rounded = compute == CUBLAS_COMPUTE_32F_FAST_16BF;
+    std::vector<float> x, y, sums(static_cast<size_t>(m));
+    for (int z = 0; z < batch; z++) {
+      unpack(x, a, a_type, z * a_batch, a_stride, a_is_turned, m, k, rounded);
+      unpack(y, b, b_type, z * b_batch, b_stride, !b_is_turned, n, k, rounded);
+      for (int j = 0; j < n; j++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int l = 0; l < k; l++) {
+          const float factor =
+              y[static_cast<size_t>(l) * static_cast<size_t>(n) + static_cast<size_t>(j)];
+          const float *const row = &x[static_cast<size_t>(l) * static_cast<size_t>(m)];
+          for (int i = 0; i < m; i++) sums[static_cast<size_t>(i)] += row[i] * factor;
+        }
+        for (int i = 0; i < m; i++) {
+          const long long at = z * c_batch + i + static_cast<long long>(j) * c_stride;
+          /* beta 0 does not read C */
+          const float sum =
+              al * sums[static_cast<size_t>(i)] + (be == 0 ? 0 : be * element(c, c_type, at));
+          if (c_type == CUDA_R_16BF) static_cast<__nv_bfloat16 *>(c)[at] = sum;
+          else static_cast<float *>(c)[at] = sum;
+        }
       }
     }
-  }
+  });
   return CUBLAS_STATUS_SUCCESS;
 }

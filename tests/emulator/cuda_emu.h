@@ -13,6 +13,8 @@
  *                      lanes shuffled at every barrier, blocks in another order; if n is even,
  *                      other threads also cut in
  *   EMU_OPEN=1         leaves device memory open to the host (see memory.cpp)
+ *   EMU_LATE=1         what is asked of the device is done no sooner than the host waits for it
+ *   EMU_CAPTURES=n     the stream with this address is being captured in a CUDA graph
  *   EMU_DEVICES=n      how many GPUs there are (1)
  *   EMU_DRIVER=n       the CUDA that the driver serves (13000); 0: there is no driver
  *   EMU_MEMORY=n       bytes of every GPU (8 GiB)
@@ -78,6 +80,8 @@ struct Fiber {
 /* Counted over all launches; tests pin what speed depends on. */
 struct Stats {
   uint64_t warp_ops, mma, ldmatrix, bank_conflicts, async_bytes, barriers, launches;
+  uint64_t waits;    /* calls in which the host waits for the device */
+  uint64_t contexts; /* bit i: one was opened on GPU i */
 };
 
 extern Fiber *current; /* the running thread, or NULL on the host */

@@ -9,6 +9,7 @@
  */
 #include <sys/mman.h>
 
+#include <deque>
 #include <map>
 #include <mutex>
 
@@ -42,8 +43,34 @@ Memory memory;
 std::recursive_mutex turn; /* one thread of the system at a time */
 int opened = 0;
 std::string last_fault;
-cudaError_t last_error = cudaSuccess;
+cudaError_t last_error = cudaSuccess, failed = cudaSuccess; /* failed: nobody was told yet */
 thread_local int device = 0;
+thread_local std::vector<int> pushed; /* devices whose contexts were made current */
+
+/* With EMU_LATE=1: what was asked for and is not done, and how much was, since the beginning. */
+std::deque<std::function<void()>> asked;
+uint64_t asked_for = 0, done = 0;
+std::map<const char *, size_t> locked; /* page-locked memory of the host */
+
+bool is_late() {
+  static const bool value = setting("EMU_LATE", 0) != 0;
+  return value;
+}
+
+/* Does what was asked for, up to that much. */
+void catch_up(uint64_t much) {
+  while (done < much && !asked.empty()) {
+    const auto work = std::move(asked.front());
+    asked.pop_front();
+    done++;
+    work();
+  }
+}
+
+int current_device() { return pushed.empty() ? device : pushed.back(); }
+
+/* What the runtime does in every call that needs a context. */
+void open_context(int which) { stats.contexts |= uint64_t{1} << which; }
 
 bool protects() {
   static const bool value = setting("EMU_OPEN", 0) == 0;
@@ -134,20 +161,54 @@ bool find_allocation(const void *p, const char **base, size_t *size) {
   return place < found->first + found->second;
 }
 
-cudaError_t launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
-                   std::function<void()> body) {
+static void run_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
+                       const std::function<void(const Runner &)> &body) {
   try {
-    run(grid, block, bytes, kernel, std::move(body));
-    return cudaSuccess;
+    body([&](std::function<void()> thread) { run(grid, block, bytes, kernel, std::move(thread)); });
   } catch (const Fault &f) {
     last_fault = f.what();
-    return last_error = cudaErrorLaunchFailure;
+    last_error = failed = cudaErrorLaunchFailure;
   }
+}
+
+void ask(std::function<void()> work) {
+  open_context(current_device());
+  const std::lock_guard<std::recursive_mutex> lock(turn);
+  asked_for++;
+  asked.push_back(std::move(work));
+  if (!is_late()) catch_up(asked_for);
+}
+
+cudaError_t launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
+                   std::function<void(const Runner &)> body) {
+  ask([=] { run_launch(grid, block, bytes, kernel, body); });
+  return std::exchange(failed, cudaSuccess);
+}
+
+static bool is_locked(const void *p) {
+  const std::lock_guard<std::recursive_mutex> lock(turn);
+  const auto *const at = static_cast<const char *>(p);
+  const auto after = locked.upper_bound(at);
+  if (after == locked.begin()) return false;
+  const auto found = std::prev(after);
+  return at < found->first + found->second;
+}
+
+/* The host waits for what was asked for; what failed on the way is told here. */
+static cudaError_t wait(uint64_t much) {
+  const std::lock_guard<std::recursive_mutex> lock(turn);
+  stats.waits++;
+  catch_up(much);
+  return std::exchange(failed, cudaSuccess);
 }
 
 }  // namespace emu
 
 using emu::memory, emu::setting;
+
+struct emu_event {
+  uint64_t much; /* had been asked for when it was recorded */
+};
 
 const char *cudaGetErrorString(cudaError_t error) {
   switch (error) {
@@ -182,7 +243,7 @@ cudaError_t cudaGetDeviceCount(int *count) {
 }
 
 cudaError_t cudaGetDevice(int *device) {
-  *device = emu::device;
+  *device = emu::current_device();
   return cudaSuccess;
 }
 
@@ -191,7 +252,52 @@ cudaError_t cudaSetDevice(int device) {
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) return error;
   if (device < 0 || device >= count) return cudaErrorInvalidDevice;
-  emu::device = device;
+  (emu::pushed.empty() ? emu::device : emu::pushed.back()) = device;
+  emu::open_context(device);
+  return cudaSuccess;
+}
+
+/* ---- the driver: a context is the number of its device, from 1 --------------- */
+
+static int emu_device_get(int *device, int ordinal) {
+  *device = ordinal;
+  return 0;
+}
+
+static int emu_primary_retain(void **context, int device) {
+  *context = reinterpret_cast<void *>(static_cast<uintptr_t>(device) + 1);
+  emu::open_context(device);
+  return 0;
+}
+
+static int emu_primary_state(int device, unsigned *, int *active) {
+  *active = (emu::stats.contexts >> device & 1) != 0;
+  return 0;
+}
+
+static int emu_push(void *context) {
+  emu::pushed.push_back(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1);
+  return 0;
+}
+
+static int emu_pop(void **) {
+  if (emu::pushed.empty()) return cudaErrorInvalidValue;
+  emu::pushed.pop_back();
+  return 0;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult *result) {
+  static const std::map<std::string, void *> known = {
+      {"cuDeviceGet", reinterpret_cast<void *>(emu_device_get)},
+      {"cuDevicePrimaryCtxRetain", reinterpret_cast<void *>(emu_primary_retain)},
+      {"cuDevicePrimaryCtxGetState", reinterpret_cast<void *>(emu_primary_state)},
+      {"cuCtxPushCurrent", reinterpret_cast<void *>(emu_push)},
+      {"cuCtxPopCurrent", reinterpret_cast<void *>(emu_pop)}};
+  const auto found = known.find(name);
+  *function = found != known.end() ? found->second : nullptr;
+  *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
@@ -220,6 +326,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
+  emu::open_context(emu::current_device());
   *total = setting("EMU_MEMORY", size_t{8} << 30);
   *free = *total - std::min(*total, memory.bytes);
   return cudaSuccess;
@@ -243,6 +350,8 @@ cudaError_t emu_malloc(void **p, size_t bytes) {
 
 cudaError_t cudaFree(void *p) {
   if (p == nullptr) return cudaSuccess;
+  emu::open_context(emu::current_device());
+  (void)emu::wait(emu::asked_for); /* as CUDA does */
   const emu::Open open;
   const auto place = static_cast<size_t>(static_cast<char *>(p) - memory.base);
   const auto found = memory.used.find(place);
@@ -255,23 +364,87 @@ cudaError_t cudaFree(void *p) {
 }
 
 cudaError_t emu_malloc_host(void **p, size_t bytes) {
+  emu::open_context(emu::current_device());
   *p = std::malloc(bytes != 0 ? bytes : 1);
-  return *p != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+  if (*p == nullptr) return cudaErrorMemoryAllocation;
+  const std::lock_guard<std::recursive_mutex> lock(emu::turn);
+  emu::locked[static_cast<char *>(*p)] = bytes;
+  return cudaSuccess;
 }
 
 cudaError_t cudaFreeHost(void *p) {
+  emu::open_context(emu::current_device());
+  (void)emu::wait(emu::asked_for);
+  const std::lock_guard<std::recursive_mutex> lock(emu::turn);
+  emu::locked.erase(static_cast<char *>(p));
   std::free(p);
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind) {
-  const emu::Open open;
-  std::memcpy(to, from, bytes);
+/* Memory that may be paged out is copied while the host waits. */
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  emu::ask([=] {
+    const emu::Open open;
+    std::memcpy(to, from, bytes);
+  });
+  const bool waits = (kind == cudaMemcpyDeviceToHost && !emu::is_locked(to)) ||
+                     (kind == cudaMemcpyHostToDevice && !emu::is_locked(from));
+  return waits ? emu::wait(emu::asked_for) : cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+  emu::ask([=] {
+    const emu::Open open;
+    std::memset(to, value, bytes);
+  });
   return cudaSuccess;
 }
 
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+  cudaMemcpyAsync(to, from, bytes, kind);
+  return cudaDeviceSynchronize();
+}
+
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
-  const emu::Open open;
-  std::memset(to, value, bytes);
+  return cudaMemsetAsync(to, value, bytes);
+}
+
+cudaError_t cudaDeviceSynchronize() { return emu::wait(emu::asked_for); }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return emu::wait(emu::asked_for); }
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+  const bool captured = reinterpret_cast<uintptr_t>(stream) == setting("EMU_CAPTURES", 0);
+  *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) {
+  emu::open_context(emu::current_device());
+  *stream = nullptr;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) {
+  emu::open_context(emu::current_device());
+  *event = new emu_event{0};
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  const std::lock_guard<std::recursive_mutex> lock(emu::turn);
+  event->much = emu::asked_for;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return emu::wait(event->much); }
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const std::lock_guard<std::recursive_mutex> lock(emu::turn);
+  return emu::done >= event->much ? cudaSuccess : cudaErrorNotReady;
 }

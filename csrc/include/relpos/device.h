@@ -49,7 +49,7 @@ typedef struct rp_device {
   const char *name;    /* "cpu", "cuda:0", ... */
   const char *title;   /* "NVIDIA H100 80GB HBM3", "AVX-512" */
   int64_t memory;      /* bytes; 0: unknown */
-  int64_t memory_free; /* bytes, now */
+  int64_t memory_free; /* bytes, now; 0: unknown, as of a GPU that this process does not use */
   const char *problem; /* NULL: it can be used; else a sentence that says why not */
 } rp_device;
 

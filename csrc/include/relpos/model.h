@@ -286,11 +286,24 @@ typedef struct rp_result {
 } rp_result;
 
 /* One update from `count` batches: forward and backward of each, then clip and Adam. The loss is
- * the mean over the labels of all of them, so that the cut into batches does not matter. result
- * may be NULL. Batches are checked before anything is computed; a failure leaves weights, moments
- * and counters as they were. Fails with RP_ERROR_ORDER while gradients are accumulated. */
+ * the mean over the labels of all of them, so that the cut into batches does not matter. Batches
+ * are checked before anything is computed; a failure leaves weights, moments and counters as they
+ * were. Fails with RP_ERROR_ORDER while gradients are accumulated.
+ *
+ * result NULL: on a GPU the call returns when the step has been begun, and does not wait for it;
+ * rp_model_result tells of it later. Batches may be changed as soon as the call returns. */
 RP_API rp_status rp_model_step(rp_model *model, const rp_batch *batches, int64_t count,
                                rp_result *result);
+
+/* The result of the oldest step or update that was begun without one and has not been asked for.
+ * Waits for that step and for nothing behind it: who begins step t + 1 before asking for step t
+ * never lets a GPU wait. The last eight are kept, older ones that nobody asked for are lost.
+ * RP_ERROR_ORDER where there is none. */
+RP_API rp_status rp_model_result(rp_model *model, rp_result *result);
+
+/* How many results rp_model_result has to give, and how many of them, from the oldest on, without
+ * waiting: on the CPU all. Either may be NULL. */
+RP_API rp_status rp_model_results(rp_model *model, int64_t *begun, int64_t *done);
 
 /* ------------------------------------------------------------------------
  * 4. The parts of a step, scores, attention maps
@@ -311,11 +324,12 @@ RP_API rp_status rp_model_forward_average(rp_model *model, const rp_batch *batch
 RP_API rp_status rp_model_backward(rp_model *model, const rp_batch *batch, rp_result *result);
 
 /* Clips, updates and zeroes the gradients of all that was accumulated. Fails with RP_ERROR_ORDER
- * where nothing was. result: of the whole accumulation. */
+ * where nothing was. result: of the whole accumulation; NULL as in rp_model_step. */
 RP_API rp_status rp_model_update(rp_model *model, rp_result *result);
 RP_API rp_status rp_model_zero_gradients(rp_model *model);
 
-/* Updates made, and tried: they decide the learning rate and dropout's masks. */
+/* Updates made, and tried: they decide the learning rate and dropout's masks. Asking for step waits
+ * for all updates that were begun. */
 RP_API rp_status rp_model_counters(rp_model *model, int64_t *step, int64_t *attempt);
 RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t attempt);
 
