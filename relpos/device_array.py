@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib
@@ -308,6 +309,24 @@ class Placement:
         """What follows every call."""
         if self.waits:
             _core.device_wait(self.like.device)
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Do two arrays share an element? Also where their strides are too intricate to tell."""
+    try:
+        return np.shares_memory(extent(a), extent(b), max_work=10_000)
+    except RuntimeError:  # TooHardError
+        return True
+
+
+def extent(x: Any) -> Any:
+    """x for comparing addresses: of a GPU's array one that says where it lies, not to be read."""
+    if not isinstance(x, DeviceArray):
+        return x
+    size = BYTES[x.dtype]
+    memory: Any = (ctypes.c_char * max(x.reach * size, 1)).from_address(x.address or 1)
+    steps = [size * stride for stride in x.strides]
+    return np.ndarray(x.shape, f"u{size}", memory, 0, steps)
 
 
 def memory_of(name: str, x: Any, place: Placement | None) -> Any:

@@ -4,7 +4,6 @@ tuple that the core takes."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import math
@@ -16,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.device_array import BYTES, DeviceArray, Placement, check_beside, memory_of, place_of
+from relpos.device_array import (
+    DeviceArray,
+    Placement,
+    check_beside,
+    memory_of,
+    place_of,
+    shares_memory,
+)
 from relpos.position import combine
 from relpos.position.arrays import Array, as_array, check_number, on_host
 from relpos.position.combine import Position
@@ -194,22 +200,8 @@ def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
     if lowered.position_bias is not None:
         inputs["position_bias"] = lowered.position_bias
     for name, array in inputs.items():
-        try:
-            shared = np.shares_memory(_extent(out), _extent(array), max_work=10_000)
-        except RuntimeError:  # TooHardError: the strides are too intricate to tell
-            shared = True
-        if shared:
+        if shares_memory(out, array):
             raise ValueError(f"out: shares memory with {name}; give an array of its own")
-
-
-def _extent(x: Any) -> Any:
-    """x for comparing addresses: of a GPU's array one that says where it lies, not to be read."""
-    if not isinstance(x, DeviceArray):
-        return x
-    size = BYTES[x.dtype]
-    memory: Any = (ctypes.c_char * max(x.reach * size, 1)).from_address(x.address or 1)
-    steps = [size * stride for stride in x.strides]
-    return np.ndarray(x.shape, f"u{size}", memory, 0, steps)
 
 
 def _term(term: Term, place: Placement | None) -> _core.Term:

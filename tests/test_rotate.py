@@ -118,6 +118,10 @@ def test_in_place() -> None:
     x = numbers(B, H, N, D)
     expected = turn(x, start=STARTS)
     assert turn(x, start=STARTS, out=x) is x
+    both, rope = numbers(B, H, N + 1, D), relpos.RoPE()
+    with pytest.raises(ValueError, match="^out: overlaps x; give x itself"):
+        relpos.rotate(both[:, :, :N], rope, out=both[:, :, 1:])
+    assert relpos.rotate(both[:, :, :N], rope, out=both[:, :, :N]) is not None
     assert np.array_equal(x, expected)
 
 

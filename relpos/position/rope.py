@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.device_array import DeviceArray, Placement, check_beside, memory_of, place_of
+from relpos.device_array import (
+    DeviceArray,
+    Placement,
+    check_beside,
+    extent,
+    memory_of,
+    place_of,
+    shares_memory,
+)
 from relpos.position.arrays import (
     Integers,
     as_array,
@@ -169,6 +177,10 @@ def rotate(
     out = None if out is None else as_array("out", out, None if place is None else place.stream)
     if not isinstance(x, np.ndarray | DeviceArray) or x.ndim not in (3, 4):
         raise ValueError(f"x: expected float32 (B, H, N, D) or (tokens, H, D), got {describe(x)}")
+    if isinstance(out, np.ndarray | DeviceArray):
+        lies = [(at.ctypes.data, at.shape, at.strides) for at in (extent(x), extent(out))]
+        if lies[0] != lies[1] and shares_memory(x, out):
+            raise ValueError("out: overlaps x; give x itself, or an array of its own")
     if x.ndim == 3 and offsets is None:
         offsets = [0, len(x)]
     if offsets is not None:
