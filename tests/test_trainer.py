@@ -270,6 +270,29 @@ def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
     assert make(tmp_path / "new", resume=True).resumed is None
 
 
+def test_a_run_that_goes_on_with_another_configuration(tmp_path: Path, capsys: Any) -> None:
+    config = text_files.config(steps=2)
+    make(tmp_path, config=config).train()
+    again = config.replace({"warmup": config.warmup + 1, "steps": 3})
+    make(tmp_path, config=again, resume=True, progress="lines").train()
+    said = (
+        f"goes on with warmup={again.warmup}, and {config.warmup} before; steps=3, and 2 before\n"
+    )
+    assert said in capsys.readouterr().err
+    wider = config.replace({"width": 2 * config.width})
+    sentence = f"^config: not that of this run: width={wider.width}, and {config.width} before"
+    with pytest.raises(ValueError, match=sentence):
+        make(tmp_path, config=wider, resume=True)
+
+
+def test_what_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"got str; Config\.preset\('tiny'\) makes one$"):
+        make(tmp_path, config="tiny")
+    for subwords in ("words", relpos.data.Words):
+        with pytest.raises(TypeError, match="^subwords: expected Subwords, or what makes them"):
+            make(tmp_path, subwords=subwords)
+
+
 def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
     trainer = make(tmp_path / "one", config=text_files.config(steps=1))
     checkpoint.save(tmp_path / "other", trainer.model, tokenizer=trainer.subwords)

@@ -106,8 +106,9 @@ class Trainer:
     subwords: Subwords, or a function that makes them, which is called where the run has none yet.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size.
-    resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one. False: a
-        folder with checkpoints is refused.
+    resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one; what its
+        configuration has otherwise than `config` is told. False: a folder with checkpoints is
+        refused.
 
     tokens, sentences: int. The most of a batch, on each side.
     accumulate_tokens: int. The most of an update on each side, in several batches; None: one batch.
@@ -153,6 +154,11 @@ class Trainer:
         precision: Precision = "f32",
         tensorboard: bool = False,
     ) -> None:
+        if not isinstance(config, Config):
+            made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
+            raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
+        if isinstance(subwords, str | type):
+            raise TypeError(f"subwords: expected Subwords, or what makes them, got {subwords!r}")
         self.folder = Path(folder)
         self._steps = config.steps if steps is None else check_count("steps", steps, 1)
         self._epochs = None if epochs is None else check_count("epochs", epochs, 1)
@@ -272,7 +278,20 @@ class Trainer:
         return cache
 
     def _resume(self, found: Checkpoint) -> None:
-        state = found.restore(self.model)
+        then = dict(found.config.pairs())
+        changed = "; ".join(
+            f"{name}={value}, and {then[name]} before"
+            for name, value in self.config.pairs()
+            if then[name] != value
+        )
+        try:
+            state = found.restore(self.model)
+        except OSError as error:
+            if changed:
+                raise ValueError(f"config: not that of this run: {changed}: {error}") from None
+            raise
+        if changed:
+            self._say(f"{found.folder}: goes on with {changed}")
         try:
             run = state["run"]
             self._batches.resume(run["data"])
