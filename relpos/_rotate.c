@@ -114,9 +114,12 @@ PyObject *frequencies(PyObject *module, PyObject *args) {
   npy_intp shape[1] = {(npy_intp)pairs};
   PyObject *const made = PyArray_SimpleNew(1, shape, NPY_FLOAT64);
   if (made == NULL) return NULL;
-  return result_of(module, made,
-                   rp_frequencies(pairs, base, closed ? RP_FREQUENCIES_CLOSED : RP_FREQUENCIES_OPEN,
-                                  PyArray_DATA((PyArrayObject *)made)));
+  double *const to = PyArray_DATA((PyArrayObject *)made);
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_frequencies(pairs, base, closed ? RP_FREQUENCIES_CLOSED : RP_FREQUENCIES_OPEN, to);
+  Py_END_ALLOW_THREADS
+  return result_of(module, made, status);
 }
 
 /* sinusoid(rows, width, first, interleaved, frequencies) -> float32 (rows, width) */

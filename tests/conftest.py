@@ -18,6 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, what
 
 from building import make  # noqa: E402
 
+# The files that take longest, which begin first: what comes last has one of the workers idle.
+LONGEST = (
+    "test_properties.py", "test_sanitizers.py", "test_attention.py", "test_cuda_orders.py",
+    "test_cuda_step.py", "test_cuda_model.py", "test_package.py", "test_readme.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
 
 @pytest.fixture(scope="session")
 def libraries() -> dict[str, Path]:

@@ -61,7 +61,7 @@ def test_a_late_device_gives_the_same_bits(
     libraries: dict[str, Path], in_order: str, tmp_path: Path
 ) -> None:
     """One that does nothing before the host waits: what the host gave must still be there then."""
-    library = make("emulated")
+    library = built("emulated")
     assert results(libraries["f32"], library, tmp_path, EMU_LATE="1") == in_order
 
 

@@ -257,8 +257,7 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
         tensorboard=options.tensorboard, **loop,
     )  # fmt: skip
     say = print if options.progress != "none" else lambda *_: None
-    # Of the batches: they count what is too long for the model too.
-    say(f"{trainer._batches.report}, {trainer.subwords.size:,} subwords")
+    say(f"{trainer.report}, {trainer.subwords.size:,} subwords")
     numbers = sum(array.size for array in trainer.model.parameters.values())
     say(f"{numbers:,} weights: {trainer.config!r}")
     if trainer.resumed is not None:

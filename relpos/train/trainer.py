@@ -36,6 +36,7 @@ from relpos.config import Config
 from relpos.data import (
     Batches,
     InOrder,
+    Report,
     SentencePiece,
     Subwords,
     TokenCache,
@@ -212,6 +213,11 @@ class Trainer:
         self.resumed = found
         if found is not None:
             self._resume(found)
+
+    @property
+    def report(self) -> Report:
+        """What became of the lines: how many there are, were empty, or are too long for a batch."""
+        return self._batches.report
 
     # ---- before ----------------------------------------------------------------------------------
 
