@@ -64,9 +64,12 @@ static int workspace_new(const job *j, int64_t bytes, workspace *w) {
 
 /* Calls libcore without the GIL. False, with an exception, where it fails. Another
  * thread may raise the number of threads between the query of the workspace and
- * the call: then libcore finds it too small, and a second query tells. */
+ * the call: then libcore finds it too small, and a second query tells; unless the number
+ * has been lowered again by then, so that the call is tried anew some times before
+ * other memory is said to lack. */
 static int run(PyObject *module, const job *j) {
   int64_t needed = 0;
+  int tries = 100;
   workspace w = {.bytes = -1};
   rp_status status = RP_ERROR_MEMORY, asked = RP_OK;
   while (status == RP_ERROR_MEMORY) {
@@ -76,8 +79,8 @@ static int run(PyObject *module, const job *j) {
     Py_END_ALLOW_THREADS
     if (status != RP_ERROR_MEMORY) break;
     if (asked != RP_OK) status = asked;
-    if (asked != RP_OK || needed <= w.bytes) break; /* then it is other memory that lacks */
-    if (workspace_new(j, needed, &w)) continue;
+    if (asked != RP_OK || (needed <= w.bytes && --tries == 0)) break;
+    if (needed <= w.bytes || workspace_new(j, needed, &w)) continue;
     workspace_free(&w);
     return 0;
   }
