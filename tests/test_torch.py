@@ -108,15 +108,21 @@ def test_gradcheck_of_the_options(dropout: float) -> None:
     assert torch.autograd.gradcheck(call, qkv(torch.float64))
 
 
-def test_backward_takes_the_terms_that_forward_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same parameters and shape, and of no others: Transformer-XL's are a product."""
-    lowerings, lower = [], relpos.TransformerXL.lower
+@pytest.fixture
+def lowerings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The shapes for which Transformer-XL's terms have been made."""
+    shapes, lower = [], relpos.TransformerXL.lower
 
     def counted(scheme: Any, shape: Any) -> Any:
-        lowerings.append(shape)
+        shapes.append(shape)
         return lower(scheme, shape)
 
     monkeypatch.setattr(relpos.TransformerXL, "lower", counted)
+    return shapes
+
+
+def test_backward_takes_the_terms_that_forward_made(lowerings: list[Any]) -> None:
+    """Of the same parameters and shape, and of no others: Transformer-XL's are a product."""
     weight = torch.nn.Parameter(tensor(H * D, 6, seed=1, grad=False))
     attend = relpos.torch.Attention(relpos.TransformerXL(weight))
 
@@ -145,15 +151,10 @@ def test_backward_takes_the_terms_that_forward_made(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(weight.grad, fresh(short), rtol=0, atol=0)
 
 
-def test_backward_on_another_stream_makes_its_terms_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_on_another_stream_makes_its_terms_anew(
+    lowerings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that forward made may not be there yet on this one."""
-    lowerings, lower = [], relpos.TransformerXL.lower
-
-    def counted(scheme: Any, shape: Any) -> Any:
-        lowerings.append(shape)
-        return lower(scheme, shape)
-
-    monkeypatch.setattr(relpos.TransformerXL, "lower", counted)
     weight = torch.nn.Parameter(tensor(H * D, 6, seed=1, grad=False))
     attend = relpos.torch.Attention(relpos.TransformerXL(weight))
     x, found = tensor(B, H, N, D, grad=False), []

@@ -8,7 +8,8 @@
 
 #define WAVE_TASK 8 /* distances of a task */
 
-/* Some distances on their way: those from t on. */
+/* Some distances on their way, those from t on: to a table, or where there is none from its
+ * gradient. */
 typedef struct wave_job {
   const rpi_waves *w;
   int64_t t, count;
@@ -20,61 +21,48 @@ static real *cosines_of(const rpi_waves *w) {
   return w->some + RPI_WAVE_ROWS * w->heads * w->head_width;
 }
 
-/* row(-t) = C_t + S_t, row(t) = C_t - S_t. */
-static void spread_task(void *context, int64_t task, int worker) {
-  (void)worker;
-  const wave_job *const job = context;
-  const rpi_waves *const w = job->w;
-  const int64_t width = w->head_width, HD = w->heads * width, first = task * WAVE_TASK;
-  for (int64_t n = first; n < first + WAVE_TASK && n < job->count; n++) {
-    const int64_t t = job->t + n;
-    for (int64_t h = 0; h < w->heads; h++) {
-      const real *const s = w->some + n * HD + h * width;
-      const real *const c = cosines_of(w) + n * HD + h * width;
-      real *const head = job->table + h * w->head_stride;
-      if (t <= w->left) {
-        real *const to = head + (w->left - t) * w->row_stride;
-        for (int64_t i = 0; i < width; i++) to[i] = c[i] + s[i];
-      }
-      if (t > 0 && t <= w->right) {
-        real *const to = head + (w->left + t) * w->row_stride;
-        for (int64_t i = 0; i < width; i++) to[i] = c[i] - s[i];
-      }
-    }
+/* row(-t) = C_t + S_t, row(t) = C_t - S_t; NULL is a row that is not there. */
+static void spread_row(int64_t width, const real *s, const real *c, real *before, real *behind) {
+  for (int64_t i = 0; before && i < width; i++) before[i] = c[i] + s[i];
+  for (int64_t i = 0; behind && i < width; i++) behind[i] = c[i] - s[i];
+}
+
+/* dS_t = drow(-t) - drow(t), dC_t = drow(-t) + drow(t); NULL is a row of zeros. */
+static void gather_row(int64_t width, const real *before, const real *behind, real *s, real *c) {
+  for (int64_t i = 0; i < width; i++) s[i] = c[i] = before ? before[i] : 0;
+  for (int64_t i = 0; behind && i < width; i++) {
+    s[i] -= behind[i];
+    c[i] += behind[i];
   }
 }
 
-/* dS_t = drow(-t) - drow(t), dC_t = drow(-t) + drow(t); rows that are not there are zeros. */
-static void gather_task(void *context, int64_t task, int worker) {
+static void wave_task(void *context, int64_t task, int worker) {
   (void)worker;
   const wave_job *const job = context;
   const rpi_waves *const w = job->w;
   const int64_t width = w->head_width, HD = w->heads * width, first = task * WAVE_TASK;
   for (int64_t n = first; n < first + WAVE_TASK && n < job->count; n++) {
     const int64_t t = job->t + n;
+    const bool left = t <= w->left, right = t > 0 && t <= w->right;
     for (int64_t h = 0; h < w->heads; h++) {
       real *const s = w->some + n * HD + h * width, *const c = cosines_of(w) + n * HD + h * width;
-      const real *const head = job->dtable + h * w->head_stride;
-      if (t <= w->left) {
-        const real *const from = head + (w->left - t) * w->row_stride;
-        for (int64_t i = 0; i < width; i++) s[i] = c[i] = from[i];
+      const int64_t before = h * w->head_stride + (w->left - t) * w->row_stride;
+      const int64_t behind = h * w->head_stride + (w->left + t) * w->row_stride;
+      if (job->table) {
+        spread_row(width, s, c, left ? job->table + before : NULL,
+                   right ? job->table + behind : NULL);
       } else {
-        for (int64_t i = 0; i < width; i++) s[i] = c[i] = 0;
-      }
-      if (t == 0 || t > w->right) continue;
-      const real *const from = head + (w->left + t) * w->row_stride;
-      for (int64_t i = 0; i < width; i++) {
-        s[i] -= from[i];
-        c[i] += from[i];
+        gather_row(width, left ? job->dtable + before : NULL, right ? job->dtable + behind : NULL,
+                   s, c);
       }
     }
   }
 }
 
-static void run(const rpi_waves *w, rpi_task task, wave_job *job) {
+static void run(const rpi_waves *w, wave_job *job) {
   const int64_t tasks = (job->count + WAVE_TASK - 1) / WAVE_TASK;
   const bool alone = job->count * w->heads * w->head_width < 32768; /* not worth waking threads */
-  rpi_parallel_for(tasks, alone ? 1 : rpi_threads_get(), task, job);
+  rpi_parallel_for(tasks, alone ? 1 : rpi_threads_get(), wave_task, job);
 }
 
 static int64_t distances_of(const rpi_waves *w) {
@@ -104,7 +92,7 @@ rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *w
                                .transpose_b = true};
       RPI_TRY(ops->gemm(&g));
     }
-    run(w, spread_task, &job);
+    run(w, &job);
   }
   return RP_OK;
 }
@@ -114,7 +102,7 @@ rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *
   const int64_t half = w->width / 2, HD = w->heads * w->head_width;
   for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
     wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .dtable = dtable};
-    run(w, gather_task, &job);
+    run(w, &job);
     for (int part = 0; part < 2; part++) {
       const rpi_gemm_args g = {.rows = HD,
                                .columns = half,

@@ -11,21 +11,7 @@
 #include <stdlib.h>
 
 #include "base/memory.h"
-#include "check.h"
-#include "tables.h"
-
-#ifdef RP_REAL_IS_DOUBLE
-#define UNIT (DBL_EPSILON / 2)
-#else
-#define UNIT (FLT_EPSILON / 2)
-#endif
-
-static uint32_t state = 1;
-
-static real number(void) {
-  state = state * 1664525u + 1013904223u;
-  return (real)(state >> 8) / (real)(1 << 23) - 1;
-}
+#include "layer.h"
 
 /* ---- rows ------------------------------------------------------------------------- */
 
