@@ -184,7 +184,7 @@ def test_numbers_that_are_not_finite(models: SimpleNamespace) -> None:
 def test_files(
     models: SimpleNamespace, translator: Translator, capsys: Capture, files: tuple[Path, Path]
 ) -> None:
-    given = ("align", "--model", models.run, "--source", files[0], "--target", files[1])
+    given = ("align", models.run, "--source", files[0], "--target", files[1])
     expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
     assert [not line for line in expected] == [False, False, True, True, False, True, False]
     said = relpos_says(capsys, *given)
@@ -208,7 +208,7 @@ def test_files(
     )  # fmt: skip
     assert said.out.splitlines() == expected
     ensemble = relpos_says(
-        capsys, "align", "--model", models.run, models.other, *given[3:], "--soft"
+        capsys, "align", models.run, models.other, *given[2:], "--soft"
     )  # fmt: skip
     both = Translator.load([models.run, models.other]).align(SOURCES, TARGETS)
     assert ensemble.out.splitlines() == [each.weighted() for each in both]
@@ -219,7 +219,7 @@ def test_from_pipes_and_compressed(
 ) -> None:
     (tmp_path / "target.gz").write_bytes(gzip.compress("\r\n".join(TARGETS).encode()))
     expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
-    given = ("align", "--model", models.run, "--target", tmp_path / "target.gz", "--source", "-")
+    given = ("align", models.run, "--target", tmp_path / "target.gz", "--source", "-")
     said = relpos_says(capsys, *given, stdin="\n".join(SOURCES).encode())
     assert said.out.splitlines() == expected
 
@@ -227,7 +227,7 @@ def test_from_pipes_and_compressed(
 def test_lines_are_answered_as_they_arrive(models: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "target").write_text("ku\nko\n")
     command = [
-        sys.executable, "-m", "relpos", "align", "--model", models.run, "--source", "-",
+        sys.executable, "-m", "relpos", "align", models.run, "--source", "-",
         "--target", tmp_path / "target",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(relpos.__file__).parent.parent)}
@@ -268,7 +268,7 @@ def test_files_of_other_lengths(
     (tmp_path / "source").write_text("ba\n" * sources)
     (tmp_path / "target").write_text("ku\n" * targets)
     said = relpos_says(
-        capsys, "align", "--model", models.run, "--source", tmp_path / "source",
+        capsys, "align", models.run, "--source", tmp_path / "source",
         "--target", tmp_path / "target", status=1,
     )  # fmt: skip
     assert said.out == "0-0\n" * written
@@ -280,7 +280,7 @@ def test_a_line_that_fails(models: SimpleNamespace, capsys: Capture, tmp_path: P
     (tmp_path / "target").write_text("ku\n" * 3)
     given = ("--source", tmp_path / "source", "--target", tmp_path / "target")
     for soft, first in (((), "0-0"), (("--soft",), "0-0:1.000")):
-        said = relpos_says(capsys, "align", "--model", models.bad, *given, *soft, status=1)
+        said = relpos_says(capsys, "align", models.bad, *given, *soft, status=1)
         assert said.out == f"{first}\n\n{first}\n"
         assert said.error == (
             "relpos: warning: line 2: the model's numbers are not finite, no links\n"
@@ -290,7 +290,7 @@ def test_a_line_that_fails(models: SimpleNamespace, capsys: Capture, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "nowhere"), "nowhere: there is no such model"),
+        (("nowhere",), "nowhere: there is no such model"),
         (("--source", "nowhere"), "nowhere: No such file or directory"),
         (("--target", "nowhere"), "nowhere: No such file or directory"),
         (("--layer", "2"), "layer: expected -2 to 1, got 2"),
@@ -298,7 +298,7 @@ def test_a_line_that_fails(models: SimpleNamespace, capsys: Capture, tmp_path: P
         (("-o", "{source}"), "--output: .*source is read as well"),
         (("--source", "{latin}"), "latin: line 2, byte 3 of it: 0xfc is not UTF-8"),
         (("--source", "-", "--target", "-"), "--target: standard input is --source already"),
-        (("--model", "{language}"), "model: has no encoder, there is nothing to align to"),
+        (("{language}",), "model: has no encoder, there is nothing to align to"),
     ],
 )
 def test_bad_input_is_told(
@@ -311,9 +311,10 @@ def test_bad_input_is_told(
     folder = files[0].parent
     (folder / "latin").write_bytes("do\nGrüße\n".encode("latin-1"))
     names = {"source": files[0], "latin": folder / "latin"} | vars(models)
-    given = ("--model", models.run, "--source", files[0], "--target", files[1])
+    given = ("--source", files[0], "--target", files[1])
     filled = [each.format(**names) for each in arguments]
-    said = relpos_says(capsys, "align", *given, *filled, status=1)
+    model, more = ([models.run], filled) if filled[0].startswith("-") else (filled, [])
+    said = relpos_says(capsys, "align", *model, *given, *more, status=1)
     assert re.fullmatch(rf"relpos: .*{message}.*\n", said.error), said.error
     assert files[0].read_text().splitlines() == SOURCES
 
@@ -322,7 +323,7 @@ def test_bad_input_is_told(
     ("arguments", "message"),
     [
         ((), "what is missing is a model and --source and --target"),
-        (("--model", "run", "--source", "text"), "what is missing is --target"),
+        (("run", "--source", "text"), "what is missing is --target"),
         (("--soft", "2"), "expected a share from 0 to 1, got 2"),
         (("--soft", "x"), "argument --soft: expected a share from 0 to 1, got x"),
         (("--layer", "x"), "argument --layer: invalid int value: 'x'"),

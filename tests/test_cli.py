@@ -267,7 +267,7 @@ def nothing_in_it(folder: Path) -> tuple[tuple[Any, ...], str]:
         folder / "a",
         "--target",
         folder / "b",
-    ), "lines of .*b: expected at least one"
+    ), "data: expected text in .*a, .*b, got 2 read, 2 empty, 0 kept"
 
 
 def too_many_tokens(folder: Path) -> tuple[tuple[Any, ...], str]:
@@ -360,7 +360,7 @@ def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
             ("train", "--text", "x", "--minutes", "few"),
             "--minutes: expected minutes above 0, got few",
         ),
-        (("align", "run", "--source", "x"), "unrecognized arguments: run"),
+        (("align", "run", "--sauce", "x"), "unrecognized arguments: --sauce"),
         (("align", "--soft", "x"), "--soft: expected a share from 0 to 1, got x"),
         (("evaluate", "--lengths", "x"), "--lengths: expected rising numbers from 1 on, got x"),
     ],

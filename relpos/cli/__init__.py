@@ -37,7 +37,7 @@ Transformers with relative positions: trains them, and says how to link with lib
   relpos train --source train.en --target train.de --output run
   relpos translate run test.en                    a translation for each line
   relpos evaluate run --source test.en --reference test.de
-  relpos align --model run --source test.en --target test.de
+  relpos align run --source test.en --target test.de
   relpos inspect run --source "Two dogs run." --out maps.html
   relpos average run                              the mean of its last checkpoints
   relpos plot run                                 its curves

@@ -17,7 +17,7 @@ from relpos.cli.decoding import add_running, load, shown
 _NEXT = """\
 relpos align: what is missing is {missing}. For example
 
-  relpos align --model run --source test.en --target test.de
+  relpos align run --source test.en --target test.de
 
 `relpos align --help` lists the rest."""
 
@@ -34,11 +34,9 @@ def add_commands(commands: Any) -> None:
         "A target word is linked to the source word that the decoder looks at most when it says it.\n"
         "An empty line gives an empty line. Files are read side by side and answered as they arrive.",
         _align,
-        usage="relpos align --model MODEL... --source FILE --target FILE [options]",
+        usage="relpos align MODEL... --source FILE --target FILE [options]",
     )
-    command.add_argument(
-        "--model", nargs="+", default=[], metavar="MODEL", help="as for `relpos translate`"
-    )
+    command.add_argument("models", nargs="*", metavar="MODEL", help="as for `relpos translate`")
     command.add_argument("--source", metavar="FILE", help="sentences, - for standard input")
     command.add_argument("--target", metavar="FILE", help="their translations, as many lines")
     command.add_argument(
@@ -83,7 +81,7 @@ def _share(text: str) -> float:
 
 def _align(options: argparse.Namespace) -> int:
     there = (
-        ("a model", options.model),
+        ("a model", options.models),
         ("--source", options.source),
         ("--target", options.target),
     )
@@ -99,7 +97,7 @@ def _align(options: argparse.Namespace) -> int:
     for file in files:
         if file != STANDARD:
             os.stat(file)  # before the model is loaded
-    translator = load(options.model, options)
+    translator = load(options.models, options)
     failed = False
     quiet = options.output is None and sys.stdout.isatty()
     with (
