@@ -552,6 +552,8 @@ def _described(
         raise TypeError(f"device: expected str, got {type(device).__name__}")
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
     check_choice("precision", precision, PRECISIONS)
+    if precision != "f32" and device == "cpu":
+        raise ValueError(f"precision: expected 'f32', all that a CPU has, got {precision!r}")
     number = PRECISIONS.index(precision)
     return config.pairs(), (*most, bool(training), bool(recompute), device, number)
 

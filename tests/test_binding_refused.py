@@ -51,6 +51,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "q: expected float32 (B, H, N, D), got list; use np.ascontiguousarray(q, np.float32)",
     ),
     (
+        "masked",
+        {"k": np.ma.masked_invalid(X)},
+        TypeError,
+        "k: expected an array without a mask of its own, which nothing would look at: got "
+        "MaskedArray; use k.filled(0), and `lengths` or `mask`",
+    ),
+    (
         "None",
         {"q": None},
         TypeError,

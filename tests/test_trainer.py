@@ -114,9 +114,9 @@ def test_a_decoder_alone(tmp_path: Path) -> None:
     trainer = make(tmp_path, config=config, data=lines, validation=lines[:20])
     before = trainer.validate()
     assert trainer.train().validation is not None and trainer.validate().nll < before.nll
-    with pytest.raises(ValueError, match="train: expected lines, for a decoder alone, got pairs"):
+    with pytest.raises(ValueError, match="data: expected lines, for a decoder alone, got pairs"):
         make(tmp_path / "other", config=config)
-    with pytest.raises(ValueError, match="train: expected pairs, for an encoder and a decoder"):
+    with pytest.raises(ValueError, match="data: expected pairs, for an encoder and a decoder"):
         make(tmp_path / "third", data=lines)
 
 
@@ -347,14 +347,35 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
         ({"patience": 2, "validation": None}, "patience: there is no validation"),
         ({"keep": 0}, "keep: expected 1 or more"),
         ({"data": [("a", "b"), ("c",)]}, "expected .* of str"),
-        ({"data": []}, "at least one"),
+        ({"data": []}, "data: expected lines with text, got nothing"),
+        ({"validation": []}, "validation: expected lines with text, got nothing"),
+        ({"validation": ["a", "b"]}, "validation: expected pairs, .* got lines"),
+        ({"device": "gpu"}, "device is 'gpu', expected cpu, cuda or cuda:N"),
+        ({"precision": "f16"}, "precision: expected"),
+        ({"precision": "bf16"}, "precision: expected 'f32', all that a CPU has, got 'bf16'"),
+        ({"tokens": 0}, "tokens: expected 1 or more"),
         ({"data": iter(TEXT)}, "data: expected what may be gone through more than once"),
         ({"validation": (pair for pair in TEXT)}, "validation: expected .* got generator"),
     ],
 )
 def test_arguments_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make(tmp_path, **given)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        make(tmp_path / "run", **given)
+
+
+def test_validation_is_looked_at_before_the_work(tmp_path: Path) -> None:
+    """All of it: what is wrong at its end would be found hours later."""
+    for name, lines in (("a", "one\ntwo\nthree\n"), ("b", "eins\nzwei\n"), ("empty", "\n \n")):
+        (tmp_path / name).write_text(lines)
+    uneven = relpos.data.read_pairs(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ValueError, match="a has 3 lines, .*b has 2"):
+        make(tmp_path / "run", validation=uneven)
+    empty = relpos.data.read_pairs(tmp_path / "empty", tmp_path / "empty")
+    with pytest.raises(
+        ValueError, match="validation: expected text in .*empty, got 2 read, 2 empty"
+    ):
+        make(tmp_path / "run", validation=empty)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
@@ -414,6 +435,21 @@ def test_twice_leaves_at_once(tmp_path: Path) -> None:
     assert run.returncode != 0 and "KeyboardInterrupt" in error
 
 
+def test_a_pipe_that_nobody_reads_saves_and_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            if "step" in text:
+                raise BrokenPipeError
+            return len(text)
+
+    monkeypatch.setattr("relpos.train.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(sys, "stderr", Pipe())
+    outcome = make(tmp_path, steps=10**6, progress="lines", validation=None).train()
+    assert outcome.reason == "interrupted" and outcome.step == outcome.checkpoint.step == 1
+
+
 # ---- progress ------------------------------------------------------------------------------------
 
 
@@ -451,9 +487,22 @@ def test_a_bar_on_a_terminal() -> None:
             for step in range(11, 21):
                 progress.step(step, 2.0, 1.0, 100, 0.5)
             progress.say("found something")
-    assert "20/20" in terminal.getvalue() and "perplexity 2.72" in terminal.getvalue()
+    assert "20/20" in terminal.getvalue() and "ppl 2.72" in terminal.getvalue()
     assert "found something" in terminal.getvalue()
     assert file.getvalue() == "found something\n"
+
+
+def test_a_bar_has_all_figures_in_eighty_columns() -> None:
+    pytest.importorskip("tqdm")
+    terminal = Terminal()
+    with Progress(100_000, 49_990, "bar", terminal) as progress:
+        progress._bar.dynamic_ncols = lambda _: (80, 24)
+        for step in range(49_991, 50_001):
+            progress.step(step, 3.123, 2.0, 4, 0.000349)
+    last = terminal.getvalue().rstrip().rsplit("\r", 1)[-1]
+    assert len(last) <= 80
+    for figure in ("loss 3.123", "ppl 7.39", "tok/s", "lr 0.000349", "50000/100000"):
+        assert figure in last
 
 
 def test_a_bar_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,14 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
     checks that follow to refuse, by the name of the argument. stream: of a GPU, what the array is
     to be read on; None: what its library works on.
     """
-    if isinstance(x, np.ndarray | DeviceArray):
+    if type(x) is np.ndarray or isinstance(x, DeviceArray):
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array without a mask of its own, which nothing would look at: "
+            f"got MaskedArray; use {name}.filled(0), and `lengths` or `mask`"
+        )
+    if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "__dlpack__"):
         if place_of(name, x) is not None:

@@ -13,10 +13,13 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_LINES = 10.0
+# All figures in the 80 columns of a terminal: without tqdm's share and steps a second.
+_BAR = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 _SHARE = 0.1  # of a new loss in the one that is shown; the log has each step's own
 
 
@@ -70,6 +73,7 @@ class Progress:
         self._tokens = 0
         self._loss: float | None = None
         self._bar = _make_bar(total, start, kind, self._stream)
+        self.unread = False  # whoever read it has gone
 
     def step(self, step: int, loss: float, nll: float, tokens: int, rate: float) -> None:
         """Tells of an update: its number, loss, nll, target tokens and learning rate."""
@@ -80,8 +84,9 @@ class Progress:
         before, self._step = self._step, step
         now = self._clock()
         if self._bar is not None:
-            self._bar.set_postfix_str(self._figures(now, nll, rate), refresh=False)
-            self._bar.update(step - before)
+            with self._until_unread():
+                self._bar.set_postfix_str(self._figures(now, nll, rate), refresh=False)
+                self._bar.update(step - before)
         elif self._kind != "none" and now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             of = "" if self._total is None else f" of {self._total:,}"
@@ -91,14 +96,16 @@ class Progress:
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
         if self._bar is not None:
-            self._bar.write(line, file=self._stream)
+            with self._until_unread():
+                self._bar.write(line, file=self._stream)
         elif self._kind != "none":
             self._print(line)
 
     def close(self) -> None:
         """Ends the bar."""
         if self._bar is not None:
-            self._bar.close()
+            with self._until_unread():
+                self._bar.close()
 
     def __enter__(self) -> Progress:
         return self
@@ -108,10 +115,19 @@ class Progress:
 
     def _figures(self, now: float, nll: float, rate: float) -> str:
         per_second = self._tokens / max(now - self._begun, 1e-9)
+        words = ("perplexity", "tokens/s", "rate") if self._bar is None else ("ppl", "tok/s", "lr")
         return (
-            f"loss {self._loss:.3f}  perplexity {perplexity(nll):.2f}  "
-            f"{per_second:,.0f} tokens/s  rate {rate:.3g}"
+            f"loss {self._loss:.3f}  {words[0]} {perplexity(nll):.2f}  "
+            f"{per_second:,.0f} {words[1]}  {words[2]} {rate:.3g}"
         )
+
+    @contextmanager
+    def _until_unread(self) -> Iterator[None]:
+        """A pipe whose reader has gone ends what is shown, not the run."""
+        try:
+            yield
+        except BrokenPipeError:
+            self.unread, self._kind, self._bar = True, "none", None
 
     def _left(self, now: float) -> float:
         made = self._step - self._start
@@ -120,7 +136,8 @@ class Progress:
         return (self._total - self._step) * (now - self._begun) / made
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        with self._until_unread():
+            print(line, file=self._stream, flush=True)
 
 
 def _make_bar(total: int | None, start: int, kind: str, stream: TextIO) -> Any:
@@ -134,7 +151,8 @@ def _make_bar(total: int | None, start: int, kind: str, stream: TextIO) -> Any:
         module = importlib.import_module("tqdm.auto" if notebook else "tqdm")
     except ImportError:
         return None
+    short = {} if notebook or total is None else {"bar_format": _BAR}
     return module.tqdm(
         total=total, initial=start, file=None if notebook else stream, unit="step",
-        dynamic_ncols=True,
+        dynamic_ncols=True, **short,
     )  # fmt: skip

@@ -36,6 +36,8 @@ from relpos.config import Config
 from relpos.data import (
     Batches,
     InOrder,
+    Lines,
+    Pairs,
     Report,
     SentencePiece,
     Subwords,
@@ -43,7 +45,7 @@ from relpos.data import (
     check_vocabulary,
     load_subwords,
 )
-from relpos.model import Precision, StepResult, Transformer
+from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
@@ -177,6 +179,13 @@ class Trainer:
 
         _check_again("data", data)
         _check_again("validation", validation)
+        # What would be found out after hours of tokenising is better known before.
+        model_memory(
+            config, tokens=tokens, sentences=sentences, recompute=recompute,
+            device=device, precision=precision,
+        )  # fmt: skip
+        _look_at("data", data, config, throughout=False)
+        _look_at("validation", validation, config, throughout=True)
 
         found = checkpoint.newest(self.folder) if resume else None
         if not resume and checkpoint.checkpoints(self.folder):
@@ -189,7 +198,7 @@ class Trainer:
         size = self.subwords.size
         self.config = config.replace({"source_vocabulary": size, "target_vocabulary": size})
         check_vocabulary(self.subwords, self.config)
-        self.cache = self._tokenised(data, "train")
+        self.cache = self._tokenised("data", data, "train")
         self._batches = Batches(
             self.cache,
             tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
@@ -198,7 +207,7 @@ class Trainer:
         self._validation: InOrder | None = None
         if validation is not None:
             self._validation = InOrder(
-                self._tokenised(validation, "validation"),
+                self._tokenised("validation", validation, "validation"),
                 tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
             )  # fmt: skip
         self.model = Transformer(
@@ -262,25 +271,19 @@ class Trainer:
 
         return tell
 
-    def _tokenised(self, data: Text | TokenCache, name: str) -> TokenCache:
+    def _tokenised(self, name: str, data: Text | TokenCache, folder: str) -> TokenCache:
         if isinstance(data, TokenCache):
             cache = data
         else:
             cache = TokenCache.build(
-                self.folder / "cache" / name, data, self.subwords, progress=self._teller(name)
+                self.folder / "cache" / folder, data, self.subwords, progress=self._teller(folder)
             )
         if cache.size != self.subwords.size:
             raise ValueError(
                 f"subwords: expected the {cache.size:,} tokens of {cache.folder}, "
                 f"got {self.subwords.size:,}"
             )
-        sides = 1 if self.config.encoder.layers == 0 else 2
-        if cache.sides != sides:
-            what = ("lines", "a decoder alone"), ("pairs", "an encoder and a decoder")
-            raise ValueError(
-                f"{name}: expected {what[sides - 1][0]}, for {what[sides - 1][1]}, "
-                f"got {what[cache.sides - 1][0]}"
-            )
+        _check_sides(name, cache.sides, self.config)
         return cache
 
     def _resume(self, found: Checkpoint) -> None:
@@ -314,7 +317,8 @@ class Trainer:
     def train(self) -> Outcome:
         """Trains until something ends it, and saves.
 
-        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves at once.
+        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves at once. So
+        does the end of whoever reads the progress from a pipe.
         """
         log = None
         with _alone(self.folder), _interrupts() as interrupted:
@@ -333,7 +337,7 @@ class Trainer:
         run = _Run(self, log, progress)
         updates = iter(self._batches)
         while True:
-            reason = self._reason(run.expected, interrupted)
+            reason = self._reason(run.expected, interrupted() or progress.unread)
             if run.behind and (reason is not None or run.is_due()):
                 run.catch_up()
                 continue  # what has been begun may change the answer
@@ -352,11 +356,11 @@ class Trainer:
             self._best_step, last,
         )  # fmt: skip
 
-    def _reason(self, step: int, interrupted: Callable[[], bool]) -> str | None:
+    def _reason(self, step: int, interrupted: bool) -> str | None:
         """Why training ends before the next step, if it does."""
         if step >= self._steps:
             return "steps"
-        if interrupted():
+        if interrupted:
             return "interrupted"
         if self._seconds >= 60 * self._minutes:
             return "time"
@@ -567,6 +571,32 @@ def _check_again(name: str, data: Text | TokenCache | None) -> None:
             f"{name}: expected what may be gone through more than once, as a list, "
             f"got {type(data).__name__}"
         )
+
+
+def _check_sides(name: str, sides: int, config: Config) -> None:
+    wanted = 1 if config.encoder.layers == 0 else 2
+    if sides != wanted:
+        what = ("lines", "a decoder alone"), ("pairs", "an encoder and a decoder")
+        raise ValueError(
+            f"{name}: expected {what[wanted - 1][0]}, for {what[wanted - 1][1]}, "
+            f"got {what[sides - 1][0]}"
+        )
+
+
+def _look_at(name: str, data: Text | TokenCache | None, config: Config, throughout: bool) -> None:
+    """The first item is what this configuration takes; where throughout, all can be read."""
+    if data is None or isinstance(data, TokenCache):
+        return
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        if isinstance(data, Lines | Pairs):
+            files = ", ".join(dict.fromkeys(data.files))
+            raise ValueError(f"{name}: expected text in {files}, got {data.report}")
+        raise ValueError(f"{name}: expected lines with text, got nothing")
+    _check_sides(name, 1 if isinstance(first, str) else 2, config)
+    if throughout:
+        deque(items, maxlen=0)
 
 
 def _check_minutes(name: str, value: float) -> float:
