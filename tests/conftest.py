@@ -25,9 +25,16 @@ LONGEST = (
 )  # fmt: skip
 
 
+# What reaches the core by ctypes asks for one of these: it says nothing new under another Python.
+CORE = {"libraries", "emulated_device"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    for item in items:
+        if CORE & set(getattr(item, "fixturenames", ())):
+            item.add_marker("core")
 
 
 @pytest.fixture(scope="session")
