@@ -23,6 +23,7 @@
 #   BLAS=builtin            never anything but our own products
 #   BLAS=openblas           or another package known to pkg-config, or a library's path:
 #                           that library
+#   VARIANT=debug           in build/debug/ without optimisation, in a tenth of the time
 #   WERROR=1                warnings are errors
 #   BUILD=folder            build there instead of in build/<variant>; the variants that targets
 #                           above are about, f64 and so on, each in a folder below it
@@ -58,6 +59,7 @@ ABI := $(firstword $(subst ., ,$(VERSION)))
 NAME := core
 SANITIZE_COMMON := -O1 -g -fno-omit-frame-pointer -UNDEBUG
 VARIANT_FLAGS_release :=
+VARIANT_FLAGS_debug := -O0 -g -UNDEBUG
 VARIANT_FLAGS_asan := $(SANITIZE_COMMON) -fsanitize=address
 VARIANT_FLAGS_ubsan := $(SANITIZE_COMMON) -fsanitize=undefined -fno-sanitize-recover=all
 VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread

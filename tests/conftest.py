@@ -20,8 +20,9 @@ from building import make  # noqa: E402
 
 # The files that take longest, which begin first: what comes last has one of the workers idle.
 LONGEST = (
-    "test_properties.py", "test_sanitizers.py", "test_attention.py", "test_cuda_orders.py",
-    "test_cuda_step.py", "test_cuda_model.py", "test_package.py", "test_readme.py",
+    "test_readme.py", "test_attention.py", "test_package.py", "test_cuda_step.py",
+    "test_sanitizers.py", "test_cuda_orders.py", "test_cuda_attention_backward.py",
+    "test_cuda_attention_forward.py", "test_cuda_ops.py", "test_properties.py",
 )  # fmt: skip
 
 

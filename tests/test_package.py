@@ -259,7 +259,7 @@ def test_a_repaired_wheel(built: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_editable_install(source: Path, tmp_path: Path) -> None:
     fresh = Environment(tmp_path)
-    fresh.pip_install("-e", source)
+    fresh.pip_install("-e", source, RELPOS_DEBUG="1")  # seconds, not a minute
     where = fresh.python("-c", "import relpos; print(relpos.__file__)").strip()
     assert where == str(source / "relpos" / "__init__.py")
     fresh.check()
@@ -283,7 +283,7 @@ def test_without_openblas(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_an_installed_core(source: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "prefix"
-    run("make", "-j2", "install", f"PREFIX={prefix}", cwd=source)
+    run("make", "-j2", "install", "VARIANT=debug", f"PREFIX={prefix}", cwd=source)
     fresh = Environment(tmp_path)
     fresh.pip_install(source, RELPOS_SYSTEM_CORE=str(prefix))
     out = fresh.python("-c", SAME_IN_PYTHON)

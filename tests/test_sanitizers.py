@@ -19,7 +19,7 @@ import capi
 from building import make
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = 300
+CASES = 160
 
 SCRIPT = """
 import sys
@@ -37,7 +37,7 @@ for name in ("f64", *capi.CORES):
     except (capi.Unavailable, capi.CoreError):
         print("cannot run here:", name)
 cases = [random_case(1_000_000 + seed) for seed in range(int(sys.argv[3]))]
-cases += CORNERS[:: max(1, len(CORNERS) // 60)]
+cases += CORNERS[:: max(1, len(CORNERS) // 40)]
 wrong = 0
 for i, case in enumerate(cases):
     core = cores[i % len(cores)]
