@@ -26,15 +26,19 @@ LONGEST = (
 )  # fmt: skip
 
 
-# What reaches the core by ctypes asks for one of these: it says nothing new under another Python.
-CORE = {"libraries", "emulated_device"}
+# What says nothing new under another Python: what asks for libcore to reach it by ctypes, and these.
+CORE = (
+    "test_sanitizers.py", "test_disassembly.py", "test_reference.py", "test_reference_layers.py",
+    "test_cuda_emulator.py", "test_cuda_ops.py", "test_cuda_orders.py", "test_cuda_build.py",
+    "test_cuda_vectors.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for item in items:
-        if CORE & set(getattr(item, "fixturenames", ())):
+        if item.path.name in CORE or "libraries" in getattr(item, "fixturenames", ()):
             item.add_marker("core")
 
 
