@@ -285,7 +285,6 @@ _ENDED = {
 def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
     """A saved vocabulary, or how a new one is made, where the run has none yet."""
     from relpos import data
-    from relpos.train.trainer import texts_of
 
     kind = options.subwords
     size = options.vocabulary or config.target_vocabulary
@@ -295,8 +294,8 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
     def train() -> Any:
         try:
             if kind == "words":
-                return data.Words.train(texts_of(text), size)
-            return data.SentencePiece.train(texts_of(text), size, kind)
+                return data.Words.train(text, size)
+            return data.SentencePiece.train(text, size, kind)
         except ValueError as error:  # by the names that things have here
             name, colon, rest = str(error).partition(": ")
             names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relpos.model import StepResult
 from relpos.train.events import Events
+from relpos.train.progress import perplexity
 
 LOG = "log.jsonl"
 _DRAWN = frozenset(
@@ -80,3 +82,45 @@ def read_log(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Sums:
+    """Means over the labels of several steps: the figures of a line."""
+
+    def __init__(self) -> None:
+        self.nll = math.nan
+        self.tokens = 0
+        self._seconds: float | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step is the first of a new line; nll stays until then."""
+        self._fresh = True
+
+    def add(self, result: StepResult) -> None:
+        if self._fresh:
+            self.tokens, self._loss, self._nll, self._hits, self._fresh = 0, 0.0, 0.0, 0.0, False
+        self.tokens += result.tokens
+        self._loss += result.loss * result.tokens
+        self._nll += result.nll * result.tokens
+        self._hits += result.accuracy * result.tokens
+        self.nll = self._nll / max(1, self.tokens)
+
+    def figures(self, result: StepResult, epoch: int, seconds: float) -> dict[str, Any]:
+        tokens = max(1, self.tokens)
+        passed = None if self._seconds is None else seconds - self._seconds
+        self._seconds = seconds
+        return {
+            "step": result.step,
+            "attempt": result.attempt,
+            "epoch": epoch,
+            "loss": self._loss / tokens,
+            "nll": self.nll,
+            "perplexity": perplexity(self.nll),
+            "accuracy": self._hits / tokens,
+            "learning_rate": result.learning_rate,
+            "gradient_norm": result.gradient_norm,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens / passed if passed else None,
+            "seconds": seconds,
+        }

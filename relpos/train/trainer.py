@@ -17,27 +17,20 @@ run/
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
-import signal
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from relpos.config import Config
 from relpos.data import (
     Batches,
     InOrder,
-    Lines,
-    Pairs,
     Report,
     SentencePiece,
     Subwords,
@@ -45,20 +38,16 @@ from relpos.data import (
     check_vocabulary,
     load_subwords,
 )
-from relpos.model import Precision, StepResult, Transformer, model_memory
+from relpos.model import Precision, Transformer, model_memory
 from relpos.position.arrays import check_count
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
-from relpos.train.log import Log
+from relpos.train.ending import TrainingError, alone, interrupts
+from relpos.train.inputs import Text, check_again, check_sides, look_at
+from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, perplexity
 
-Text = Iterable[Any]  # of str, or of (source, target)
-
 _NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the sentence says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +166,15 @@ class Trainer:
         self._progress = check_kind(progress)
         self._tensorboard = bool(tensorboard)
 
-        _check_again("data", data)
-        _check_again("validation", validation)
+        check_again("data", data)
+        check_again("validation", validation)
         # What would be found out after hours of tokenising is better known before.
         model_memory(
             config, tokens=tokens, sentences=sentences, recompute=recompute,
             device=device, precision=precision,
         )  # fmt: skip
-        _look_at("data", data, config, throughout=False)
-        _look_at("validation", validation, config, throughout=True)
+        look_at("data", data, config, throughout=False)
+        look_at("validation", validation, config, throughout=True)
 
         found = checkpoint.newest(self.folder) if resume else None
         if not resume and checkpoint.checkpoints(self.folder):
@@ -249,7 +238,7 @@ class Trainer:
                 raise ValueError("subwords: expected those that the token cache was made with")
             self._say("learning the subwords")
             if given is None:
-                own = SentencePiece.train(texts_of(data), config.target_vocabulary)
+                own = SentencePiece.train(data, config.target_vocabulary)
             else:
                 own = given()  # type: ignore[operator]
         own.save(self.folder / TOKENIZER)
@@ -283,7 +272,7 @@ class Trainer:
                 f"subwords: expected the {cache.size:,} tokens of {cache.folder}, "
                 f"got {self.subwords.size:,}"
             )
-        _check_sides(name, cache.sides, self.config)
+        check_sides(name, cache.sides, self.config)
         return cache
 
     def _resume(self, found: Checkpoint) -> None:
@@ -321,7 +310,7 @@ class Trainer:
         does the end of whoever reads the progress from a pipe.
         """
         log = None
-        with _alone(self.folder), _interrupts() as interrupted:
+        with alone(self.folder), interrupts() as interrupted:
             try:
                 log = Log(self.folder, self.folder / "events" if self._tensorboard else None)
                 if self.resumed is not None:
@@ -428,7 +417,7 @@ class _Run:
 
     def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
         self.step = trainer.model.counters[0]
-        self.recent = _Sums()
+        self.recent = Sums()
         self.last: Checkpoint | None = None
         self._trainer, self._log, self._progress = trainer, log, progress
         self._epochs: deque[int] = deque()  # of the steps that have been begun
@@ -514,130 +503,7 @@ class _Run:
             self.last, self._saved = trainer._save(), time.monotonic()
 
 
-class _Sums:
-    """Means over the labels of several steps."""
-
-    def __init__(self) -> None:
-        self.nll = math.nan
-        self.tokens = 0
-        self._seconds: float | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """The next step is the first of a new line; nll stays until then."""
-        self._fresh = True
-
-    def add(self, result: StepResult) -> None:
-        if self._fresh:
-            self.tokens, self._loss, self._nll, self._hits, self._fresh = 0, 0.0, 0.0, 0.0, False
-        self.tokens += result.tokens
-        self._loss += result.loss * result.tokens
-        self._nll += result.nll * result.tokens
-        self._hits += result.accuracy * result.tokens
-        self.nll = self._nll / max(1, self.tokens)
-
-    def figures(self, result: StepResult, epoch: int, seconds: float) -> dict[str, Any]:
-        tokens = max(1, self.tokens)
-        passed = None if self._seconds is None else seconds - self._seconds
-        self._seconds = seconds
-        return {
-            "step": result.step,
-            "attempt": result.attempt,
-            "epoch": epoch,
-            "loss": self._loss / tokens,
-            "nll": self.nll,
-            "perplexity": perplexity(self.nll),
-            "accuracy": self._hits / tokens,
-            "learning_rate": result.learning_rate,
-            "gradient_norm": result.gradient_norm,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens / passed if passed else None,
-            "seconds": seconds,
-        }
-
-
-def texts_of(data: Iterable[Any]) -> Iterator[str]:
-    """Every sentence of pairs or of lines, for a vocabulary of both sides."""
-    for item in data:
-        if isinstance(item, str):
-            yield item
-        else:
-            yield from item
-
-
-def _check_again(name: str, data: Text | TokenCache | None) -> None:
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"{name}: expected what may be gone through more than once, as a list, "
-            f"got {type(data).__name__}"
-        )
-
-
-def _check_sides(name: str, sides: int, config: Config) -> None:
-    wanted = 1 if config.encoder.layers == 0 else 2
-    if sides != wanted:
-        what = ("lines", "a decoder alone"), ("pairs", "an encoder and a decoder")
-        raise ValueError(
-            f"{name}: expected {what[wanted - 1][0]}, for {what[wanted - 1][1]}, "
-            f"got {what[sides - 1][0]}"
-        )
-
-
-def _look_at(name: str, data: Text | TokenCache | None, config: Config, throughout: bool) -> None:
-    """The first item is what this configuration takes; where throughout, all can be read."""
-    if data is None or isinstance(data, TokenCache):
-        return
-    items = iter(data)
-    first = next(items, None)
-    if first is None:
-        if isinstance(data, Lines | Pairs):
-            files = ", ".join(dict.fromkeys(data.files))
-            raise ValueError(f"{name}: expected text in {files}, got {data.report}")
-        raise ValueError(f"{name}: expected lines with text, got nothing")
-    _check_sides(name, 1 if isinstance(first, str) else 2, config)
-    if throughout:
-        deque(items, maxlen=0)
-
-
 def _check_minutes(name: str, value: float) -> float:
     if not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value!r}")
     return float(value)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One run to a folder: a second one is refused, not mixed in."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainingError(f"{folder}: another process trains here") from None
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come; the second of them raises KeyboardInterrupt.
-
-    Signals reach the main thread alone; in others nothing is changed.
-    """
-    came = False
-    before: dict[signal.Signals, Any] = {}
-
-    def note(_: int, __: FrameType | None) -> None:
-        nonlocal came
-        came = True
-        for each in before:
-            signal.signal(each, signal.default_int_handler)
-
-    if threading.current_thread() is threading.main_thread():
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: came
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ends a run, or does not let it begin: signals, and another run in the same folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the sentence says why."""
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One run to a folder: a second one is refused, not mixed in."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{folder}: another process trains here") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come; the second of them raises KeyboardInterrupt.
+
+    Signals reach the main thread alone; in others nothing is changed.
+    """
+    came = False
+    before: dict[signal.Signals, Any] = {}
+
+    def note(_: int, __: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
