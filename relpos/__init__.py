@@ -51,12 +51,9 @@ from relpos.library import (
 from relpos.maps import AttentionMaps
 from relpos.model import (
     Memory,
-    Profile,
-    ProfileLine,
     StepResult,
     Transformer,
     model_memory,
-    profile,
 )
 from relpos.model_maps import ModelMaps
 from relpos.position import (
@@ -77,6 +74,7 @@ from relpos.position import (
     TransformerXL,
 )
 from relpos.position.rope import rotate
+from relpos.profiling import Profile, ProfileLine, profile
 from relpos.search import Decoder, Hypothesis, Search
 
 if TYPE_CHECKING:

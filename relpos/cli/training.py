@@ -218,7 +218,7 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
     config, loop = configured(options)
 
     from relpos import data
-    from relpos.model import profile
+    from relpos.profiling import profile
     from relpos.train.trainer import Trainer
 
     if config.decoder.layers == 0:
