@@ -843,7 +843,8 @@ def test_nothing_leaks() -> None:
     gc.collect()
     after = [sys.getrefcount(x) for x in held]
     assert after[:-1] == counts[:-1]
-    assert abs(after[-1] - counts[-1]) < 100  # None
+    if sys.version_info < (3, 12):  # from there on nobody has to count None
+        assert abs(after[-1] - counts[-1]) < 100
     if "-fsanitize" not in relpos.build_info()["flags"]:
         assert resident_bytes() - resident < 1 << 20
 
