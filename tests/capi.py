@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 import relpos
-from cases import GUARD, SENTINEL, Arrays, Case, Strided, allocate, allocate_rows
+from case_arrays import allocate_rows
+from cases import Case
+from guarded_arrays import GUARD, SENTINEL, Arrays, Strided, allocate
 from relpos import reference
 
 OK, ARGUMENT, SHAPE, MEMORY, FILE, ORDER, DEVICE = 0, 10, 11, 20, 30, 40, 50
@@ -448,7 +450,7 @@ def run_backward(
 
 
 def run_both(core: Core, case: Case, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Results and gradients by name, as cases.Oracle names them."""
+    """Results and gradients by name, as tolerances.Oracle names them."""
     forward = run_forward(core, case, arrays)
     gradients = run_backward(core, case, arrays, forward)
     return {"out": forward.out.view, "lse": forward.lse.view, **gradients}

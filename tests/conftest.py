@@ -22,7 +22,7 @@ from building import make  # noqa: E402
 LONGEST = (
     "test_readme.py", "test_attention.py", "test_package.py", "test_cuda_step.py",
     "test_sanitizers.py", "test_cuda_orders.py", "test_cuda_attention_backward.py",
-    "test_cuda_attention_forward.py", "test_cuda_ops.py", "test_properties.py",
+    "test_cuda_attention_forward.py", "test_cuda_ops.py", "test_properties_terms.py",
 )  # fmt: skip
 
 

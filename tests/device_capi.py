@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """capi.Core for a device: the same calls, every array copied there before and back after.
 
-What compares a core with the reference (test_attention.compare_case, test_properties) takes a
+What compares a core with the reference (test_attention.compare_case, properties.correct) takes a
 DeviceCore as it is. Without a GPU the device is the emulated one: see emulated().
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from capi import Core, environment, fields
-from cases import Strided
+from guarded_arrays import Strided
 
 F32, BF16 = 0, 1  # RP_F32, RP_BF16
 

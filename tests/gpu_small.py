@@ -23,7 +23,8 @@ import numpy as np  # noqa: E402
 
 import capi  # noqa: E402
 import relpos  # noqa: E402
-from cases import CORNERS, make_arrays  # noqa: E402
+from case_arrays import make_arrays  # noqa: E402
+from corners import CORNERS  # noqa: E402
 from device_capi import BF16, F32, DeviceCore  # noqa: E402
 from small_model import BOS, EOS, pairs, sentences, small_config  # noqa: E402
 

@@ -11,6 +11,11 @@ import relpos
 
 VOCABULARY, LONGEST = 23, 12
 BOS, EOS = 1, 2
+# Those of a batch, in the order in which the binding takes them.
+FIELDS = (
+    "source", "source_offsets", "target", "target_offsets", "labels", "source_graphs",
+    "target_graphs", "ordinals",
+)  # fmt: skip
 
 
 def small_config(**changes: Any) -> relpos.Config:

@@ -19,42 +19,17 @@ import pytest
 
 import capi
 from capi import Core
-from cases import (
-    CORNERS,
-    Arrays,
-    Case,
-    Distances,
-    Edges,
-    Labels,
-    Mask,
-    compare,
-    make_arrays,
-    oracle,
-    random_case,
-)
+from case_arrays import make_arrays
+from cases import Case, Distances, Edges, Labels, Mask, random_case
+from cores import get_core
+from corners import CORNERS
+from guarded_arrays import Arrays
 from relpos.reference import KINDS, Band, Dropout
+from tolerances import compare, oracle
 
 CHUNK = 100
 CHUNKS = 24
 CORES = ("f64", *capi.CORES)
-_cores: dict[str, Core | str] = {}
-
-
-def get_core(libraries: dict[str, Path], name: str) -> Core:
-    """Each core once; skips where this machine cannot run it."""
-    if name not in _cores:
-        try:
-            _cores[name] = capi.core_by_name(libraries, name)
-        except (capi.Unavailable, capi.CoreError) as error:
-            # Only an instruction set that the library itself says it cannot run may be missing.
-            available = capi.core_by_name(libraries, name[:3]).build_info()["isa_available"]
-            if name.partition("-")[2] in available.split():
-                raise
-            _cores[name] = str(error)
-    core = _cores[name]
-    if isinstance(core, str):
-        pytest.skip(f"this machine cannot run {name}: {core}")
-    return core
 
 
 def compare_case(core: Core, case: Case) -> str | None:

@@ -19,23 +19,16 @@ import pytest
 
 import capi
 from building import make
-from cases import (
-    CORNERS,
-    Arrays,
-    Case,
-    Distances,
-    Edges,
-    Labels,
-    Mask,
-    make_arrays,
-    oracle_of,
-    random_case,
-)
+from case_arrays import make_arrays
+from cases import Case, Distances, Edges, Labels, Mask, random_case
 from conftest import ROOT
+from corners import CORNERS
 from device_capi import BF16, DeviceCore, counters, from_bf16, to_bf16
+from guarded_arrays import Arrays
 from relpos.reference import Band, Dropout
 from test_attention import compare_case, report
 from test_sanitizers import runtime
+from tolerances import oracle_of
 
 _cores: dict[tuple[int, int, bool], DeviceCore] = {}
 
@@ -212,7 +205,7 @@ import hashlib, sys
 import numpy as np
 import capi, test_cuda_attention_backward as tests
 from pathlib import Path
-from cases import make_arrays
+from case_arrays import make_arrays
 from device_capi import DeviceCore
 
 libcore, precision, *names = sys.argv[1:]

@@ -17,19 +17,10 @@ import pytest
 
 import capi
 from capi import Core, describe
-from cases import (
-    SENTINEL,
-    Case,
-    Distances,
-    Edges,
-    Labels,
-    Mask,
-    allocate,
-    compare,
-    make_arrays,
-    oracle_of,
-)
+from case_arrays import make_arrays
+from cases import Case, Distances, Edges, Labels, Mask
 from device_capi import BF16, DeviceCore, counters, from_bf16, to_bf16
+from guarded_arrays import SENTINEL, allocate
 from relpos.reference import Band, Dropout
 from test_attention import report
 from test_cuda_attention_backward import (
@@ -44,6 +35,7 @@ from test_cuda_attention_backward import (
     library_of,
 )
 from test_sanitizers import runtime
+from tolerances import compare, oracle_of
 
 # ---- paths ---------------------------------------------------------------------------------------
 
@@ -227,7 +219,7 @@ import hashlib, sys
 from pathlib import Path
 import numpy as np
 import capi, test_cuda_attention_forward as tests
-from cases import make_arrays
+from case_arrays import make_arrays
 from device_capi import DeviceCore
 
 libcore, precision, *names = sys.argv[1:]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """relpos.attention_maps: against the formulas of every scheme, against relpos.reference, and which
 parts of the maps can be had. What the core's maps hold pair by pair: tests/c/test_attention_maps.c.
+Beside a result, and how parts add up: test_maps_parts.py.
 """
 
 from __future__ import annotations

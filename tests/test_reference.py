@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cases import Case, Distances, Edges, Labels, Mask, make_arrays, merge_tied, random_case
+from case_arrays import make_arrays
+from cases import Case, Distances, Edges, Labels, Mask, random_case
 from relpos import reference
 from relpos.reference import Band, Dropout, Term, relation_index
+from tolerances import merge_tied
 
 
 def four_point(f: Any, x: np.ndarray, index: Any, step: float = 2.0**-10) -> float:

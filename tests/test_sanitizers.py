@@ -26,7 +26,8 @@ import sys
 from pathlib import Path
 
 import capi
-from cases import CORNERS, random_case
+from cases import random_case
+from corners import CORNERS
 from test_attention import compare_case
 
 libraries = {"f32": Path(sys.argv[1]), "f64": Path(sys.argv[2])}

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maps of one call of relpos.attention: beside its result, and parts that add up to its logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+
+
+def test_maps_beside_a_result() -> None:
+    random = np.random.default_rng(0)
+    q, k, v = random.standard_normal((3, 2, 3, 7, 8), np.float32)
+    shaw = relpos.Shaw(random.standard_normal((5, 8), np.float32))
+    call: dict[str, Any] = {"position": shaw, "causal": True, "window": 4}
+    dropped = {"dropout": 0.5, "seed": 3}
+    out, maps = relpos.attention(q, k, v, **call, **dropped, return_maps="all")
+    assert np.array_equal(out, relpos.attention(q, k, v, **call, **dropped))
+    expected = relpos.attention_maps(q, k, parts="all", **call)
+    assert np.array_equal(maps.probabilities, expected.probabilities)  # those before dropout
+    assert np.array_equal(maps.logits, expected.logits)
+    assert list(maps.parts) == list(expected.parts) == ["content", "key_table"]
+    out, maps = relpos.attention(q, k, v, **call, return_maps=["logits"])
+    assert maps.probabilities is None and not maps.parts
+    whole = relpos.attention_maps(q, k, **call).probabilities @ v
+    np.testing.assert_allclose(out, whole, rtol=0, atol=1e-5)
+    packed, maps = relpos.attention(
+        *(np.ascontiguousarray(x[0].transpose(1, 0, 2)) for x in (q, k, v)), offsets=[0, 3, 7],
+        return_maps="probabilities",
+    )  # fmt: skip
+    assert packed.shape == (7, 3, 8) and [p.shape for p in maps.probabilities] == [
+        (3, 3, 3),
+        (3, 4, 4),
+    ]
+    room = np.full_like(q, 7)
+    with pytest.raises(ValueError, match="return_maps: there is no 'slopes' in this call"):
+        relpos.attention(q, k, v, **call, out=room, return_maps=["slopes"])
+    assert (room == 7).all()
+    with pytest.raises(TypeError, match="return_maps: expected names"):
+        relpos.attention(q, k, v, return_maps=3)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="k"):
+        relpos.attention(q, k[..., :4], v, return_maps="all")
+
+
+def test_parts_add_up_to_rounding() -> None:
+    """What is not exact: a logit is 2 D products of rounded factors and a rescaling, content and
+    relation D each and the same; each step errs by at most 2^-24 of what has been added up."""
+    random = np.random.default_rng(2)
+    q, k = random.standard_normal((2, 1, 2, 90, 16), np.float32)
+    table = random.standard_normal((9, 16), np.float32)
+    maps = relpos.attention_maps(q, k, position=relpos.Shaw(table), parts="all")
+    near = np.clip(np.arange(90) - np.arange(90)[:, None], -4, 4) + 4
+    size = np.abs(q) @ np.abs(k).swapaxes(2, 3)
+    size += np.take_along_axis(np.abs(q) @ np.abs(table.T), near[None, None], axis=3)
+    error = np.abs(maps.parts["content"].astype(np.float64) + maps.parts["key_table"] - maps.logits)
+    assert np.all(error <= (4 * 16 + 12) * 2.0**-24 * size / 4) and error.any()
+
+
+@pytest.mark.parametrize("case", ["shaw", "bias", "both sides"])
+def test_exact_numbers_add_up_exactly(case: str) -> None:
+    """Logits begin at the relations, and content is added to them, product by product, in units of
+    log 2; content shows the same products from nothing. With a scale of ln 2 and small integers no
+    sum is rounded on the way, so that what is shown is ln 2 times an integer, rounded once; and
+    those of content and relations add up to that of the logits exactly."""
+    random = np.random.default_rng(1)
+    q, k = (random.integers(-4, 5, (1, 2, 70, 16)).astype(np.float32) for _ in range(2))
+    table = random.integers(-3, 4, (9, 16)).astype(np.float32)
+    if case == "shaw":
+        position: Any = relpos.Shaw(table)
+    elif case == "both sides":
+        position = relpos.RelativeKeyQuery(random.integers(-3, 4, (139, 16)).astype(np.float32))
+    else:
+        position = relpos.MusicTransformer(random.integers(-3, 4, (139, 16)).astype(np.float32))
+    ln2 = np.float32(math.log(2))
+    maps = relpos.attention_maps(q, k, position=position, scale=math.log(2), parts="all")
+
+    def integers(x: Any) -> Any:
+        found = np.rint(x.astype(np.float64) / math.log(2))
+        assert np.array_equal(found.astype(np.float32) * ln2, x)
+        return found
+
+    content = integers(maps.parts["content"])
+    assert np.array_equal(
+        content[0], q[0].astype(np.float64) @ k[0].astype(np.float64).swapaxes(1, 2)
+    )
+    relation = sum(integers(part) for name, part in maps.parts.items() if name != "content")
+    assert np.array_equal(content + relation, integers(maps.logits)) and np.any(relation)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches: how they are made, and what of them Python, the binding and the core refuse."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import relpos
+from relpos import Batch, _core
+from small_model import (
+    BOS,
+    EOS,
+    FIELDS,
+    LONGEST,
+    VOCABULARY,
+    assert_same_bits,
+    pairs,
+    small_config,
+    small_model,
+    weights,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+# --------------------------------------------------------------------------------------------------
+
+
+def test_pairs_end_to_end() -> None:
+    batch = Batch.from_pairs([[7, 4, 9], [5, 2]], [[6, 8], [3, 3, 6]], bos=1, eos=2)
+    assert batch.source.tolist() == [7, 4, 9, 5, 2]
+    assert batch.source_offsets.tolist() == [0, 3, 5]
+    assert batch.target.tolist() == [1, 6, 8, 1, 3, 3, 6]
+    assert batch.target_offsets.tolist() == [0, 3, 7]
+    assert batch.labels.tolist() == [6, 8, 2, 3, 3, 6, 2]
+    assert batch.sentences == 2
+    assert repr(batch) == "<Batch of 2 sentences, source: 5 tokens, target: 7 tokens>"
+    assert [x.tolist() for x in batch.split(batch.labels)] == [[6, 8, 2], [3, 3, 6, 2]]
+
+
+def test_other_batches() -> None:
+    alone = Batch.from_sentences([[], [6, 8]], bos=1, eos=2)
+    assert alone.source is None and alone.source_offsets is None
+    assert alone.target.tolist() == [1, 1, 6, 8] and alone.labels.tolist() == [2, 6, 8, 2]
+    assert alone.target_offsets.tolist() == [0, 1, 4]
+    labelled = Batch.from_labels([[3, 4], [], [5]], [[1, -1], [], [0]])
+    assert labelled.target is None and labelled.sentences == 3
+    assert labelled.source.tolist() == [3, 4, 5] and labelled.labels.tolist() == [1, -1, 0]
+    none = Batch.from_pairs([], [], bos=1, eos=2)
+    assert none.sentences == 0 and none.split(none.labels) == []
+
+
+def test_batches_own_their_arrays() -> None:
+    tokens = np.arange(3, 8)
+    batch = Batch(source=tokens, source_offsets=[0, 5], labels=tokens, ordinals=[2**32 - 1])
+    tokens[:] = 0
+    assert batch.source.tolist() == [3, 4, 5, 6, 7] == batch.labels.tolist()
+    types = (batch.source.dtype, batch.source_offsets.dtype, batch.ordinals.dtype)
+    assert types == (np.int32, np.int64, np.uint32)
+    for array in (batch.source, batch.source_offsets, batch.labels, batch.ordinals):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_tokens_of_any_integer_type() -> None:
+    lists = Batch.from_pairs([[7, 4], []], [[200], [3]], bos=300, eos=2)
+    for dtype in (np.uint8, np.int16, np.int64, np.uint64):
+        arrays = [[np.array(x, dtype) for x in side] for side in ([[7, 4], []], [[200], [3]])]
+        if dtype == np.int16:
+            arrays = [[x[::-1].copy()[::-1] for x in side] for side in arrays]  # any strides
+        batch = Batch.from_pairs(*arrays, bos=300, eos=2)
+        for name in ("source", "source_offsets", "target", "target_offsets", "labels"):
+            assert getattr(batch, name).tolist() == getattr(lists, name).tolist()
+
+
+@pytest.mark.parametrize(("top", "dtype"), [(3, np.int8), (200, np.int16), (70000, np.int32)])
+def test_graphs_end_to_end(top: int, dtype: Any) -> None:
+    one, two = np.array([[0, -1], [top, 1]]), np.zeros((0, 0), np.int64)
+    batch = Batch.from_labels([[3, 4], [], [5]], [[1, 1], [], [0]], graphs=[one, two, [[2]]])
+    labels, starts = batch._packed[5]
+    assert labels.dtype == dtype and labels.tolist() == [0, -1, top, 1, 2]
+    assert starts.tolist() == [0, 4, 4]
+    assert [x.tolist() for x in batch.source_graphs] == [one.tolist(), [], [[2]]]
+    assert np.shares_memory(batch.source_graphs[0], labels)
+
+
+BATCHES_REFUSED: list[tuple[Callable[[], Batch], type[Exception], str]] = [
+    (lambda: Batch(), ValueError, "^Batch: give source, target or both$"),
+    (lambda: Batch(source=[3]), ValueError, "^Batch: give source and source_offsets together$"),
+    (
+        lambda: Batch(source=[3.5], source_offsets=[0, 1]),
+        TypeError,
+        r"^source: expected integers \(count,\), got float64 \(1,\)$",
+    ),
+    (
+        lambda: Batch(source=[[3]], source_offsets=[0, 1]),
+        ValueError,
+        r"^source: expected integers \(count,\), got int64 \(1, 1\)$",
+    ),
+    (
+        lambda: Batch(target=[3, 2**31], target_offsets=[0, 2]),
+        ValueError,
+        rf"^target\[1\]: expected {-(2**31)} to {2**31 - 1}, got {2**31}$",
+    ),
+    (
+        lambda: Batch(source=[3, 4], source_offsets=[0, 1]),
+        ValueError,
+        "^source_offsets: expected sentences . 1 numbers from 0 to the 2 tokens of source, "
+        "got 0 to 1$",
+    ),
+    (
+        lambda: Batch(source=[], source_offsets=[]),
+        ValueError,
+        "^source_offsets: .* 0 tokens of source, got none$",
+    ),
+    (
+        lambda: Batch(source=[3, 4], source_offsets=[0, 2, 1, 2]),
+        ValueError,
+        r"^source_offsets\[2\]: expected 2 or more, as the one before it, got 1$",
+    ),
+    (
+        lambda: Batch.from_pairs([[3], [4.5]], [[3], [4]], bos=1, eos=2),
+        TypeError,
+        r"^sources\[1\]: expected integers \(n,\), got float64 \(1,\)$",
+    ),
+    (
+        lambda: Batch.from_pairs([3, 4], [[3], [4]], bos=1, eos=2),
+        ValueError,
+        r"^sources\[0\]: expected integers \(n,\), got int64 \(\)$",
+    ),
+    (
+        lambda: Batch.from_pairs([[3]], [[3], [4]], bos=1, eos=2),
+        ValueError,
+        "^targets: expected 1 sentences as in sources, got 2$",
+    ),
+    (
+        lambda: Batch.from_sentences(["ab"], bos=1, eos=2),
+        TypeError,
+        r"^sentences\[0\]: expected integers \(n,\), got <U2 \(\)$",
+    ),
+    (
+        lambda: Batch.from_sentences([[3]], bos=1.5, eos=2),  # type: ignore[arg-type]
+        TypeError,
+        "^bos: expected an integer, got float$",
+    ),
+    (
+        lambda: Batch.from_sentences([[3]], bos=1, eos=-1),
+        ValueError,
+        "^eos: expected 0 or more, got -1$",
+    ),
+    (
+        lambda: Batch.from_labels([[3], [4, 5]], [[3], [4]]),
+        ValueError,
+        r"^labels\[1\]: expected 2 labels, got 1$",
+    ),
+    (
+        lambda: Batch.from_labels([[3], [4, 5]], [[3]]),
+        ValueError,
+        "^labels: expected 2 sentences as in sources, got 1$",
+    ),
+    (
+        lambda: Batch.from_labels([[3]], [[3]], graphs=[]),
+        ValueError,
+        "^source_graphs: expected 1 matrices, got 0$",
+    ),
+    (
+        lambda: Batch.from_labels([[3], [4, 5]], [[3], [4, 5]], graphs=[[[0]], [[1]]]),
+        ValueError,
+        r"^source_graphs\[1\]: expected integers \(2, 2\), got int64 \(1, 1\)$",
+    ),
+    (
+        lambda: Batch.from_labels([[3]], [[3]], graphs=[[[0.5]]]),
+        TypeError,
+        r"^source_graphs\[0\]: expected integers \(n, n\), got float64 \(1, 1\)$",
+    ),
+    (
+        lambda: Batch(source=[3], source_offsets=[0, 1], target_graphs=[[[0]]]),
+        ValueError,
+        "^target_graphs: there are no such sentences$",
+    ),
+    (
+        lambda: Batch(source=[3], source_offsets=[0, 1], ordinals=[-1]),
+        ValueError,
+        rf"^ordinals\[0\]: expected 0 to {2**32 - 1}, got -1$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "sentence"), BATCHES_REFUSED)
+def test_batches_refused(make: Callable[[], Batch], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        make()
+
+
+# --------------------------------------------------------------------------------------------------
+# What the binding itself refuses
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def idle() -> relpos.Transformer:
+    """A model that is only asked for what it refuses."""
+    return small_model()
+
+
+def spoilt(**changes: Any) -> Any:
+    """The tuple of a good batch, with other fields."""
+    batch = Batch.from_pairs([[3, 4], [5, 6, 7]], [[3], [4]], bos=BOS, eos=EOS)
+    return tuple((dict(zip(FIELDS, batch._packed, strict=True)) | changes).values())
+
+
+def int32(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def int64(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+TUPLES_REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (
+        {"source": np.zeros(5)},
+        TypeError,
+        r"^source: expected int32 \(tokens,\), got float64 \(5,\); "
+        r"use np.ascontiguousarray\(source, np.int32\)$",
+    ),
+    ({"source": int64(3, 4, 5, 6, 7)}, TypeError, r"^source: expected int32 .*, got int64 \(5,\)"),
+    ({"source": [3, 4, 5, 6, 7]}, TypeError, "^source: expected int32 .*, got list"),
+    ({"source": int32(*range(10))[::2]}, ValueError, "^source: the last axis must be contiguous"),
+    ({"source": int32(3, 4, 5, 6)}, ValueError, "^source_offsets: the last one is 5, but source has 4"),
+    ({"source": None}, ValueError, "^source_offsets: the last one is 5, but source has 0 tokens"),
+    ({"source_offsets": int32(0, 2, 5)}, TypeError, r"^source_offsets: expected int64 .*, got int32"),
+    ({"source_offsets": int64()}, ValueError, "^source_offsets: expected B . 1 numbers"),
+    (
+        {"target_offsets": int64(0, 2, 3, 4)},
+        ValueError,
+        r"^target_offsets: expected int64 \(B . 1=3,\), got int64 \(4,\)$",
+    ),
+    ({"labels": int32(3, 4, 5)}, ValueError, r"^labels: expected int32 \(tokens=4,\), got int32 \(3,\)"),
+    ({"labels": int64(3, 4, 5, 6)}, TypeError, "^labels: expected int32 .*, got int64"),
+    ({"ordinals": int32(0, 1)}, TypeError, r"^ordinals: expected uint32 \(B=2,\), got int32 \(2,\)"),
+    (
+        {"ordinals": np.zeros(3, np.uint32)},
+        ValueError,
+        r"^ordinals: expected uint32 \(B=2,\), got uint32 \(3,\)$",
+    ),
+    ({"source_graphs": int32(1)}, TypeError, r"^source_graphs: expected a tuple \(labels, starts\)$"),
+    (
+        {"source_graphs": (int64(*range(13)), int64(0, 4))},
+        TypeError,
+        "^source_graphs: expected int8, int16 or int32 .*, got int64",
+    ),
+    (
+        {"source_graphs": (int32(*range(13)), int32(0, 4))},
+        TypeError,
+        r"^source_graphs starts: expected int64 \(B=2,\), got int32 \(2,\)",
+    ),
+    (
+        {"source_graphs": (int32(*range(12)), int64(0, 4))},
+        ValueError,
+        "^source_graphs: the 3 x 3 labels of sentence 1 begin at 4, but there are 12$",
+    ),
+    (
+        {"target_graphs": (int32(*range(8)), int64(-1, 4))},
+        ValueError,
+        "^target_graphs: the 2 x 2 labels of sentence 0 begin at -1, but there are 8$",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "sentence"), TUPLES_REFUSED, ids=str)
+def test_tuples_refused(
+    idle: relpos.Transformer, changes: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    batch = spoilt(**changes)
+    core = idle._core
+    for call in (
+        lambda: core.step((batch,)),
+        lambda: core.forward(batch, False, False),
+        lambda: core.backward(batch),
+        lambda: core.score(batch),
+        lambda: core.hidden(batch),
+        lambda: core.attention_map(batch, 0, 0, 0, 0, 0),
+    ):
+        with pytest.raises(error, match=sentence):
+            call()
+
+
+# What libcore says to a batch, seen from Python.
+REFUSED_BY_CORE: list[tuple[str, dict[str, Any], str]] = [
+    ("token", {"source": int32(3, 4, 5, 99, 7)}, r"source.*\b3\b.*\b99\b|source.*\b99\b.*\b3\b"),
+    ("negative", {"target": int32(1, -3, 1, 4)}, r"target.*\b1\b.*-3|target.*-3.*\b1\b"),
+    ("vocabulary", {"source": int32(3, 4, 5, 6, VOCABULARY)}, rf"source.*\b{VOCABULARY}\b"),
+    ("label", {"labels": int32(3, 2, -2, 2)}, r"labels.*-2"),
+    ("offsets", {"source_offsets": int64(0, 6, 5)}, "source_offsets"),
+    ("first", {"source_offsets": int64(1, 2, 5)}, "source_offsets"),
+    ("no source", {"source": None, "source_offsets": None}, "source"),
+    ("no target", {"target": None, "target_offsets": None, "labels": None}, "target"),
+    ("no labels", {"labels": None}, "labels"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"), [x[1:] for x in REFUSED_BY_CORE], ids=[x[0] for x in REFUSED_BY_CORE]
+)
+def test_batches_refused_by_the_core(
+    idle: relpos.Transformer, changes: dict[str, Any], sentence: str
+) -> None:
+    before = weights(idle)
+    batch = spoilt(**changes)
+    for call in (
+        lambda: idle._core.step((spoilt(), batch)),
+        lambda: idle._core.forward(batch, False, False),
+        lambda: idle._core.score(batch),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    assert_same_bits(idle.parameters, before)
+    assert idle.counters == (0, 0)
+
+
+def test_the_longest_and_one_above_it() -> None:
+    model = small_model()
+    fits = Batch.from_pairs([[3] * LONGEST], [[3] * (LONGEST - 1)], bos=BOS, eos=EOS)
+    assert model.step(fits).tokens == LONGEST
+    for source, target in ((LONGEST + 1, 1), (1, LONGEST)):
+        above = Batch.from_pairs([[3] * source], [[3] * target], bos=BOS, eos=EOS)
+        with pytest.raises(ValueError, match=rf"\b{LONGEST + 1}\b.*\b{LONGEST}\b"):
+            model.step(above)
+    assert model.counters == (1, 1)
+
+
+def test_limits_of_a_batch() -> None:
+    model = relpos.Transformer(small_config(), tokens=10, sentences=2)
+    for count, n in ((3, 1), (2, 6)):
+        with pytest.raises(ValueError, match="tokens|sentences"):
+            model.step(Batch.from_pairs([[3] * n] * count, [[3]] * count, bos=BOS, eos=EOS))
+    assert model.step(Batch.from_pairs([[3] * 5] * 2, [[3] * 4] * 2, bos=BOS, eos=EOS)).tokens == 10
+
+
+def test_wrong_types(idle: relpos.Transformer) -> None:
+    batch = pairs()
+    for call, sentence in (
+        (lambda: relpos.Transformer("tiny"), r"config: expected relpos\.Config, got str"),  # type: ignore[arg-type]
+        (lambda: idle.step(3), "'int' object is not iterable"),  # type: ignore[arg-type]
+        (lambda: idle.step([3]), r"batch: expected relpos\.Batch, got int"),  # type: ignore[list-item]
+        (lambda: idle.score(None), r"batch: expected relpos\.Batch, got NoneType"),  # type: ignore[arg-type]
+        (lambda: idle.attention_maps(batch, 0.5, 0), "layer: expected an integer, got float"),  # type: ignore[arg-type]
+        (
+            lambda: _core.Model(3, (1, 1, True, False, "cpu", 0)),
+            "config: expected a tuple of pairs",
+        ),  # type: ignore[arg-type]
+        (lambda: _core.Model((), 3), "limits: expected a tuple"),  # type: ignore[arg-type]
+        (lambda: idle._core.forward(3, False, False), "batch: expected a tuple"),  # type: ignore[arg-type]
+        (lambda: idle.save(3), r"os\.PathLike object, not int"),  # type: ignore[arg-type]
+        (lambda: relpos.profile(3), r"model: expected relpos\.Transformer, got int"),  # type: ignore[arg-type]
+        (lambda: pickle.dumps(idle), "cannot pickle"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            call()
+    with pytest.raises(ValueError, match="embedded null byte"):
+        idle.save("a\0b")
+    with pytest.raises(ValueError, match="tokens: expected 1 or more, got 0"):
+        relpos.Transformer(small_config(), tokens=0)
+    with pytest.raises((ValueError, MemoryError, OverflowError)):
+        relpos.Transformer(small_config(), tokens=2**62)
+
+
+def test_maps_refused(idle: relpos.Transformer) -> None:
+    batch = pairs()
+    for arguments, sentence in (
+        ({"layer": 1}, "layer.*1"),
+        ({"head": 2}, "head.*2"),
+        ({"layer": -1}, "layer: expected 0 or more, got -1"),
+        ({"sentence": 5}, "sentence: expected 0 to below 5, got 5"),
+        ({"kind": "self"}, "kind: expected 'encoder' or 'decoder' or 'cross', got 'self'"),
+        ({"show": "all"}, "show: expected 'probabilities' or"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            idle.attention_maps(batch, **({"layer": 0, "head": 0} | arguments))

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of numbers that are none, and of large ones: NaN, no overflow, a late maximum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import capi
+from capi import Core
+from case_arrays import make_arrays
+from cases import Case, Distances, Edges, Labels
+from cores import every_core
+from properties import EVERY_KIND, SHARED, TABLES, forward
+from relpos import reference
+from relpos.reference import Band
+
+core = every_core  # a fixture
+
+# ---- NaN in a table ------------------------------------------------------------------------------
+
+SPOILT: list[Any] = [
+    Band(4, 4),
+    Band(4, 4, "none"),
+    Band(200, 200),
+    Distances(30, 30, "clip", 9, "random"),
+    Distances(30, 30, "none", 0, "", "random"),
+    Labels(9),
+    Labels(9, 1, "sparse"),
+    Edges(9, 1),
+    Distances(300, 300, "none", 0, "", "random"),
+    Labels(3000, 2, "sparse"),
+]
+
+
+@pytest.mark.parametrize("kind", reference.KINDS)
+@pytest.mark.parametrize("map", SPOILT, ids=str)
+def test_nan_in_a_table_spoils_the_queries_that_meet_it(core: Core, kind: str, map: Any) -> None:
+    """All of these, and no other; but a row of a value table times a sum of zero may be NaN too."""
+    case = replace(EVERY_KIND, **{kind: map})
+    arrays = make_arrays(case, core.dtype)
+    table = arrays[f"{kind}[0]"].view
+    for row in sorted({0, 4, table.shape[0] // 2, table.shape[0] - 1}):
+        before = table[row, -1]
+        table[row, -1] = np.nan
+        arrays.remember()
+        out = forward(core, case, arrays)
+        table[row, -1] = before
+        spoilt = np.any(np.isnan(out), axis=-1)
+        for span in case.spans:
+            index = reference.head_index(arrays.maps[f"{kind}[0]"].map, span, 0)
+            meets = np.any(index.reshape(-1, case.N, case.M) == row, axis=(0, 2))
+            assert np.all(spoilt[span.batch][:, meets]), f"row {row}: NaN was lost"
+            stray = spoilt[span.batch][:, ~meets]
+            assert kind == "value" or not np.any(stray), f"row {row}: NaN where none is met"
+
+
+# ---- numbers that are none -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("row", [0, 3, 5, 10])
+def test_nan_in_a_table_row_reaches_every_query_that_meets_it(
+    core: Core, table: str, row: int
+) -> None:
+    """Row 0 is met by queries from 5 on, row 10 by those up to 64, the others likewise."""
+    arrays = make_arrays(SHARED, core.dtype)
+    arrays[table].view[row, 2] = np.nan
+    arrays.remember()
+    out = forward(core, SHARED, arrays)
+    meets = np.any(reference.relation_index(70, 70, 0, 5, 5) == row, axis=1)
+    spoilt = np.any(np.isnan(out), axis=-1)
+    assert np.all(spoilt[:, :, meets]), "NaN was lost"
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_in_an_input_reaches_the_results(core: Core, name: str) -> None:
+    """Of every query that sees it, and of no other head. (A hidden value times a probability of
+    zero may be NaN too: only what lies beyond a length is not read.)"""
+    case = replace(SHARED, causal=True)
+    arrays = make_arrays(case, core.dtype)
+    getattr(arrays, name).view[1, 2, 40, 3] = np.nan
+    arrays.remember()
+    spoilt = np.any(np.isnan(forward(core, case, arrays)), axis=-1)
+    assert np.all(spoilt[1, 2, 40 : (41 if name == "q" else None)]), "NaN was lost"
+    spoilt[1, 2] = False
+    assert not spoilt.any()
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_large_scores_do_not_overflow(core: Core, size: float) -> None:
+    """Scores of 1e5 and, forward, of 1e9, where float32 resolves no less than 64."""
+    case = replace(SHARED, key=Band(2, 2), value=None, scale=1.0)
+    arrays = make_arrays(case, core.dtype)
+    arrays.q.view[...] *= core.dtype(size)
+    arrays.k.view[...] *= core.dtype(size)
+    arrays.remember()
+    if size > 1e3:
+        results = {"out": forward(core, case, arrays)}
+    else:
+        results = capi.run_both(core, case, arrays)
+    for name, x in results.items():
+        finite = bool(np.all(np.isfinite(x)))
+        assert finite, name
+
+
+# ---- a maximum that comes late -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rise", [10.0, 1e3, 1e4])
+def test_a_late_maximum_is_as_precise_as_an_early_one(core: Core, rise: float) -> None:
+    """The first tile scores far below the second: what it left as maximum must not round the rest."""
+    case = Case(N=7, M=128, D=64, Dv=64, starts=(0,))
+    arrays = make_arrays(case, core.dtype)
+    q, k = arrays.views()[:2]
+    q[..., 0] = 1
+    late = np.concatenate([np.full(64, -8 * rise), np.zeros(64)])
+    results = {}
+    for name, column in (("late", late), ("early", late[::-1])):
+        k[..., 0] = column.astype(core.dtype)
+        arrays.remember()
+        results[name] = capi.run_forward(core, case, arrays).out.view.copy()
+    truth = []
+    for column in (late, late[::-1]):
+        k[..., 0] = column.astype(core.dtype)
+        truth.append(reference.batched_forward(case.batch(arrays), *arrays.views()[:3])[0])
+    error = [np.abs(a - b).max() for a, b in zip(results.values(), truth, strict=True)]
+    assert error[0] <= 8 * error[1] + 4 * np.finfo(core.dtype).eps
