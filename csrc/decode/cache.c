@@ -16,7 +16,7 @@
 struct rpi_cache {
   rp_model *model;
   const rp_ops *ops;
-  int64_t layers, token; /* of the decoder; numbers of one token in one layer: 2 H D */
+  int64_t layers, token; /* of the decoder; numbers from a token to the next in one layer */
   rpi_cache_start start;
 
   /* the log */
@@ -27,7 +27,7 @@ struct rpi_cache {
   /* the source */
   int64_t sentences, source_rows;
   rpi_room source_offsets; /* [sentences + 1] */
-  rpi_room cross;          /* of the device: [layers][source rows][2 H D] */
+  rpi_room cross;          /* of the device: [layers][source rows][token] */
   rpi_room cross_places;   /* [source rows]: pointers to layer 0 */
 
   /* tables that are made of parameters (of the device), and the shapes that use them, for each
@@ -79,7 +79,7 @@ rp_status rpi_cache_create(rp_model *model, rpi_cache **cache) {
   c->model = model;
   c->ops = model->ops;
   c->layers = model->config.decoder.layers;
-  c->token = 2 * model->config.heads * rpi_head_width(&model->config);
+  c->token = rpi_kept_stride(model);
   const int64_t token_bytes = c->layers * c->token * (int64_t)sizeof(real);
   c->block_rows = token_bytes < BLOCK_BYTES ? BLOCK_BYTES / token_bytes : 1;
   *cache = c;
@@ -275,7 +275,7 @@ static rp_status move_table(const rp_ops *ops, rp_relation *r, const real *scrat
 static rp_status move_tables(const rpi_cache *c, rp_attention *a, real *to, int64_t *count) {
   const rp_ops *const ops = c->ops;
   const rpi_positions *const p = &c->model->stack[RPI_DECODER].positions;
-  const int64_t HD = c->token / 2;
+  const int64_t HD = c->model->config.heads * rpi_head_width(&c->model->config);
   *count = 0;
   RPI_TRY(move_table(ops, &a->key[0], p->key, a->key[0].rows * HD, to, count));
   RPI_TRY(move_table(ops, &a->query[0], p->query, a->query[0].rows * HD, to, count));

@@ -253,8 +253,9 @@ static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
   const rpi_kept *const kept = run->kept;
   const bool made = kept && kept->cross_kv; /* once for all that follows */
   const real *const kv = made ? kept->cross_kv + run->layer * kept->cross_shift : stored->kv;
+  const int64_t stride = made ? rpi_kept_stride(run->model) : 2 * HD;
   return (heads){
-      .q = {stored->qkv, 0, D, HD}, .k = {kv, 0, D, 2 * HD}, .v = {kv + HD, 0, D, 2 * HD}};
+      .q = {stored->qkv, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + HD, 0, D, stride}};
 }
 
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k) {
@@ -444,7 +445,7 @@ rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
   run->stack = RPI_DECODER;
   run->layer = layer;
   const linear l = cross_kv_of(run);
-  return linear_forward(run, &l, kv, l.out);
+  return linear_forward(run, &l, kv, rpi_kept_stride(run->model));
 }
 
 /* The queries, keys and values of n, and what attention makes of them, up to z. */

@@ -128,9 +128,16 @@ typedef struct rpi_kept {
   const real *const *const *cross; /* the same, of the source */
   const int64_t *cross_counts;
   int64_t cross_shift;
-  const real *cross_kv; /* of a pass: keys and values of the source in layer 0 [rows][2 H D] */
+  const real *cross_kv; /* of a pass: of the source's rows, in layer 0 */
   real *const *mean; /* [rows][cross_counts]: attention to the source in the last layer, or NULL */
 } rpi_kept;
+
+/* Numbers from what is kept of a token, 2 H D, to what is kept of the next: a line more. Widths are
+ * mostly powers of two, and at such distances a head's keys would lie in few sets of a cache, and
+ * drive each other out. */
+static inline int64_t rpi_kept_stride(const rp_model *m) {
+  return 2 * m->config.heads * rpi_head_width(&m->config) + RPI_ALIGN / (int64_t)sizeof(real);
+}
 
 /* One pass over one batch, checked. */
 typedef struct rpi_run {
@@ -185,7 +192,7 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 /* The attention of sublayer s, whose queries and keys are stored. */
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k);
 
-/* Keys and values that a decoder's layer makes of the source: [encoder's rows][2 H D]. */
+/* Keys and values that a decoder's layer makes of the source's rows, rpi_kept_stride apart. */
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv);
 
 /* n of stream s: the stored stream itself where it has no norm, else in `to`. */

@@ -11,7 +11,9 @@
  * A task is some heads of some rows, about ATTEND_PAIRS pairs of query and key (smaller ones are
  * not worth handing out), or whole rows where their mean probabilities are wanted. Keys come in
  * groups, whose scores are on the stack; a larger maximum rescales what is there. Keys lie
- * anywhere, so that the processor cannot guess the next one: it is asked for ahead.
+ * anywhere, so that the processor cannot guess the next one: those of the next head are asked for
+ * while this one's are met. Two keys ahead came too late for memory: that is left for heads of so
+ * many keys that they displace each other.
  */
 #include <string.h>
 
@@ -21,6 +23,13 @@
 #define ATTEND_GROUP 256
 #define ATTEND_PAIRS 1024
 #define ATTEND_AHEAD 2 /* keys */
+/* Numbers of one head's keys and values up to which the next head's are asked for, and, of
+ * ATTEND_ROWS rows, up to which these take turns. With more both were slower, at 100 keys already.
+ */
+#define ATTEND_NEAR (32768 / RPI_REAL_BYTES)
+#define ATTEND_CLOSE (65536 / RPI_REAL_BYTES)
+#define ATTEND_VECTORS 4 /* of a value, added up in registers */
+#define ATTEND_ROWS 4    /* side by side, likely of one sentence: a head meets all their keys */
 
 /* One head's parts of the formula. */
 typedef struct attend_head {
@@ -51,22 +60,34 @@ static attend_head attend_head_of(const rp_attention *s, int64_t head) {
   return h;
 }
 
-/* What the query adds to the score of a key at distance d, by its key and bias terms. `last`: the
- * rows of the key before, and what they gave. */
+/* A dot product before its lanes are added up. */
+RPI_INLINE rpi_register attend_products(const real *x, const real *y, int64_t width) {
+  rpi_register sum = {0};
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) sum += rpi_load(x + c) * rpi_load(y + c);
+  if (c < width) sum += rpi_load_part(x + c, width - c) * rpi_load_part(y + c, width - c);
+  return sum;
+}
+
+/* What the query adds to the score of a key at distance d, by its key terms. `last`: the rows of
+ * the key before, and what they gave. */
 typedef struct attend_last {
   int64_t row[RP_TERMS];
-  real score[RP_TERMS];
+  rpi_register score[RP_TERMS];
 } attend_last;
 
-static real attend_relation(const attend_head *h, const real *q, int64_t d, attend_last *last) {
-  real sum = 0;
+static rpi_register attend_relation(const attend_head *h, const real *q, int64_t d,
+                                    attend_last *last) {
+  rpi_register sum = {0};
   for (int t = 0; t < h->keys; t++) {
     const int64_t row = part_row(&h->key[t], d);
     if (row != last->row[t]) {
       const real *const vector = h->key[t].table + row * h->key[t].stride;
       last->row[t] = row;
-      last->score[t] = row < 0 ? 0 : dot(q, vector, h->D);
-      if (row >= 0 && h->position_bias) last->score[t] += dot(h->position_bias, vector, h->D);
+      last->score[t] = row < 0 ? (rpi_register){0} : attend_products(q, vector, h->D);
+      if (row >= 0 && h->position_bias) {
+        last->score[t] += attend_products(h->position_bias, vector, h->D);
+      }
     }
     sum += last->score[t];
   }
@@ -81,54 +102,101 @@ RPI_INLINE void attend_ask(const real *k, int64_t to_value, int64_t D) {
   }
 }
 
-/* Scores of keys first to first + count - 1, in units of log 2; the query is at `at`. */
+/* The keys that will likely be met next, asked for one by one while others are met. */
+typedef struct attend_next {
+  const real *const *keys;
+  int64_t shift, count;
+} attend_next;
+
+/* Scores of keys first to first + count - 1, in units of log 2; the query is at `at`. s has room
+ * for whole vectors: the lanes of as many products are added up at once. */
 static void attend_scores(const attend_head *h, const real *q, const real *const *keys,
                           int64_t shift, int64_t to_value, int64_t at, int64_t first, int64_t count,
-                          real *s) {
+                          attend_next next, real *s) {
   attend_last last = {.row = {-1, -1}}; /* no relation, which gives 0 */
-  for (int64_t j = 0; j < count; j++) {
-    const real *const k = keys[first + j] + shift;
-    const int64_t d = first + j - at;
-    if (j + ATTEND_AHEAD < count) {
-      attend_ask(keys[first + j + ATTEND_AHEAD] + shift, to_value, h->D);
+  for (int64_t done = 0; done < count; done += RPI_LANES) {
+    rpi_register sum[RPI_LANES];
+    const int64_t end = rpi_min(done + RPI_LANES, count);
+    for (int64_t j = end - done; j < RPI_LANES; j++) sum[j] = (rpi_register){0};
+    for (int64_t j = done; j < end; j++) {
+      const real *const k = keys[first + j] + shift;
+      const int64_t d = first + j - at;
+      if (first + j < next.count) {
+        attend_ask(next.keys[first + j] + next.shift, to_value, h->D);
+      }
+      rpi_register own = attend_products(q, k, h->D);
+      if (h->keys != 0) own += attend_relation(h, q, d, &last);
+      for (int t = 0; t < h->queries; t++) {
+        const int64_t row = part_row(&h->query[t], d);
+        if (row < 0) continue;
+        own += attend_products(k, h->query[t].table + row * h->query[t].stride, h->D);
+      }
+      sum[j - done] = own;
     }
-    real sum = dot(q, k, h->D);
-    if (h->keys != 0) sum += attend_relation(h, q, d, &last);
-    for (int t = 0; t < h->queries; t++) {
-      const int64_t row = part_row(&h->query[t], d);
-      if (row >= 0) sum += dot(k, h->query[t].table + row * h->query[t].stride, h->D);
-    }
-    sum *= h->scale;
-    for (int t = 0; t < h->biases; t++) {
-      const int64_t row = part_row(&h->bias[t], d);
-      if (row >= 0) sum += h->bias[t].table[row * h->bias[t].stride];
-    }
-    if (h->softcap != 0) sum = h->softcap * rpi_tanh(sum / h->softcap);
-    s[j] = sum * LOG2_E;
+    rpi_transpose(sum);
+    rpi_register all = sum[0];
+    RPI_UNROLL(16) for (int i = 1; i < RPI_LANES; i++) all += sum[i];
+    rpi_store(s + done, h->scale * all);
   }
+  for (int t = 0; t < h->biases; t++) {
+    for (int64_t j = 0; j < count; j++) {
+      const int64_t row = part_row(&h->bias[t], first + j - at);
+      if (row >= 0) s[j] += h->bias[t].table[row * h->bias[t].stride];
+    }
+  }
+  if (h->softcap != 0) {
+    for (int64_t j = 0; j < count; j++) s[j] = h->softcap * rpi_tanh(s[j] / h->softcap);
+  }
+  for (int64_t j = 0; j < count; j++) s[j] *= LOG2_E;
 }
 
-/* to += weight * x */
-RPI_INLINE void attend_add(real weight, const real *x, int64_t width, real *to) {
-  _Pragma("omp simd") for (int64_t c = 0; c < width; c++) to[c] += weight * x[c];
+/* So many vectors of `to` += sum of weights * what lies at[...] + shift. */
+RPI_INLINE void attend_add(const int vectors, const real *const *at, int64_t shift,
+                           const real *weights, int64_t count, real *to) {
+  rpi_register sum[ATTEND_VECTORS];
+  RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[v] = rpi_load(to + v * RPI_LANES);
+  for (int64_t j = 0; j < count; j++) {
+    const real *const x = at[j] + shift;
+    RPI_UNROLL(4)
+    for (int v = 0; v < vectors; v++) sum[v] += weights[j] * rpi_load(x + v * RPI_LANES);
+  }
+  RPI_UNROLL(4) for (int v = 0; v < vectors; v++) rpi_store(to + v * RPI_LANES, sum[v]);
+}
+
+static void attend_add_all(const real *const *at, int64_t shift, const real *weights, int64_t count,
+                           int64_t width, real *to) {
+  int64_t c = 0;
+  for (; c + ATTEND_VECTORS * RPI_LANES <= width; c += ATTEND_VECTORS * RPI_LANES) {
+    attend_add(ATTEND_VECTORS, at, shift + c, weights, count, to + c);
+  }
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    attend_add(1, at, shift + c, weights, count, to + c);
+  }
+  for (; c < width; c++) {
+    for (int64_t j = 0; j < count; j++) to[c] += weights[j] * at[j][shift + c];
+  }
 }
 
 /* out += sum of weights * (values + vectors of their relations). */
 static void attend_values(const attend_head *h, const real *const *keys, int64_t shift, int64_t at,
                           int64_t first, int64_t count, const real *weights, real *out) {
-  for (int64_t j = 0; j < count; j++) {
-    attend_add(weights[j], keys[first + j] + shift, h->D, out);
-  }
+  attend_add_all(keys + first, shift, weights, count, h->D, out);
   for (int t = 0; t < h->values; t++) {
     const band_part *const value = &h->value[t];
-    for (int64_t j = 0, next; j < count; j = next) {
+    const real *vectors[ATTEND_GROUP];
+    real sums[ATTEND_GROUP];
+    int64_t met = 0;
+    for (int64_t j = 0, before = -1; j < count; j++) {
       const int64_t row = part_row(value, first + j - at);
-      real sum = 0;
-      for (next = j; next < count && part_row(value, first + next - at) == row; next++) {
-        sum += weights[next];
+      if (row < 0) continue;
+      if (row != before) {
+        vectors[met] = value->table + row * value->stride;
+        sums[met++] = 0;
+        before = row;
       }
-      if (row >= 0) attend_add(sum, value->table + row * value->stride, h->D, out);
+      sums[met - 1] += weights[j];
     }
+    attend_add_all(vectors, 0, sums, met, h->D, out);
   }
 }
 
@@ -137,8 +205,22 @@ typedef struct attend_sums {
   real max, sum;
 } attend_sums;
 
+/* The next head of this row; behind the last one the first of a row further on. Of so many keys
+ * that they would be gone again until then, the next but one of the same head. */
+static attend_next attend_next_of(const rpi_attend_rows_args *a, int64_t row, int64_t head,
+                                  int64_t group) {
+  const int64_t H = a->shape->H, D = a->shape->D, keys = a->counts[row];
+  if (keys * 2 * D > ATTEND_NEAR) {
+    return (attend_next){a->keys[row] + ATTEND_AHEAD, a->shift + head * D, keys - ATTEND_AHEAD};
+  }
+  if (head + 1 < H) return (attend_next){a->keys[row], a->shift + (head + 1) * D, keys};
+  if (row + group >= a->rows) return (attend_next){0};
+  return (attend_next){a->keys[row + group], a->shift, a->counts[row + group]};
+}
+
 static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *h, int64_t row,
-                              int64_t head) {
+                              int64_t head, int64_t group) {
+  const attend_next next = attend_next_of(a, row, head, group);
   const int64_t D = h->D, column = head * D, keys = a->counts[row], at = keys - 1;
   const real *const q = a->q + row * a->q_stride + column;
   real *const out = a->out + row * a->out_stride + column;
@@ -147,7 +229,7 @@ static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
     real s[ATTEND_GROUP];
     count = rpi_min(ATTEND_GROUP, keys - first);
-    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count, s);
+    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count, next, s);
     real max = all.max;
     for (int64_t j = 0; j < count; j++) max = s[j] > max ? s[j] : max;
     if (max > all.max) {
@@ -178,24 +260,32 @@ static void attend_add_mean(const rpi_attend_rows_args *a, const attend_head *h,
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
     real s[ATTEND_GROUP];
     count = rpi_min(ATTEND_GROUP, keys - first);
-    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count, s);
+    attend_scores(h, q, a->keys[row], a->shift + column, a->to_value, at, first, count,
+                  (attend_next){0}, s);
     for (int64_t j = 0; j < count; j++) a->mean[row][first + j] += share * rpi_exp2(s[j] - all.max);
   }
 }
 
-/* One call, and how many heads of rows, or rows, a task has. */
+/* One call, how many heads of rows, or rows, a task has, and of how many rows the heads come side
+ * by side. */
 typedef struct attend_job {
   rpi_attend_rows_args args;
-  int64_t items, each;
+  int64_t items, each, group;
 } attend_job;
 
 static void attend_heads_task(void *context, int64_t task, int worker) {
   (void)worker;
   const attend_job *const job = context;
-  const int64_t H = job->args.shape->H, end = rpi_min((task + 1) * job->each, job->items);
-  for (int64_t item = task * job->each; item < end; item++) {
-    const attend_head h = attend_head_of(job->args.shape, item % H);
-    attend_one(&job->args, &h, item / H, item % H);
+  const rpi_attend_rows_args *const a = &job->args;
+  const int64_t H = a->shape->H, end = rpi_min((task + 1) * job->each, job->items);
+  const int64_t group = job->group;
+  attend_head h = {.D = 0};
+  for (int64_t item = task * job->each, before = -1; item < end; item++) {
+    const int64_t first = item / (group * H) * group, within = item - first * H;
+    const int64_t rows = rpi_min(group, a->rows - first), head = within / rows;
+    if (head != before) h = attend_head_of(a->shape, head);
+    before = head;
+    attend_one(a, &h, first + within % rows, head, group);
   }
 }
 
@@ -208,7 +298,7 @@ static void attend_mean_task(void *context, int64_t task, int worker) {
     for (int64_t j = 0; j < a->counts[row]; j++) a->mean[row][j] = 0;
     for (int64_t head = 0; head < a->shape->H; head++) {
       const attend_head h = attend_head_of(a->shape, head);
-      attend_add_mean(a, &h, row, head, attend_one(a, &h, row, head));
+      attend_add_mean(a, &h, row, head, attend_one(a, &h, row, head, 1));
     }
   }
 }
@@ -219,6 +309,8 @@ static rp_status attend_rows(const rpi_attend_rows_args *args) {
   int64_t pairs = 0;
   for (int64_t r = 0; r < args->rows; r++) pairs += args->counts[r] * args->shape->H;
   job.each = rpi_max(job.items * ATTEND_PAIRS / rpi_max(pairs, 1), 1);
+  job.group =
+      pairs * 2 * args->shape->D * ATTEND_ROWS <= job.items * ATTEND_CLOSE ? ATTEND_ROWS : 1;
   const int64_t tasks = (job.items + job.each - 1) / job.each;
   rpi_parallel_for(tasks, rp_get_threads(), mean ? attend_mean_task : attend_heads_task, &job);
   return RP_OK;

@@ -70,7 +70,8 @@
 typedef struct gemm_job {
   const rpi_gemm_args *args;
   rpi_blas_gemm_fn blas;
-  int64_t block_rows, block_columns, blocks_across;
+  int64_t block_rows, block_columns, blocks_across, blocks;
+  int workers; /* at most */
 } gemm_job;
 
 /* One block of C: all of inner, some rows and columns. */
@@ -126,6 +127,36 @@ static void gemm_begin(const rpi_gemm_args *g, gemm_block at) {
   }
 }
 
+/* Memory that is read next, rows of so many elements, and then what `then` names. Packing waits
+ * for every line of it that is not near, so it is asked for while sums are computed: a line now and
+ * then, since a strip that has to ask for many at once waits as long as packing would have. */
+typedef struct gemm_ahead {
+  const real *at;
+  int64_t stride, rows, elements;
+  int64_t asked; /* elements of the row at `at` */
+  const struct gemm_ahead *then;
+} gemm_ahead;
+
+#define GEMM_LINE (64 / RPI_REAL_BYTES)
+
+/* Asks for a line, into the first-level cache, from which it sinks into the second. Lines that were
+ * asked into the second at once had left it when they were packed (Zen 4). */
+RPI_INLINE void gemm_ask(gemm_ahead *ahead) {
+  if (ahead->rows == 0) {
+    if (ahead->then == NULL || ahead->then->rows == 0) return;
+    *ahead = *ahead->then;
+  }
+  __builtin_prefetch(ahead->at + ahead->asked, 0, 3);
+  ahead->asked += GEMM_LINE;
+  if (ahead->asked < ahead->elements) return;
+  ahead->asked = 0;
+  if (--ahead->rows > 0) ahead->at += ahead->stride;
+}
+
+static int64_t gemm_lines(const gemm_ahead *ahead) {
+  return ahead->rows * gemm_parts(ahead->elements, GEMM_LINE);
+}
+
 /* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +
  * k * a_inner], and a_strip further in the next strip. start_stride is 0 where every row starts
  * from the same numbers: a bias, or zeros. */
@@ -139,34 +170,48 @@ typedef struct gemm_tile {
   int64_t start_stride;
   real *c;
   int64_t c_stride;
+  const real *next;  /* where the next call writes, rows of c_stride; or NULL */
+  gemm_ahead *ahead; /* so many lines of it are asked for with every GEMM_CHUNK of inner */
+  int64_t lines;
 } gemm_tile;
 
+#define GEMM_CHUNK 16
+
 /* The sums of an element are added in the order of inner, and rounded alike, wherever inner
- * is cut. Where they start from C, the rows below are asked for meanwhile. */
+ * is cut. With every chunk a row of the next tile of C is asked for, too: storing to lines that are
+ * not there took 3 % of a product whose C does not fit the caches. */
 RPI_INLINE void gemm_sum(const int rows, const int vectors, const gemm_tile *t) {
   rpi_register sum[GEMM_STRIP][GEMM_VECTORS];
   const real *a[GEMM_STRIP];
-  const bool ahead = t->start_stride != 0;
-  const real *const start = t->start, *const next = start + rows * t->start_stride;
-  const int64_t start_stride = t->start_stride;
+  const real *const start = t->start;
+  const int64_t start_stride = t->start_stride, c_stride = t->c_stride;
   RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
     a[r] = t->a + r * t->a_row;
     RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
       sum[r][v] = rpi_load(start + r * start_stride + v * RPI_LANES);
-      if (ahead) __builtin_prefetch(next + r * start_stride + v * RPI_LANES, 1, 3);
     }
   }
   const real *b = t->b;
   const int64_t b_stride = t->b_stride, a_inner = t->a_inner, end = t->inner * a_inner;
-  for (int64_t k = 0; k < end; k += a_inner, b += b_stride) {
-    rpi_register row[GEMM_VECTORS];
-    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
-    RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-      RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += a[r][k] * row[v];
+  int asked = t->next != NULL ? 0 : rows;
+  for (int64_t k = 0, chunk; k < end;) {
+    chunk = rpi_min(k + GEMM_CHUNK * a_inner, end);
+    for (int64_t i = 0; i < t->lines; i++) gemm_ask(t->ahead);
+    if (asked < rows) {
+      RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+        rpi_prefetch_to(t->next, asked * c_stride + v * RPI_LANES);
+      }
+      asked++;
+    }
+    for (; k < chunk; k += a_inner, b += b_stride) {
+      rpi_register row[GEMM_VECTORS];
+      RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
+      RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+        RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += a[r][k] * row[v];
+      }
     }
   }
   real *const c = t->c;
-  const int64_t c_stride = t->c_stride;
   RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
     RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
       rpi_store(c + r * c_stride + v * RPI_LANES, sum[r][v]);
@@ -216,34 +261,22 @@ static const gemm_sum_fn gemm_sums[GEMM_VECTORS][GEMM_STRIP] = {
 #endif
 };
 
-/* Memory that will be read soon, `rows` of so many elements: asked for while the sums are
- * computed, a part of it before each strip, because packing waits for every line of it. */
-typedef struct gemm_ahead {
-  const real *from;
-  int64_t stride, rows, elements;
-} gemm_ahead;
-
-static void gemm_ask(gemm_ahead ahead, int64_t part, int64_t parts) {
-  const int64_t end = ahead.rows * (part + 1) / parts;
-  for (int64_t row = ahead.rows * part / parts; row < end; row++) {
-    const real *const from = ahead.from + row * ahead.stride;
-    for (int64_t j = 0; j < ahead.elements; j += 64 / RPI_REAL_BYTES) {
-      __builtin_prefetch(from + j, 0, 2);
-    }
-  }
-}
-
 /* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
- * vectors, so a ragged one goes by way of a tile of its own. */
-static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead a, gemm_ahead b) {
+ * vectors, so a ragged one goes by way of a tile of its own. t.next: where the panel behind it
+ * begins in C. */
+static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahead) {
   const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
-  const int64_t strips = (rows + GEMM_STRIP - 1) / GEMM_STRIP;
+  const int64_t strips = gemm_parts(rows, GEMM_STRIP);
+  const int64_t pauses = strips * gemm_parts(t.inner, GEMM_CHUNK);
+  const int64_t lines = gemm_lines(&ahead) + (ahead.then != NULL ? gemm_lines(ahead.then) : 0);
+  const real *const behind = t.next;
+  t.ahead = &ahead;
+  t.lines = gemm_parts(lines, rpi_max(pauses, 1));
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
     const gemm_sum_fn sum = gemm_sums[vectors - 1][strip - 1];
-    gemm_ask(a, i, strips);
-    gemm_ask(b, i, strips);
     if (vectors * RPI_LANES == width) {
+      t.next = i + 1 < strips ? t.c + GEMM_STRIP * t.c_stride : behind;
       sum(&t);
     } else {
       _Alignas(64) real tile[GEMM_STRIP * GEMM_WIDTH] = {0};
@@ -255,6 +288,7 @@ static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead a, g
       gemm_tile part = t;
       part.start = part.c = tile;
       part.start_stride = part.c_stride = GEMM_WIDTH;
+      part.next = NULL;
       sum(&part);
       for (int64_t r = 0; r < strip; r++) {
         for (int64_t j = 0; j < width; j++) t.c[r * t.c_stride + j] = tile[r * GEMM_WIDTH + j];
@@ -264,13 +298,6 @@ static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead a, g
     t.start += GEMM_STRIP * t.start_stride;
     t.c += GEMM_STRIP * t.c_stride;
   }
-}
-
-/* Loads the first `count` reals, zeros beyond. */
-RPI_INLINE rpi_register gemm_load_part(const real *from, int64_t count) {
-  real whole[RPI_LANES] = {0};
-  for (int64_t i = 0; i < count; i++) whole[i] = from[i];
-  return rpi_load(whole);
 }
 
 /* panel[inner][stride] = B, its columns filled up with zeros to whole vectors. */
@@ -284,7 +311,7 @@ static void gemm_pack_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, in
   }
   for (int64_t k = 0; k < depth; k++, from += g->b_stride, panel += stride) {
     for (int64_t j = 0; j < whole; j += RPI_LANES) rpi_store(panel + j, rpi_load(from + j));
-    if (whole < width) rpi_store(panel + whole, gemm_load_part(from + whole, width - whole));
+    if (whole < width) rpi_store(panel + whole, rpi_load_part(from + whole, width - whole));
   }
 }
 
@@ -332,9 +359,11 @@ static void gemm_place_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, c
  * depth is 0. */
 static gemm_ahead gemm_ahead_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
                                int64_t columns) {
-  if (depth == 0) return (gemm_ahead){0};
-  return (gemm_ahead){gemm_b_at(g, inner, column), g->b_stride, g->transpose_b ? columns : depth,
-                      g->transpose_b ? depth : columns};
+  if (depth == 0 || columns == 0) return (gemm_ahead){0};
+  return (gemm_ahead){.at = gemm_b_at(g, inner, column),
+                      .stride = g->b_stride,
+                      .rows = g->transpose_b ? columns : depth,
+                      .elements = g->transpose_b ? depth : columns};
 }
 
 /* The i-th of so many parts of the rows of A that are packed next. */
@@ -342,14 +371,17 @@ static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t in
                                int64_t i, int64_t parts) {
   const int64_t first = depth * i / parts, end = depth * (i + 1) / parts;
   if (first == end) return (gemm_ahead){0};
-  return (gemm_ahead){gemm_a_at(g, at.row, inner + first), g->a_stride, end - first, at.rows};
+  return (gemm_ahead){.at = gemm_a_at(g, at.row, inner + first),
+                      .stride = g->a_stride,
+                      .rows = end - first,
+                      .elements = at.rows};
 }
 
 /* Without scratch memory `panel` holds `most` of inner, and A is read where it lies: slower, and
  * the same to the last bit. The panels are of nearly equal width, because one of a single vector
- * waits for its own sums. */
-static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_scratch *scratch,
-                               real *panel, int64_t most) {
+ * waits for its own sums. `next`: the block whose first panel is asked for with the last one. */
+static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next,
+                               gemm_scratch *scratch, real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
   real *const packed = scratch != NULL && gemm_packs_a(g) ? scratch->a : NULL;
   const int64_t vectors = gemm_parts(at.columns, RPI_LANES);
@@ -379,17 +411,22 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_scrat
         t.start = g->bias != NULL ? g->bias + column : zeros;
         t.start_stride = 0;
       }
-      gemm_panel(
-          t, at.rows, width, gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels),
-          left > 0 ? gemm_ahead_b(g, inner, depth, column + width, left)
-                   : gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns)));
+      t.next = left > 0 ? t.c + width : NULL;
+      gemm_ahead ahead = gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels);
+      const gemm_ahead ahead_b =
+          left > 0     ? gemm_ahead_b(g, inner, depth, column + width, left)
+          : deeper > 0 ? gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns))
+                       : gemm_ahead_b(g, 0, rpi_min(most, g->inner), next.column,
+                                      rpi_min(GEMM_WIDTH, next.columns));
+      ahead.then = &ahead_b;
+      gemm_panel(t, at.rows, width, ahead);
     }
   }
 }
 
 static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
   _Alignas(64) real panel[GEMM_SMALL_DEPTH * GEMM_WIDTH];
-  gemm_builtin_block(g, at, NULL, panel, GEMM_SMALL_DEPTH);
+  gemm_builtin_block(g, at, (gemm_block){0}, NULL, panel, GEMM_SMALL_DEPTH);
 }
 
 static void gemm_builtin_task(void *context, int64_t task, int worker) {
@@ -401,7 +438,9 @@ static void gemm_builtin_task(void *context, int64_t task, int worker) {
     gemm_small_block(job->args, at);
     return;
   }
-  gemm_builtin_block(job->args, at, scratch, scratch->b, GEMM_DEPTH);
+  const int64_t next = task + job->workers; /* while threads take turns: what is done here next */
+  gemm_builtin_block(job->args, at, next < job->blocks ? gemm_block_at(job, next) : (gemm_block){0},
+                     scratch, scratch->b, GEMM_DEPTH);
   rpi_scratch_give(scratch);
 }
 
@@ -447,9 +486,9 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
   }
   if (k < inner) {
     for (int j = 0; j < columns; j++) {
-      const rpi_register y = gemm_load_part(b + j * b_stride + k, inner - k);
+      const rpi_register y = rpi_load_part(b + j * b_stride + k, inner - k);
       for (int r = 0; r < rows; r++) {
-        sum[r * columns + j] += y * gemm_load_part(a + r * a_stride + k, inner - k);
+        sum[r * columns + j] += y * rpi_load_part(a + r * a_stride + k, inner - k);
       }
     }
   }
@@ -618,7 +657,7 @@ static void gemm_few_rows_task(void *context, int64_t task, int worker) {
                            .start_stride = g->c_stride,
                            .c = c,
                            .c_stride = g->c_stride},
-               at.rows, rest, (gemm_ahead){0}, (gemm_ahead){0});
+               at.rows, rest, (gemm_ahead){0});
   }
 }
 
@@ -693,10 +732,10 @@ static rp_status gemm(const rpi_gemm_args *args) {
     else gemm_cut_builtin(&job);
   }
   job.blocks_across = gemm_parts(args->columns, job.block_columns);
-  const int64_t tasks = job.blocks_across * gemm_parts(args->rows, job.block_rows);
+  job.blocks = job.blocks_across * gemm_parts(args->rows, job.block_rows);
   const double work = (double)args->rows * (double)args->columns * (double)args->inner;
   const int64_t most = job.blas != NULL ? RPI_BLAS_CALLERS : INT32_MAX;
-  const int workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rp_get_threads());
-  rpi_parallel_for(tasks, workers, task, &job);
+  job.workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rp_get_threads());
+  rpi_parallel_for(job.blocks, job.workers, task, &job);
   return RP_OK;
 }

@@ -53,9 +53,21 @@ typedef real rpi_register __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES)
 RPI_INLINE rpi_register rpi_load(const real *from) { return *(const rpi_vector *)from; }
 RPI_INLINE void rpi_store(real *to, rpi_register value) { *(rpi_vector *)to = value; }
 
+/* Loads the first `count` reals, zeros beyond. */
+RPI_INLINE rpi_register rpi_load_part(const real *from, int64_t count) {
+  real whole[RPI_LANES] = {0};
+  for (int64_t i = 0; i < count; i++) whole[i] = from[i];
+  return rpi_load(whole);
+}
+
 /* Asks for a line of memory that may be beyond its array: so no pointer is made of it. */
 RPI_INLINE void rpi_prefetch(const real *from, int64_t ahead) {
   __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead * sizeof(real)));
+}
+
+/* The same, of one that will be written to. */
+RPI_INLINE void rpi_prefetch_to(const real *to, int64_t ahead) {
+  __builtin_prefetch((const void *)((uintptr_t)to + (uintptr_t)ahead * sizeof(real)), 1);
 }
 
 RPI_INLINE int64_t rpi_min(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -5,7 +5,7 @@
  */
 #include "layer.h"
 
-enum { ROWS = 5, MOST_KEYS = 700, TOKENS = 900, TABLE = 12, CASES = 60 };
+enum { ROWS = 9, MOST_KEYS = 700, TOKENS = 900, TABLE = 12, CASES = 60 };
 
 typedef struct layer {
   rpi_attend_rows_args args;
