@@ -33,6 +33,7 @@ class Oracle:
     noise: dict[str, np.ndarray]
     rows: int  # queries of all heads
     terms: int  # the most numbers added up anywhere
+    kept: float  # what dropout multiplies all that it keeps by
 
 
 @functools.lru_cache(maxsize=128)
@@ -49,7 +50,8 @@ def oracle_of(case: Case, arrays: Arrays) -> Oracle:
     spans = case.spans
     queries, keys = (sum(getattr(s, side) for s in spans) for side in ("queries", "keys"))
     terms = case.D + case.Dv + (queries + keys) * case.H + 32
-    return Oracle(exact, plain, size, noise, queries * case.H, terms)
+    kept = 1.0 if case.dropout is None else 1 / (1 - case.dropout.rate)
+    return Oracle(exact, plain, size, noise, queries * case.H, terms, kept)
 
 
 def merge_tied(case: Case, results: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -277,6 +279,7 @@ def compare(name: str, got: np.ndarray, truth: Oracle) -> str | None:
         finite_size = np.where(np.isfinite(size), size, 0)
     unit = float(np.finfo(got.dtype).eps) / 2
     tiny = float(np.finfo(got.dtype).tiny) * 1000 * max(1.0, float(finite_size.max(initial=0)))
+    tiny *= truth.kept
     mean_square, square_bound = 0.0, np.inf
     if got.dtype == np.float64:
         bound = truth.terms * unit * finite_size + tiny

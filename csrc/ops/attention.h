@@ -126,8 +126,8 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. e: the strip's first row of E. more: NULL, or
- * what the pairs add. What is not a product comes first: large numbers of it that cancel (a
- * relation's score against the running maximum) shall not meet the product's roundings. */
+ * what the pairs add. What is not a product is put together first: large numbers of it that cancel
+ * (a relation's score against the running maximum) shall not meet the product's roundings. */
 static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
                         int64_t distance, int64_t count, const rpi_product *product,
                         const real *row_start, const real *more) {

@@ -175,7 +175,9 @@ typedef struct rpi_product {
   int64_t inner;
 } rpi_product;
 
-/* Where the accumulators of row r start:
+/* What row r has beside its products, added to them in the end: sums that start from a large number
+ * round every product as it is rounded. Scores that are mostly relations were off by ten times what
+ * is to be expected.
  *   LOAD   from C itself
  *   ROW    row[r] in every column
  *   BAND   row[r] + band[r * band_stride + clamp(band_offset - r + column, 0, band_last)],
@@ -193,21 +195,8 @@ enum { RPI_START_LOAD, RPI_START_ROW, RPI_START_BAND };
 RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, const rpi_product *p,
                           const rpi_start *start, int64_t column) {
   rpi_register c[RPI_STRIP][RPI_VECTORS];
-  real *const out = p->c + column;
-  const int64_t c_stride = p->c_stride;
-  const real *from = out;
-  RPI_UNROLL(8) for (int r = 0; r < rows; r++, from += c_stride) {
-    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
-      if (mode == RPI_START_LOAD) {
-        c[r][v] = rpi_load(from + v * RPI_LANES);
-      } else if (mode == RPI_START_ROW) {
-        c[r][v] = (rpi_register){0} + start->row[r];
-      } else {
-        const int64_t at = start->band_offset - r + column + v * RPI_LANES;
-        c[r][v] = start->row[r] + rpi_load(start->band + r * start->band_stride +
-                                           rpi_min(rpi_max(at, 0), start->band_last));
-      }
-    }
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) c[r][v] = (rpi_register){0};
   }
   const real *a = p->a, *b = p->b + column;
   const int64_t a_row = p->a_row, a_inner = p->a_inner, b_stride = p->b_stride;
@@ -216,6 +205,22 @@ RPI_INLINE void rpi_strip(const int rows, const int vectors, const int mode, con
     RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
       RPI_UNROLL(4) for (int v = 0; v < vectors; v++) c[r][v] += a[r * a_row] * row[v];
+    }
+  }
+  real *const out = p->c + column;
+  const int64_t c_stride = p->c_stride;
+  const real *from = out;
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++, from += c_stride) {
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+      if (mode == RPI_START_LOAD) {
+        c[r][v] += rpi_load(from + v * RPI_LANES);
+      } else if (mode == RPI_START_ROW) {
+        c[r][v] += start->row[r];
+      } else {
+        const int64_t at = start->band_offset - r + column + v * RPI_LANES;
+        c[r][v] += start->row[r] + rpi_load(start->band + r * start->band_stride +
+                                            rpi_min(rpi_max(at, 0), start->band_last));
+      }
     }
   }
   real *to = out;
