@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# Two workers share the cores: NumPy's BLAS is not to wait for both of them in each.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, whatever the import mode
 
