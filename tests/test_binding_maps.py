@@ -4,13 +4,10 @@ over threads. What maps hold: test_maps.py."""
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +31,7 @@ from binding_calls import (
     make_call,
     some_labels,
 )
+from leaks import assert_nothing_leaks
 from relpos import _core
 
 CALL = make_call(
@@ -155,10 +153,6 @@ def test_refused(name: str) -> None:
         np.testing.assert_array_equal(out, before)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_nothing_leaks() -> None:
     out = out_of(N, M)
     held = [Q, KEYS, V, KEYH, CALL, out]
@@ -170,14 +164,7 @@ def test_nothing_leaks() -> None:
                 with pytest.raises(ValueError):
                     show(**({"out": out} | changes))
 
-    calls(100)
-    gc.collect()
-    counts, resident = [sys.getrefcount(x) for x in held], resident_bytes()
-    calls(1000)
-    gc.collect()
-    assert [sys.getrefcount(x) for x in held] == counts
-    if "-fsanitize" not in relpos.build_info()["flags"]:  # which keeps freed memory for a while
-        assert resident_bytes() - resident < 1 << 20
+    assert_nothing_leaks(calls, 100, 1000, held)
 
 
 def test_eight_threads_at_once() -> None:

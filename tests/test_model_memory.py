@@ -9,13 +9,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import relpos
+from leaks import assert_nothing_leaks
 from relpos import Batch, _core
 from small_model import (
     BOS,
@@ -126,10 +126,6 @@ def test_models_are_seen_by_the_collector() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_nothing_leaks() -> None:
     model = small_model(encoder__relations=2)
     tokens = sentences(4)
@@ -137,7 +133,7 @@ def test_nothing_leaks() -> None:
     batch = Batch.from_pairs(tokens, tokens, bos=BOS, eos=EOS, source_graphs=graphs)
     bad = tuple(x if i != 4 else x[:-1] for i, x in enumerate(batch._packed))
     held = [batch._packed, *batch._packed[:5], *batch._packed[5], model._core]
-    held += [model.parameters, next(iter(model.parameters.values())), _core.Model, None]
+    held += [model.parameters, next(iter(model.parameters.values())), _core.Model]
 
     def calls(times: int) -> None:
         for _ in range(times):
@@ -156,18 +152,7 @@ def test_nothing_leaks() -> None:
             with relpos.profile(model):
                 pass
 
-    calls(20)
-    gc.collect()
-    counts = [sys.getrefcount(x) for x in held]
-    resident = resident_bytes()
-    calls(200)
-    gc.collect()
-    after = [sys.getrefcount(x) for x in held]
-    assert after[:-1] == counts[:-1]
-    if sys.version_info < (3, 12):  # from there on nobody has to count None
-        assert abs(after[-1] - counts[-1]) < 100
-    if "-fsanitize" not in relpos.build_info()["flags"]:
-        assert resident_bytes() - resident < 1 << 20
+    assert_nothing_leaks(calls, 20, 200, held)
 
 
 def test_models_and_configurations_do_not_leak() -> None:
@@ -181,15 +166,7 @@ def test_models_and_configurations_do_not_leak() -> None:
             with pytest.raises(ValueError):
                 _core.Model((("no", "such"),), (1, 1, True, False, "cpu", 0))
 
-    make(20)
-    gc.collect()
-    resident, references = resident_bytes(), sys.getrefcount(_core.Model)
-    make(100)
-    gc.collect()
-    after = sys.getrefcount(_core.Model)  # not in the assert, which holds references of its own
-    assert after == references
-    if "-fsanitize" not in relpos.build_info()["flags"]:
-        assert resident_bytes() - resident < 1 << 20
+    assert_nothing_leaks(make, 20, 100, [_core.Model])
 
 
 def test_a_busy_model_refuses_a_second_thread() -> None:

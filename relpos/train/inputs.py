@@ -13,14 +13,6 @@ from relpos.data import Lines, Pairs, TokenCache
 Text = Iterable[Any]  # of str, or of (source, target)
 
 
-def check_again(name: str, data: Text | TokenCache | None) -> None:
-    if isinstance(data, Iterator):
-        raise TypeError(
-            f"{name}: expected what may be gone through more than once, as a list, "
-            f"got {type(data).__name__}"
-        )
-
-
 def check_sides(name: str, sides: int, config: Config) -> None:
     wanted = 1 if config.encoder.layers == 0 else 2
     if sides != wanted:
@@ -32,9 +24,15 @@ def check_sides(name: str, sides: int, config: Config) -> None:
 
 
 def look_at(name: str, data: Text | TokenCache | None, config: Config, throughout: bool) -> None:
-    """The first item is what this configuration takes; where throughout, all can be read."""
+    """It can be read again, and its first item is what this configuration takes; where throughout,
+    all of it can be read."""
     if data is None or isinstance(data, TokenCache):
         return
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"{name}: expected what may be gone through more than once, as a list, "
+            f"got {type(data).__name__}"
+        )
     items = iter(data)
     first = next(items, None)
     if first is None:

@@ -43,7 +43,7 @@ from relpos.position.arrays import check_count
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
-from relpos.train.inputs import Text, check_again, check_sides, look_at
+from relpos.train.inputs import Text, check_sides, look_at
 from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, perplexity
 
@@ -166,8 +166,6 @@ class Trainer:
         self._progress = check_kind(progress)
         self._tensorboard = bool(tensorboard)
 
-        check_again("data", data)
-        check_again("validation", validation)
         # What would be found out after hours of tokenising is better known before.
         model_memory(
             config, tokens=tokens, sentences=sentences, recompute=recompute,
