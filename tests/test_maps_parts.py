@@ -46,26 +46,25 @@ def test_maps_beside_a_result() -> None:
         relpos.attention(q, k[..., :4], v, return_maps="all")
 
 
-def test_parts_add_up_to_rounding() -> None:
-    """What is not exact: a logit is 2 D products of rounded factors and a rescaling, content and
-    relation D each and the same; each step errs by at most 2^-24 of what has been added up."""
+def test_parts_add_up_to_their_own_rounding() -> None:
+    """The products of a logit are those of the content, its relation the one shown: what rounds
+    is one addition, and for each of the three the step from units of log 2."""
     random = np.random.default_rng(2)
     q, k = random.standard_normal((2, 1, 2, 90, 16), np.float32)
     table = random.standard_normal((9, 16), np.float32)
     maps = relpos.attention_maps(q, k, position=relpos.Shaw(table), parts="all")
-    near = np.clip(np.arange(90) - np.arange(90)[:, None], -4, 4) + 4
-    size = np.abs(q) @ np.abs(k).swapaxes(2, 3)
-    size += np.take_along_axis(np.abs(q) @ np.abs(table.T), near[None, None], axis=3)
-    error = np.abs(maps.parts["content"].astype(np.float64) + maps.parts["key_table"] - maps.logits)
-    assert np.all(error <= (4 * 16 + 12) * 2.0**-24 * size / 4) and error.any()
+    parts = [maps.parts[name].astype(np.float64) for name in ("content", "key_table")]
+    error = np.abs(sum(parts) - maps.logits)
+    half_units = 2 * np.abs(maps.logits.astype(np.float64)) + sum(np.abs(x) for x in parts)
+    assert np.all(error <= 2.0**-24 * half_units * (1 + 2.0**-20)) and error.any()
 
 
 @pytest.mark.parametrize("case", ["shaw", "bias", "both sides"])
 def test_exact_numbers_add_up_exactly(case: str) -> None:
-    """Logits begin at the relations, and content is added to them, product by product, in units of
-    log 2; content shows the same products from nothing. With a scale of ln 2 and small integers no
-    sum is rounded on the way, so that what is shown is ln 2 times an integer, rounded once; and
-    those of content and relations add up to that of the logits exactly."""
+    """Relations are added to the sums of products that are the content, in units of log 2. With a
+    scale of ln 2 and small integers no sum is rounded on the way, so that what is shown is ln 2
+    times an integer, rounded once; and those of content and relations add up to that of the
+    logits exactly."""
     random = np.random.default_rng(1)
     q, k = (random.integers(-4, 5, (1, 2, 70, 16)).astype(np.float32) for _ in range(2))
     table = random.integers(-3, 4, (9, 16)).astype(np.float32)
