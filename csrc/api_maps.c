@@ -235,6 +235,18 @@ rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, i
   return rpi_model_leave(m, show(m, batch, 0, &map, 1, false));
 }
 
+rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t row, int64_t rows,
+                      double *mass, double *entropy, double *distance) {
+  RPI_CHECK(queries >= 0 && keys >= 0, RP_ERROR_SHAPE,
+            "map: queries=%lld, keys=%lld, must not be negative", (wide)queries, (wide)keys);
+  RPI_CHECK(row >= 0 && row <= queries && rows >= 0 && rows <= queries - row, RP_ERROR_SHAPE,
+            "map: rows=%lld from row=%lld, but there are %lld queries", (wide)rows, (wide)row,
+            (wide)queries);
+  RPI_CHECK(p || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "map: p is NULL");
+  rpi_map_sums(p, queries, keys, row, rows, mass, entropy, distance);
+  return RP_OK;
+}
+
 /* ---- what logits consist of ------------------------------------------------ */
 
 /* Terms are called as the parameters are that their tables come from; where one parameter is the

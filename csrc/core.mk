@@ -35,6 +35,7 @@ CORE_SOURCES = \
   model/layers.c \
   model/transformer.c \
   model/finite.c \
+  model/map_sums.c \
   model/outcomes.c \
   model/profile.c \
   file/header_text.c \

@@ -163,6 +163,7 @@ static PyMethodDef methods[] = {
     {"attention_forward", attention_forward, METH_VARARGS, NULL},
     {"attention_backward", attention_backward, METH_VARARGS, NULL},
     {"attention_map", attention_map, METH_VARARGS, NULL},
+    {"map_sums", map_sums, METH_VARARGS, NULL},
     {"rotate", rotate, METH_VARARGS, NULL},
     {"frequencies", frequencies, METH_VARARGS, NULL},
     {"sinusoid", sinusoid, METH_VARARGS, NULL},

@@ -164,6 +164,7 @@ PyTypeObject *model_type_of(PyObject *module);
 PyObject *attention_forward(PyObject *module, PyObject *args);
 PyObject *attention_backward(PyObject *module, PyObject *args);
 PyObject *attention_map(PyObject *module, PyObject *args);
+PyObject *map_sums(PyObject *module, PyObject *args);
 PyObject *rotate(PyObject *module, PyObject *args);
 PyObject *frequencies(PyObject *module, PyObject *args);
 PyObject *sinusoid(PyObject *module, PyObject *args);

@@ -152,6 +152,7 @@ def attention_map(
     call: Call,
     /,
 ) -> None: ...
+def map_sums(p: Array, what: str, /) -> npt.NDArray[np.float64]: ...
 def rotate(
     x: Array,
     out: Array | None,

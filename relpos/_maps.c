@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _maps.c: rows of probabilities, of logits and of their parts.
+ * _maps.c: rows of probabilities, of logits and of their parts, and what they come to.
  */
 #include "_call.h"
 
@@ -29,6 +29,40 @@ PyObject *attention_map(PyObject *module, PyObject *args) {
   status = rp_attention_map(&j.attention, j.q, j.k, what, b, head, row, rows, to.data, stride);
   Py_END_ALLOW_THREADS
   if (status == RP_OK) return Py_NewRef(Py_None);
+  raise_status(module, status);
+  return NULL;
+}
+
+/* map_sums(p, what) -> float64
+ *
+ * Of a whole map p (queries, keys): what = "mass" (queries - 1 + keys,), or (0,) without either;
+ * "entropy" (queries,); "distance" (1,). */
+PyObject *map_sums(PyObject *module, PyObject *args) {
+  PyObject *map;
+  const char *what;
+  view p = {0};
+  sizes s = sizes_unknown();
+  rp_status status;
+  if (!PyArg_ParseTuple(args, "Os:map_sums", &map, &what) ||
+      !take(map, "p", "IJ", TAKE_CONTIGUOUS | TAKE_HOST, &s, &p)) {
+    return NULL;
+  }
+  const int64_t queries = s.of['I'], keys = s.of['J'];
+  const int mass = strcmp(what, "mass") == 0, entropy = strcmp(what, "entropy") == 0;
+  if (!mass && !entropy && strcmp(what, "distance") != 0) {
+    return PyErr_Format(PyExc_ValueError, "what: expected mass, entropy or distance, got %s", what);
+  }
+  npy_intp count = mass ? queries - 1 + keys : entropy ? queries : 1;
+  if (count < 0) count = 0;
+  PyObject *const sums = PyArray_ZEROS(1, &count, NPY_FLOAT64, 0);
+  if (sums == NULL) return NULL;
+  double *const to = PyArray_DATA((PyArrayObject *)sums);
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_map_sums(p.data, queries, keys, 0, queries, mass ? to : NULL, entropy ? to : NULL,
+                       mass || entropy ? NULL : to);
+  Py_END_ALLOW_THREADS
+  if (status == RP_OK) return sums;
+  Py_DECREF(sums);
   raise_status(module, status);
   return NULL;
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from relpos import _core
 from relpos.maps import AttentionMaps
 from relpos.position.arrays import Array, check_choice
 
@@ -75,11 +76,10 @@ class ModelMaps:
         Returns float32 (layers, heads, offsets), by `offsets`. A head's numbers sum to 1.
         """
         probabilities = self._probabilities(kind)
-        queries, keys = probabilities.shape[2:]
-        sums = np.zeros((*probabilities.shape[:2], len(self.offsets(kind))))
-        for i in range(queries):
-            sums[..., queries - 1 - i : queries - 1 - i + keys] += probabilities[:, :, i]
-        mass: Array = (sums / max(queries, 1)).astype(np.float32)
+        mass = np.zeros((*probabilities.shape[:2], len(self.offsets(kind))), np.float32)
+        for at, p in _each_head(probabilities):
+            if p.size > 0:
+                mass[at] = _core.map_sums(p, "mass")
         return mass
 
     def entropy(self, kind: str) -> Array:
@@ -90,7 +90,7 @@ class ModelMaps:
         probabilities = self._probabilities(kind)
         entropy = np.zeros(probabilities.shape[:3], np.float32)
         for at, p in _each_head(probabilities):
-            entropy[at] = (p * -np.log(np.where(p > 0, p, 1))).sum(axis=1, dtype=np.float64)
+            entropy[at] = _core.map_sums(p, "entropy")
         return entropy
 
     def distance(self, kind: str) -> Array:
@@ -100,10 +100,8 @@ class ModelMaps:
         """
         probabilities = self._probabilities(kind)
         distance = np.zeros(probabilities.shape[:2], np.float32)
-        queries, keys = probabilities.shape[2:]
-        apart = np.abs(np.arange(keys) - np.arange(queries)[:, None]).astype(np.float32)
         for at, p in _each_head(probabilities):
-            distance[at] = (p * apart).sum(dtype=np.float64) / max(queries, 1)
+            distance[at] = _core.map_sums(p, "distance")[0]
         return distance
 
     def _of(self, kind: str) -> AttentionMaps:
@@ -126,7 +124,7 @@ class ModelMaps:
 
 
 def _each_head(maps: Array) -> Iterator[tuple[tuple[int, int], Array]]:
-    """One head's map at a time, so that what is made of it is no larger."""
+    """One head's map at a time, as the core reads it."""
     for layer in range(maps.shape[0]):
         for head in range(maps.shape[1]):
-            yield (layer, head), maps[layer, head]
+            yield (layer, head), np.ascontiguousarray(maps[layer, head], np.float32)

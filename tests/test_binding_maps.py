@@ -153,6 +153,21 @@ def test_refused(name: str) -> None:
         np.testing.assert_array_equal(out, before)
 
 
+def test_sums_refused() -> None:
+    p = rows(3, 4)
+    for given, error, sentence in (
+        ((p, "mean"), ValueError, "what: expected mass, entropy or distance, got mean"),
+        ((p[:, ::2], "mass"), ValueError, "p"),
+        ((p.astype(np.float64), "mass"), TypeError, "p: expected float32"),
+        ((p[0], "entropy"), ValueError, "p"),
+        ((None, "distance"), TypeError, "p"),
+    ):
+        with pytest.raises(error, match=re.escape(sentence)):
+            _core.map_sums(*given)  # type: ignore[arg-type]
+    assert _core.map_sums(np.empty((0, 0), np.float32), "mass").shape == (0,)
+    assert _core.map_sums(np.empty((2, 0), np.float32), "entropy").tolist() == [0, 0]
+
+
 def test_nothing_leaks() -> None:
     out = out_of(N, M)
     held = [Q, KEYS, V, KEYH, CALL, out]
@@ -160,6 +175,9 @@ def test_nothing_leaks() -> None:
     def calls(times: int) -> None:
         for _ in range(times):
             show(out=out)
+            _core.map_sums(out, "mass")
+            with pytest.raises(ValueError):
+                _core.map_sums(out, "mean")
             for changes in ({"b": 2}, {"out": out[:, 1:]}, {"q": Q[:1]}):
                 with pytest.raises(ValueError):
                     show(**({"out": out} | changes))

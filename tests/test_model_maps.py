@@ -16,6 +16,8 @@ import pytest
 import relpos
 from mapped_models import KINDS, batch_for, everything, made
 from model_reference import ReferenceModel
+from relpos.maps import AttentionMaps
+from relpos.model_maps import ModelMaps
 from small_model import pairs, small_config, small_model
 from test_model_gradients import CASES, SHAW, both
 
@@ -374,6 +376,20 @@ def test_sums_over_maps(kind: str) -> None:
     np.testing.assert_allclose(maps.entropy(kind), entropy, rtol=0, atol=1e-5)
     for array in (maps.mass(kind), maps.distance(kind), maps.entropy(kind), maps.relation(kind)):
         assert array.dtype == np.float32
+
+
+def test_sums_of_arrays_of_any_kind() -> None:
+    """By hand made maps need not be float32, nor without gaps; NaN is not hidden by a sum."""
+    x = np.random.default_rng(3).random((1, 2, 3, 8))
+    p = (x / x.sum(axis=-1, keepdims=True))[..., ::2]
+    of = ModelMaps(("x",) * 4, ("y",) * 3, {"cross": AttentionMaps(p, None, {})}, (0,), (0, 1))
+    np.testing.assert_allclose(of.entropy("cross"), -(p * np.log(p)).sum(-1), rtol=0, atol=1e-6)
+    apart = np.abs(np.arange(4) - np.arange(3)[:, None])
+    np.testing.assert_allclose(of.distance("cross"), (p * apart).sum((-1, -2)) / 3, atol=1e-6)
+    np.testing.assert_allclose(of.mass("cross").sum(-1), p.sum((-1, -2)) / 3, rtol=0, atol=1e-6)
+    p[0, 1, 2, 0] = np.nan
+    for sums in (of.mass("cross"), of.entropy("cross"), of.distance("cross")):
+        assert np.isfinite(sums[0, 0]).all() and np.isnan(sums[0, 1]).any()
 
 
 def test_maps_of_nothing() -> None:

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * test_model_maps.c: the maps and alignments of a model: which rows go where, what they take in
- * memory, what is refused, and every failed allocation. What maps hold is tested from Python
- * (tests/test_model_maps.py).
+ * memory, what is refused, and every failed allocation; and what maps come to. What maps hold is
+ * tested from Python (tests/test_model_maps.py).
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -387,6 +387,56 @@ static void test_maps_refused(void) {
   rp_model_free(alone);
 }
 
+/* Sums by hand; rows that come one by one give the same bits; what is NULL is left out. */
+static void test_sums(void) {
+  enum { QUERIES = 3, KEYS = 4, OFFSETS = QUERIES - 1 + KEYS };
+  const rp_real p[QUERIES * KEYS] = {1,
+                                     0,
+                                     0,
+                                     0,
+                                     (rp_real)0.5,
+                                     0,
+                                     0,
+                                     (rp_real)0.5,
+                                     (rp_real)0.25,
+                                     (rp_real)0.25,
+                                     (rp_real)0.25,
+                                     (rp_real)0.25};
+  double mass[OFFSETS] = {0}, entropy[QUERIES], distance = 0;
+  CHECK_INT(rp_map_sums(p, QUERIES, KEYS, 0, QUERIES, mass, entropy, &distance), RP_OK);
+  const double by_hand[] = {0.25, 0.75, 1.25, 0.25, 0.5, 0};
+  for (int i = 0; i < OFFSETS; i++) CHECK_NEAR(mass[i], by_hand[i] / QUERIES, 1e-15);
+  CHECK_NEAR(entropy[0], 0, 0);
+  CHECK_NEAR(entropy[1], log(2), 1e-15);
+  CHECK_NEAR(entropy[2], log(4), 1e-15);
+  CHECK_NEAR(distance, (0 + 1.5 + 1) / QUERIES, 1e-15);
+
+  double again[OFFSETS] = {0}, each[QUERIES], far = 0;
+  for (int i = 0; i < QUERIES; i++) {
+    CHECK_INT(rp_map_sums(p + i * KEYS, QUERIES, KEYS, i, 1, again, each + i, &far), RP_OK);
+  }
+  CHECK(memcmp(again, mass, sizeof mass) == 0 && memcmp(each, entropy, sizeof each) == 0);
+  CHECK(far == distance);
+  CHECK_INT(rp_map_sums(p, QUERIES, KEYS, 0, QUERIES, NULL, NULL, NULL), RP_OK);
+  CHECK_INT(rp_map_sums(NULL, 0, 0, 0, 0, mass, entropy, &distance), RP_OK);
+  CHECK_INT(rp_map_sums(NULL, 2, 0, 0, 2, NULL, entropy, NULL), RP_OK); /* no keys */
+  CHECK(entropy[0] == 0 && entropy[1] == 0);
+}
+
+static void test_sums_refused(void) {
+  const rp_real p[] = {1};
+  double sum = 0;
+  REFUSED(rp_map_sums(NULL, 1, 1, 0, 1, &sum, NULL, NULL), RP_ERROR_ARGUMENT, "map: p is NULL");
+  REFUSED(rp_map_sums(p, -1, 1, 0, 0, &sum, NULL, NULL), RP_ERROR_SHAPE, "queries=-1, keys=1");
+  REFUSED(rp_map_sums(p, 1, -1, 0, 1, &sum, NULL, NULL), RP_ERROR_SHAPE, "queries=1, keys=-1");
+  static const int64_t rows[][2] = {{0, 2}, {1, 1}, {-1, 1}, {2, 0}, {0, -1}, {1, INT64_MAX}};
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    REFUSED(rp_map_sums(p, 1, 1, rows[i][0], rows[i][1], &sum, NULL, NULL), RP_ERROR_SHAPE,
+            "but there are 1 queries");
+  }
+  CHECK(sum == 0);
+}
+
 static void test_alignments_refused(void) {
   rp_model *const model = make("shaw", 1, 2), *const alone = make("shaw", 0, 2);
   const rp_batch batch = batch_of();
@@ -422,5 +472,7 @@ int main(void) {
   test_alignments_are_means();
   test_maps_refused();
   test_alignments_refused();
+  test_sums();
+  test_sums_refused();
   return check_report();
 }

@@ -386,6 +386,15 @@ RP_API rp_status rp_model_attention_map(rp_model *model, const rp_batch *batch, 
  * stack has the same. */
 RP_API const char *rp_model_attention_part(const rp_model *model, int kind, int index, int *show);
 
+/* What a map of probabilities comes to. p: [rows][keys], those of the queries from `row` on, of
+ * `queries` in all; p of key j meets the offset j - i. NULL: not wanted. The others are
+ *   mass      [queries - 1 + keys], to which place queries - 1 + j - i gets p / queries added;
+ *   entropy   [rows], set to -sum_j p ln p, in nats;
+ *   distance  one number, which gets the sum of p |j - i| / queries added.
+ * So a long map can come some rows at a time, from zeros on; the bits are those of one call. */
+RP_API rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t row,
+                             int64_t rows, double *mass, double *entropy, double *distance);
+
 /* ------------------------------------------------------------------------
  * 5. Files
  * ------------------------------------------------------------------------ */
