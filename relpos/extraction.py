@@ -232,6 +232,8 @@ for _form in (_of_transformer, _of_translator):
 def _texts(name: str, given: Any, alone: bool) -> list[str] | None:
     if given is None:
         return None
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name}: expected str or several, got {type(given).__name__}")
     several = [given] if isinstance(given, str) else list(given)
     for text in several:
         if not isinstance(text, str):

@@ -138,6 +138,9 @@ def test_what_to_type_next(run: Path, capsys: Capture) -> None:
          "all of it to choose from"),
         ((*SENTENCE, "--out", "m.html", "--layer", "2"), "--layer: expected 0 to 1, got 2"),
         ((*SENTENCE, "--out", "m.html", "--head", "-1"), "--head: expected 0 to 1, got -1"),
+        (("--source", "", "--out", "m.html"), "--source: expected a sentence, got ''"),
+        (("--source", " ", "--target", "ba", "--out", "m.png"), "--source: expected a sentence, "
+         "got ' '"),
         (("--target", "ba", "--out", "m.html"), "--source: expected a sentence: this model has an "
          "encoder"),
     ],

@@ -210,6 +210,8 @@ def test_layers_are_counted_from_the_last_where_that_is_clear() -> None:
         ((["ba"], "be"), {}, TypeError, "target: expected several str as on the other side"),
         ((["ba"], ["be", "do"]), {}, ValueError, "targets: expected 1 as in sources, got 2"),
         (([3, 4],), {}, TypeError, "source: expected str or several, got int"),
+        ((5,), {}, TypeError, "source: expected str or several, got int"),
+        (("ba", 5), {}, TypeError, "target: expected str or several, got int"),
         ((["ba", b"be"],), {}, TypeError, "source: expected str or several, got bytes"),
         (("ba", "be"), {"search": relpos.Search()}, ValueError, "search: expected None where"),
         ((None, "be"), {}, ValueError, "sources: expected one for each target, got None"),

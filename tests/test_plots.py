@@ -47,7 +47,7 @@ def attention_of(rows: int, keys: int, causal: bool, seed: int, relation: float)
 
 
 def softmax(s: Any) -> Any:
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    p = np.exp(s - s.max(axis=-1, keepdims=True, initial=-1e30))
     return p / p.sum(axis=-1, keepdims=True)
 
 
@@ -191,6 +191,39 @@ def test_a_softcap_is_told(maps: ModelMaps) -> None:
     assert plots.content_and_relation(other).axes[2].get_title() == "= logits, after softcap"
 
 
+def test_no_relation_is_left_out(maps: ModelMaps) -> None:
+    """Of cross attention and RoPE: no empty map, and nothing said of what relations move."""
+    figure = plots.content_and_relation(maps, "cross", 1, 2)
+    assert [ax.get_title() for ax in figure.axes[:3]] == [
+        "content", "= logits", "softmax: attention",
+    ]  # fmt: skip
+    assert figure.get_suptitle() == (
+        "cross attention, layer 1, head 2: no relation apart from content"
+    )
+
+
+def test_relations_that_were_not_asked_for_are_not_denied(maps: ModelMaps) -> None:
+    of = maps.maps["encoder"]
+    some = AttentionMaps(of.probabilities, of.logits, {"content": of.parts["content"]})
+    figure = plots.content_and_relation(ModelMaps(SOURCE, (), {"encoder": some}, (1, 2), (0, 2, 3)))
+    assert [ax.get_title() for ax in figure.axes[:2]] == ["content", "logits"]
+    assert figure.get_suptitle().endswith("0: softcap, or relations that were not asked for")
+
+
+def test_a_narrow_map_leaves_no_gap_beside_it() -> None:
+    """Square cells of few keys are narrow; the figure is no wider than they need."""
+    widths = [
+        plots.content_and_relation(
+            ModelMaps(
+                ("x",) * keys, ("y",) * 20, {"cross": attention_of(20, keys, False, 1, 2.0)},
+                (0, 1), (0, 1, 2),
+            )
+        ).get_figwidth()
+        for keys in (10, 20)
+    ]  # fmt: skip
+    assert widths[1] - widths[0] > 4  # four maps of half the width, at 0.16 inches a key: 6.4
+
+
 def test_moved(maps: ModelMaps) -> None:
     """Half the sum of the differences, by hand; 0 without relations, 1 where they decide."""
     of = maps.maps["decoder"]
@@ -244,6 +277,13 @@ def test_all_by_offset(maps: ModelMaps) -> None:
     assert labels(ax.yaxis) == ["1.0", "1.2", "1.3", "2.0", "2.2", "2.3"]
 
 
+def test_one_token_has_no_fractions_of_an_offset() -> None:
+    maps = ModelMaps(("x",), (), {"encoder": attention_of(1, 1, False, 1, 2.0)}, (0, 1), (0, 1, 2))
+    axes = plots.by_offset(maps).xaxis, plots.all_by_offset(maps).xaxis
+    for axis in (*axes, plots.heat_map([[1.0]]).yaxis):
+        assert "0" in labels(axis) and not any("." in label for label in labels(axis))
+
+
 # ---- tables ----------------------------------------------------------------------------------------
 
 
@@ -279,6 +319,11 @@ def test_components() -> None:
     apart = [np.linalg.norm(x[:, None] - x[None], axis=2) for x in (np.asarray(at), plane)]
     np.testing.assert_allclose(*apart, rtol=0, atol=1e-9)
     assert sum(map(int, re.findall(r"(\d+)%", ax.get_xlabel() + ax.get_ylabel()))) in (99, 100, 101)
+    assert [each.get_text() for each in ax.texts] == [
+        "\N{MINUS SIGN}2", "\N{MINUS SIGN}1", "0", "1", "2",
+    ]  # fmt: skip
+    many = plots.table_components(random.standard_normal((255, 4)))
+    assert 10 < len(many.texts) <= 21 and "0" in [each.get_text() for each in many.texts]
     line = plots.table_components([[0.0], [1.0], [3.0]])
     np.testing.assert_allclose(line.collections[0].get_offsets()[:, 1], 0)
 
@@ -295,7 +340,7 @@ def test_tables_of_a_model() -> None:
     assert found["key_table"] is model.parameters["encoder.1.attention.key_table"]
     figure = plots.tables(model, "encoder", 1)
     assert figure.axes[0].lines[0].get_xdata().tolist() == [-2, -1, 0, 1, 2, 3]
-    with pytest.raises(ValueError, match=r"expected decoder\.position shaw.* got t5"):
+    with pytest.raises(ValueError, match=r"expected decoder\.position shaw.* got t5; .* by_offset"):
         plots.tables(model, "decoder")
     with pytest.raises(ValueError, match=r"layer: expected below 2, got 2"):
         plots.tables(model, "encoder", 2)
@@ -304,6 +349,47 @@ def test_tables_of_a_model() -> None:
     [(name, table)] = plots.tables_of(model, "encoder", 1).items()
     assert name == "key_table" and table.shape[-2] == 6
     assert len(plots.tables(model, "encoder", 1).axes) == 4  # three, and a colour bar
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "ticks"),
+    [
+        (4, 4, range(-4, 5)),
+        (8, 8, range(-8, 9, 2)),
+        (11, 11, (-11, -5, 0, 5, 11)),  # 22 is not divided into ten or fewer
+        (13, 13, (-13, -10, -5, 0, 5, 10, 13)),
+        (127, 0, (-127, -100, -80, -60, -40, -20, 0)),
+        (0, 0, (0,)),
+    ],
+)
+def test_offsets_along_an_axis(left: int, right: int, ticks: Any) -> None:
+    """Both ends are told, and what lies between, not too near to each other."""
+    table = np.ones((left + 1 + right, 3))
+    ax = plots.table_norms(table, np.arange(-left, right + 1))
+    assert ax.xaxis.get_majorticklocs().tolist() == [*ticks]
+
+
+@pytest.mark.parametrize(
+    ("position", "names"),
+    [
+        ("music", ["key_table", "value_table"]),
+        ("relative-key", ["distance_table"]),
+        ("relative-key-query", ["distance_table"]),
+    ],
+)
+def test_tables_of_every_offset(position: str, names: list[str]) -> None:
+    """A row for each offset within max_length; of a causal decoder's, up to 0 where it has no more."""
+    config = relpos.Config().replace(
+        {"width": 16, "heads": 2, "feed_forward": 16, "source_vocabulary": 9,
+         "target_vocabulary": 9, "encoder.layers": 1, "decoder.layers": 1, "max_length": 8,
+         "encoder.position": position, "decoder.position": position}
+    )  # fmt: skip
+    model = relpos.Transformer(config, tokens=16)
+    for stack, last in (("encoder", 7), ("decoder", 0 if position == "music" else 7)):
+        assert list(plots.tables_of(model, stack)) == names
+        figure = plots.tables(model, stack)
+        assert figure.axes[0].lines[0].get_xdata().tolist() == list(range(-7, last + 1))
+        assert "<" not in "".join(labels(figure.axes[0].xaxis))
 
 
 # ---- curves ----------------------------------------------------------------------------------------
@@ -389,6 +475,7 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.table_norms(np.ones((4, 3))), "offsets: expected for a table of 4 rows"),
         (lambda: plots.table_norms(table, [1, 2]), "offsets: expected 5 whole numbers"),
         (lambda: plots.table_norms(np.ones(3)), r"table: expected \(R, d\) or \(H, R, d\)"),
+        (lambda: plots.table_components(table * np.nan), "table: expected finite numbers, got NaN"),
         (lambda: plots.table_similarity(table, head=2), "head: expected below 2, got 2"),
         (lambda: plots.save(plots.head(maps), tmp_path / "x.doc"), r"path: expected an ending .*doc"),
         (lambda: plots.curves([tmp_path]), "log.jsonl"),
@@ -398,6 +485,10 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         with pytest.raises((ValueError, TypeError, OSError), match=message):
             call()
     assert plots.heads(bare, "encoder").axes[0].get_title() == "layer 1, head 0"
+    empty = ModelMaps((), (), {"encoder": attention_of(0, 0, False, 1, 1.0)}, (1, 2), (0, 2, 3))
+    for plot in (plots.heads, plots.head, plots.content_and_relation, plots.by_offset, plots.moved):
+        with pytest.raises(ValueError, match="maps: expected tokens on either side of 'encoder'"):
+            plot(empty)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def _inspect(options: argparse.Namespace) -> int:
         name
         for name, given in (
             ("a model", options.model),
-            ("--source", options.source or options.target or options.show == "tables" or None),
+            ("--source", _given(options)),
             ("--out", options.output),
         )
         if given is None
@@ -111,6 +111,13 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _given(options: argparse.Namespace) -> object:
+    """What there is to look at, None if nothing. An empty sentence is there, and wrong."""
+    if options.show == "tables":
+        return options.show
+    return options.target if options.source is None else options.source
+
+
 def _load(options: argparse.Namespace) -> Translator:
     from relpos.translator import Translator
 
@@ -134,6 +141,8 @@ def _maps_of(
             raise ValueError(f"--{name}: expected 0 to {there - 1}, got {given}")
     if options.source is None and config.encoder.layers > 0:
         raise ValueError("--source: expected a sentence: this model has an encoder")
+    if options.source is not None and not options.source.strip():
+        raise ValueError(f"--source: expected a sentence, got {options.source!r}")
     if options.source is not None and config.encoder.layers == 0:
         raise ValueError("--source: this model has no encoder, it goes on from text: --target")
     maps: ModelMaps = relpos.attention_maps(

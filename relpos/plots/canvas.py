@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from matplotlib import font_manager, ticker
+from matplotlib import font_manager, patheffects, ticker
 from matplotlib.figure import Figure
 
 Axes = Any  # of matplotlib
@@ -195,6 +195,11 @@ def plain(ax: Axes) -> Axes:
     return ax
 
 
+def halo() -> list[Any]:
+    """Keeps text readable that stands on lines or points."""
+    return [patheffects.withStroke(linewidth=2, foreground="white")]
+
+
 def title(ax: Axes, text: str) -> None:
     ax.set_title(text, fontsize=TITLE, color=INK)
 
@@ -207,12 +212,23 @@ def inches(
     return max(columns * each, least), max(rows * each, least)
 
 
+def no_fractions(axis: Any) -> None:
+    """Ticks at whole numbers alone, also where there is but one."""
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+
+
 def whole_numbers(axis: Any, first: int, last: int, said: Callable[[float, int], str]) -> None:
-    """Ticks at both ends and, evenly between, about ten at most."""
+    """Ticks at both ends and, evenly between, about ten at most: where no step fits both ends, at
+    its multiples that are not too near to them."""
     apart = last - first
     fits = [n for n in (1, 2, 3, 4, 5, 8, 10, 16, 20) if apart % n == 0 and apart <= 10 * n]
-    step = fits[0] if fits else max(apart, 1)
-    axis.set_major_locator(ticker.FixedLocator(range(first, last + 1, step)))
+    if fits:
+        ticks = [*range(first, last + 1, fits[0])]
+    else:
+        step = next(n * 10**e for e in range(20) for n in (1, 2, 5) if apart <= 10 * n * 10**e)
+        multiples = range(-(-first // step) * step, last + 1, step)
+        ticks = [first, *(x for x in multiples if 2 * min(x - first, last - x) > step), last]
+    axis.set_major_locator(ticker.FixedLocator(ticks))
     axis.set_major_formatter(ticker.FuncFormatter(said))
     axis.set_tick_params(labelsize=LABEL)
 

@@ -47,6 +47,7 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
     below.set_xlabel("step")
     for ax in (above, below):
         canvas.plain(ax)
+    figure.align_ylabels([above, below])
     return figure
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = "token", "looks at"
 _PREDICTS = "about to say"  # what the rows of a decoder are
 _MOVED = "moved by relations"
+_NO_TERMS = "no relation apart from content"
+_UNTOLD = "softcap, or relations that were not asked for"  # where logits are not content
 _TITLE_INCHES = 1.3  # that the longest of them takes, above a map
 
 
@@ -76,7 +78,7 @@ def heat_map(
     )
     for axis, tokens in ((ax.yaxis, queries), (ax.xaxis, keys)):
         if tokens is None:
-            axis.get_major_locator().set_params(integer=True)
+            canvas.no_fractions(axis)
             axis.set_tick_params(labelsize=canvas.LABEL, length=2, color=canvas.FAINT)
         else:
             canvas.tokens_along(axis, tokens)
@@ -177,43 +179,55 @@ def content_and_relation(
 
     The three have the same colours: red draws attention, blue keeps it away. The mean of each row is
     taken away, which a softmax does not see; hidden pairs stay blank. Under RoPE content is what
-    the turned queries and keys give, and there is no relation apart from it.
+    the turned queries and keys give, and there is no relation apart from it: it is left out, as in
+    cross attention.
 
     kind, layer, head: as of `head`. figure: a figure or subfigure to draw in.
     """
     kind = kind_of(maps, kind)
     i, j = place_of(maps, kind, layer, head)
-    parts = {name: shown(maps, kind, name)[i, j] for name in ("content", "relation", "logits")}
+    related = _has_terms(maps, kind)
+    titles = {"content": "content", "relation": "+ relation", "logits": "= logits"}
+    parts = {name: shown(maps, kind, name)[i, j] for name in titles}
     capped = not np.allclose(
         np.nan_to_num(parts["content"] + parts["relation"]),
         np.nan_to_num(parts["logits"]),
         atol=1e-3 * strongest(parts["logits"]) + 1e-4,
     )
-    titles = ("content", "+ relation", "= logits" + (", after softcap" if capped else ""))
-    rows, columns = parts["logits"].shape
-    wide, high = canvas.inches(rows, columns, 2.2, 5.0)
-    figure = canvas.figure_of(figure, (4 * (wide + 0.15) + 2.6, high + 1.5))
-    grid = figure.subplots(1, 4, sharex=True, sharey=True)
+    if capped:
+        titles["logits"] = "= logits, after softcap" if related else "logits"
+    if not related:  # an empty map would look like a relation that does nothing
+        del parts["relation"]
+    rows, across = parts["logits"].shape
+    wide, high = canvas.inches(rows, across, 2.2, 5.0)
+    # no wider than square cells make it, so that the names of the sides stay near
+    wide = max(min(wide, high * across / rows), _TITLE_INCHES)
+    columns = len(parts) + 1
+    figure = canvas.figure_of(figure, (columns * (wide + 0.15) + 2.6, high + 1.5))
+    grid = figure.subplots(1, columns, sharex=True, sharey=True)
     queries, keys = tokens_of(maps, kind)
     most = max(map(strongest, parts.values()))
-    for ax, values, text in zip(grid, parts.values(), titles, strict=False):
+    for ax, (name, values) in zip(grid, parts.items(), strict=False):
         heat_map(
-            values, queries, keys, ax=ax, limit=most, signed=True, title=text, colour_bar=False
-        )
+            values, queries, keys,
+            ax=ax, limit=most, signed=True, title=titles[name], colour_bar=False,
+        )  # fmt: skip
     heat_map(
         shown(maps, kind, "probabilities")[i, j], queries, keys,
-        ax=grid[3], title="softmax: attention", colour_bar=False,
+        ax=grid[-1], title="softmax: attention", colour_bar=False,
     )  # fmt: skip
     for ax in grid:
         ax.label_outer()
-    bar = canvas.colour_bar(grid[2].images[0], list(grid[:3]))
+    bar = canvas.colour_bar(grid[0].images[0], list(grid[:-1]))
     bar.set_label(unit_of("logits"), fontsize=canvas.LABEL)
-    bar = canvas.colour_bar(grid[3].images[0], grid[3])
+    bar = canvas.colour_bar(grid[-1].images[0], grid[-1])
     bar.set_label(unit_of("probabilities"), fontsize=canvas.LABEL)
     _name_sides(figure, maps, kind)
-    share = moved(maps, kind)[i, j]
+    said = _UNTOLD if capped else _NO_TERMS
+    if related:
+        said = f"{moved(maps, kind)[i, j]:.0%} of its attention {_MOVED}"
     figure.suptitle(
-        f"{name_of(maps, kind, i, j)}: {share:.0%} of its attention {_MOVED}",
+        f"{name_of(maps, kind, i, j)}: {said}",
         fontsize=canvas.TITLE + 1,
         color=canvas.INK,
     )
@@ -241,6 +255,10 @@ def _softmax(values: Array) -> Any:
     top = kept.max(axis=-1, keepdims=True, initial=-1e30)
     powers = np.exp(kept - top)
     return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-30)
+
+
+def _has_terms(maps: ModelMaps, kind: str) -> bool:
+    return len(maps.maps[kind].parts) > 1
 
 
 def _has_relations(maps: ModelMaps, kind: str) -> bool:

@@ -47,7 +47,7 @@ def by_offset(
             offsets[within], values[i, j][within], "o-", markersize=2.5, linewidth=1.3,
             color=canvas.colour(n, len(places)), label=f"head {maps.heads[j]}",
         )  # fmt: skip
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    canvas.no_fractions(ax.xaxis)
     ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
     ax.set_ylabel("mean " + unit_of(show), fontsize=canvas.LABEL + 1)
     if places:
@@ -82,7 +82,7 @@ def all_by_offset(
     for layer in range(1, layers):
         ax.axhline(layer * count - 0.5, color=canvas.INK, linewidth=0.8)
     ax.axvline(0, color=canvas.FAINT, linewidth=0.8, linestyle=":")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    canvas.no_fractions(ax.xaxis)
     ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
     ax.set_ylabel("layer.head", fontsize=canvas.LABEL + 1)
     canvas.title(ax, f"{kind_name(kind)}, by offset")

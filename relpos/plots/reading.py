@@ -27,6 +27,8 @@ def shown(maps: ModelMaps, kind: str, show: str) -> Array:
     values = maps.relation(kind) if show == "relation" else there[show]
     if values.shape[0] == 0 or values.shape[1] == 0:
         raise ValueError("maps: expected a layer and a head at least, got none")
+    if values.size == 0:
+        raise ValueError(f"maps: expected tokens on either side of {kind!r}, got none")
     if of_kind.logits is not None:  # they alone tell a hidden key from one that gets nothing
         values = np.where(np.isfinite(of_kind.logits), values, np.float32(np.nan))
     if show == "probabilities":

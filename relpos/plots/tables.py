@@ -7,6 +7,7 @@ have in common: compare rows with each other.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +19,23 @@ from relpos.position.arrays import Array, check_choice, check_count
 if TYPE_CHECKING:
     from relpos.model import Transformer
 
-_NAMES = {"key_table": "keys", "value_table": "values"}
+_NAMES = {
+    "key_table": "relations of keys",
+    "value_table": "relations of values",
+    "distance_table": "distances",
+}
+_BY_OFFSET = ("shaw", "music", "relative-key", "relative-key-query")  # a row for each offset
+_LABELLED = 21  # points of a plane, at most
 
 
 def tables_of(model: Transformer, stack: str = "encoder", layer: int = 0) -> dict[str, Array]:
-    """The tables that a layer of a model with `position="shaw"` has, by name.
+    """The tables that a layer has where its `position` is shaw, music, relative-key or
+    relative-key-query, by name.
 
     stack: "encoder" or "decoder". layer: int, from 0.
 
-    Returns "key_table", "value_table" or both: float32 (R, d), or (H, R, d), R = k + 1 + k_right.
+    Returns "key_table", "value_table" or both, or "distance_table": float32 (R, d), or (H, R, d).
+        R = k + 1 + k_right of shaw; of the others a row for every offset within max_length.
     """
     if not hasattr(model, "parameters"):
         raise TypeError(
@@ -37,10 +46,11 @@ def tables_of(model: Transformer, stack: str = "encoder", layer: int = 0) -> dic
     config = getattr(model.config, stack)
     if not 0 <= check_count("layer", layer, 0) < config.layers:
         raise ValueError(f"layer: expected below {config.layers}, got {layer}")
-    if config.position != "shaw":
+    if config.position not in _BY_OFFSET:
         raise ValueError(
-            f"model: expected {stack}.position shaw, whose tables have a row for each offset, got "
-            f"{config.position}"
+            f"model: expected {stack}.position {', '.join(_BY_OFFSET[:-1])} or {_BY_OFFSET[-1]}, "
+            f"whose tables have a row for each offset, got {config.position}; what any scheme adds "
+            'to the logits is drawn by by_offset(maps, show="relation")'
         )
     found = {}
     for name in _NAMES:
@@ -67,14 +77,16 @@ def tables(
     """
     found = tables_of(model, stack, layer)
     config = getattr(model.config, stack)
-    right = config.k if config.k_right < 0 else config.k_right
-    offsets, clipped = np.arange(-config.k, right + 1), config.beyond == "clip"
+    of_shaw = config.position == "shaw"
+    farthest = config.k if of_shaw else model.config.max_length - 1
+    clipped = of_shaw and config.beyond == "clip"
     figure = canvas.figure_of(figure, (11.5, 3.3 * len(found) + 0.5))
     grid = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1.15, 1, 1))
     for (name, table), (left, middle, other) in zip(found.items(), grid, strict=True):
-        of = "keys and values" if config.tied else _NAMES[name]
+        offsets = np.arange(table.shape[-2]) - farthest
+        of = "relations of keys and values" if config.tied else _NAMES[name]
         table_norms(table, offsets, clipped=clipped, ax=left)
-        canvas.title(left, f"relations of {of}: length of each row")
+        canvas.title(left, f"{of}: length of each row")
         table_similarity(table, offsets, head=head, clipped=clipped, ax=middle)
         which = "mean of all heads" if head is None and table.ndim == 3 else f"head {head or 0}"
         canvas.title(middle, f"cosine of two rows, {which}")
@@ -155,11 +167,12 @@ def table_components(
     ax = canvas.plain(canvas.axes_of(ax, (4.2, 3.6)))
     ax.plot(*at.T, color=canvas.FAINT, linewidth=0.8, zorder=1)
     ax.scatter(*at.T, c=places, cmap=canvas.IN_ORDER, s=22, zorder=2)
+    apart = math.ceil(len(places) / _LABELLED)
     for place, (x, y) in zip(places, at, strict=True):
-        if len(places) <= 21 or place % 4 == 0:
+        if place % apart == 0:
             ax.annotate(
                 canvas.with_minus(f"{place}"), (x, y), xytext=(4, 3), textcoords="offset points",
-                fontsize=canvas.LABEL - 1, color=canvas.INK,
+                fontsize=canvas.LABEL - 1, color=canvas.INK, path_effects=canvas.halo(),
             )  # fmt: skip
     ax.margins(0.12)
     names = [f"component {c + 1}" for c in range(2)]
@@ -175,6 +188,8 @@ def _read(table: Any, offsets: Any) -> tuple[Any, Any]:
     each = np.asarray(table, np.float64)
     if each.ndim not in (2, 3) or each.size == 0:
         raise ValueError(f"table: expected (R, d) or (H, R, d), none of them 0, got {each.shape}")
+    if not np.isfinite(each).all():
+        raise ValueError("table: expected finite numbers, got NaN or infinity")
     each = each.reshape(-1, *each.shape[-2:])
     rows = each.shape[1]
     if offsets is None:
