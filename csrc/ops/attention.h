@@ -81,6 +81,16 @@ static real *out_row_of(const rp_rows_out *x, int64_t batch, int64_t head, int64
   return x->data + batch * x->batch_stride + head * x->head_stride + row * x->row_stride;
 }
 
+/* Asks for the rows of the next sequence, which are read next, where those of this one are few: of
+ * a long sequence they would be gone again, and are read often enough to be worth the wait. */
+static void ask_for_next(const rp_rows *x, const rp_attention *s, int64_t batch, int64_t head,
+                         int64_t row, int64_t count, int64_t width) {
+  if (count < 1 || count > RPI_BLOCK) return;
+  const real *const from = row_of(x, batch, head, row);
+  const int64_t next = s->offsets ? count * x->row_stride : x->batch_stride;
+  for (int64_t i = 0; i < count; i++) rpi_prefetch_row(from, next + i * x->row_stride, width);
+}
+
 /* Where row 0 of a sequence's log-sum-exp lies: [B, H, N], or [H, tokens] packed. */
 static int64_t lse_at(const rp_attention *s, const rpi_sequence *seq, int64_t head) {
   if (s->offsets) return head * s->offsets[s->B] + seq->query_row;
@@ -126,11 +136,13 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. e: the strip's first row of E. more: NULL, or
- * what the pairs add. What is not a product is put together first: large numbers of it that cancel
- * (a relation's score against the running maximum) shall not meet the product's roundings. */
+ * what the pairs add. Vectors without a key are 0. What is not a product is put together first:
+ * large numbers of it that cancel (a relation's score against the running maximum) shall not meet
+ * the product's roundings. */
 static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
-                        int64_t distance, int64_t count, const rpi_product *product,
+                        int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
                         const real *row_start, const real *more) {
+  const int64_t vectors = (keys + RPI_LANES - 1) / RPI_LANES;
   real moved[RPI_STRIP];
   rpi_start start = {.row = row_start};
   if (meets == MEETS_BAND) {
@@ -145,7 +157,13 @@ static void score_strip(const window *w, int meets, const real *e, int64_t e_str
   }
   if (more) start_strip(count, &start, more, product->c);
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
-  rpi_strip_product(mode, count, RPI_TILE / RPI_LANES, product, &start);
+  rpi_strip_product(mode, count, vectors, product, &start);
+  for (int64_t r = 0; vectors < RPI_TILE / RPI_LANES && r < count; r++) {
+    real *const row = product->c + r * product->c_stride;
+    for (int64_t v = vectors * RPI_LANES; v < RPI_TILE; v += RPI_LANES) {
+      rpi_store(row + v, (rpi_register){0});
+    }
+  }
 }
 
 /* A row of a tile, added up into one vector. */

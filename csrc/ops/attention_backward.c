@@ -222,7 +222,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
                              : pairs->values ? w->pairs.values
                                              : NULL;
     score_strip(&x->w, window_meets(&x->w, nearest, farthest), x->e + i * e_stride, e_stride,
-                distance, count, &product, start, more ? more + i * RPI_TILE : NULL);
+                distance, count, tile_keys, &product, start, more ? more + i * RPI_TILE : NULL);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
@@ -290,6 +290,7 @@ static void put_rows(const rp_rows_out *out, int64_t batch, int64_t head, int64_
   for (int64_t i = 0; i < count; i++) {
     real *const to = out_row_of(out, batch, head, row0 + i);
     const real *const from = x + i * x_stride;
+    rpi_prefetch_row_to(to, 8 * out->row_stride, width);
     if (overwrite) {
       for (int64_t c = 0; c < width; c++) to[c] = factor * from[c];
     } else {
@@ -364,12 +365,21 @@ static void start_rows(const backward_item *item, const backward_block *block,
   const rpi_sequence *const seq = &item->seq;
   const int64_t Dv = args->shape->Dv;
   const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
+  const int64_t row0 = seq->query_row + block->row0;
+  ask_for_next(&args->out, args->shape, seq->query_batch, item->head, row0, block->rows, Dv);
+  ask_for_next(&args->dout, args->shape, seq->query_batch, item->head, row0, block->rows, Dv);
+  ask_for_next(&args->q, args->shape, seq->query_batch, item->head, row0, block->rows,
+               args->shape->D);
+  int64_t known = 1; /* number of keys, and its log */
+  double rest = 0;
   for (int64_t i = 0; i < block->rows; i++) {
     const int64_t at = seq->query_row + block->row0 + i;
     const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
     const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
     const double own = -(double)lse[i] * 1.4426950408889634074;
-    const double rest = log2((double)rpi_max(keys_of_row(item, block->row0 + i), 1));
+    const int64_t keys = rpi_max(keys_of_row(item, block->row0 + i), 1);
+    if (keys != known) rest = log2((double)keys);
+    known = keys;
     const bool whole = lse[i] == (real)-INFINITY || item->pairs.softcap != 0;
     const real level = whole ? 0 : (real)(own + rest);
     w->level[i] = level;
@@ -531,8 +541,10 @@ static void open_keys(const backward_item *item, side *x, int which) {
     rpi_pack_transposed(
         row_of(from, item->seq.key_batch, item->head, item->seq.key_row + item->r.key + j),
         from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
-        x->packed + j * width, RPI_TILE, RPI_TILE);
+        x->packed + j * width, RPI_TILE, packed_columns(&item->pairs, keys - j));
   }
+  ask_for_next(from, item->args->shape, item->seq.key_batch, item->head,
+               item->seq.key_row + item->r.key, keys, width);
 }
 
 /* Puts dk (dv), and what a tile in the end holds of one relation alone. */
@@ -551,6 +563,21 @@ static void close_keys(const backward_item *item, side *x, int which) {
   }
 }
 
+/* What the last block of queries meets in the first tile of keys, and the first block in the last
+ * tile: nothing lies farther left, or right, of a band. */
+static reach leftmost(const backward_item *item) {
+  const rectangle *const r = &item->r;
+  const int64_t first = rpi_max(r->rows - 1, 0) / item->n.block * item->n.block;
+  return reach_of(&item->seq, &item->sees, r->query + first, r->rows - first, r->key,
+                  rpi_min(r->keys, RPI_TILE));
+}
+static reach rightmost(const backward_item *item) {
+  const rectangle *const r = &item->r;
+  const int64_t first = rpi_max(r->keys - 1, 0) / RPI_TILE * RPI_TILE;
+  return reach_of(&item->seq, &item->sees, r->query, rpi_min(r->rows, item->n.block),
+                  r->key + first, r->keys - first);
+}
+
 static void backward_pair(const backward_item *item, backward_scratch *w) {
   const rp_attention *const s = item->args->shape;
   const rectangle *const r = &item->r;
@@ -565,10 +592,10 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
                  k->row_stride, count, s->D, padded, w->key_rows);
   const term *const t = &item->term[KEY];
   dense head_keys = {0}, tail_keys = {0};
-  if (t->ends && !item->by_row[KEY] && seen.nearest < t->first) {
+  if (t->ends && !item->by_row[KEY] && leftmost(item).farthest < t->first) {
     head_keys = moved_rows(t, t->first - 1, &keys, count, padded, w->vector, w->head_key_rows);
   }
-  if (t->ends && !item->by_row[KEY] && seen.farthest >= t->last) {
+  if (t->ends && !item->by_row[KEY] && rightmost(item).nearest >= t->last) {
     tail_keys = moved_rows(t, t->last, &keys, count, padded, w->vector, w->tail_key_rows);
   }
   if (item->pairs.count) {

@@ -193,7 +193,7 @@ static void forward_scores(const forward_item *item, forward_scratch *w, const f
                               .inner = item->inner};
   const bool capped = item->pairs.softcap != 0;
   score_strip(kw, window_meets(kw, nearest, farthest), w->e + i * view->e_stride, view->e_stride,
-              distance, count, &scores, capped ? w->zeros : state->negated_max,
+              distance, count, tile_keys, &scores, capped ? w->zeros : state->negated_max,
               item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL);
   if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, w->strip);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
@@ -452,7 +452,7 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
     rpi_pack_transposed(row_of(k, seq->key_batch, item->head, seq->key_row + key + j),
                         k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
-                        RPI_TILE, RPI_TILE);
+                        RPI_TILE, packed_columns(&item->pairs, keys - j));
   }
   if (item->pairs.count) open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }
@@ -485,12 +485,16 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   memset(state->out, 0, (size_t)(item->count * width) * sizeof(real));
   memset(state->seen, 0, (size_t)item->count);
   open_rows_of(item, w);
+  ask_for_next(&item->args->q, s, seq->query_batch, item->head, seq->query_row + item->query,
+               item->count, s->D);
   const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
   const walk parts = walk_of(item, item->query, item->count, seen.begin, seen.end, item->n.keys);
   for (int64_t step = 0; step < parts.count; step++) {
     const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;
     open_keys_of(item, w, key, keys);
+    ask_for_next(&item->args->k, s, seq->key_batch, item->head, seq->key_row + key, keys, s->D);
+    ask_for_next(v, s, seq->key_batch, item->head, seq->key_row + key, keys, s->Dv);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
     for (int64_t block = 0; block < item->count; block += item->n.block) {
@@ -504,13 +508,15 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
 typedef struct forward_call {
   const rpi_attention_args *args;
   bounds n;
-  const int64_t *first_item; /* [B + 1]: items of the sequences before, over all heads */
+  const int64_t *first_item; /* [B + 1]: items of one head, of the sequences before */
   forward_scratch **scratch; /* [workers] */
 } forward_call;
 
-static void forward_task(void *context, int64_t task, int worker) {
+/* Head by head, since all sequences of one length meet the same window of a head's tables. */
+static void forward_task(void *context, int64_t number, int worker) {
   const forward_call *const call = context;
   const rp_attention *const s = call->args->shape;
+  const int64_t items = call->first_item[s->B], head = number / items, task = number % items;
   int64_t low = 0, high = s->B - 1; /* the last b with first_item[b] <= task */
   while (low < high) {
     const int64_t middle = (low + high + 1) / 2;
@@ -519,9 +525,8 @@ static void forward_task(void *context, int64_t task, int worker) {
   }
   const rpi_sequence seq = sequence_of(s, low);
   const chunks cut = query_chunks(s, &seq);
-  const int64_t local = task - call->first_item[low];
   /* last chunk first: under a causal mask it is the longest */
-  const int64_t head = local / cut.count, chunk = cut.count - 1 - local % cut.count;
+  const int64_t chunk = cut.count - 1 - (task - call->first_item[low]);
   const int64_t query = chunk * cut.rows;
   const forward_item item = {.args = call->args,
                              .seq = seq,
@@ -556,7 +561,7 @@ static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
   first_item[0] = 0;
   for (int64_t b = 0; b < s->B; b++) {
     const rpi_sequence seq = sequence_of(s, b);
-    first_item[b + 1] = first_item[b] + s->H * query_chunks(s, &seq).count;
+    first_item[b + 1] = first_item[b] + query_chunks(s, &seq).count;
   }
 }
 
@@ -567,6 +572,6 @@ static rp_status attention_forward(const rpi_attention_args *args) {
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_forward(&arena, s, workers, &call);
   RPI_TRY(check_carved(&arena, workers));
-  rpi_parallel_for(call.first_item[s->B], workers, forward_task, &call);
+  rpi_parallel_for(s->H * call.first_item[s->B], workers, forward_task, &call);
   return RP_OK;
 }

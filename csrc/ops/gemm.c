@@ -137,8 +137,6 @@ typedef struct gemm_ahead {
   const struct gemm_ahead *then;
 } gemm_ahead;
 
-#define GEMM_LINE (64 / RPI_REAL_BYTES)
-
 /* Asks for a line, into the first-level cache, from which it sinks into the second. Lines that were
  * asked into the second at once had left it when they were packed (Zen 4). */
 RPI_INLINE void gemm_ask(gemm_ahead *ahead) {
@@ -147,14 +145,14 @@ RPI_INLINE void gemm_ask(gemm_ahead *ahead) {
     *ahead = *ahead->then;
   }
   __builtin_prefetch(ahead->at + ahead->asked, 0, 3);
-  ahead->asked += GEMM_LINE;
+  ahead->asked += RPI_LINE;
   if (ahead->asked < ahead->elements) return;
   ahead->asked = 0;
   if (--ahead->rows > 0) ahead->at += ahead->stride;
 }
 
 static int64_t gemm_lines(const gemm_ahead *ahead) {
-  return ahead->rows * gemm_parts(ahead->elements, GEMM_LINE);
+  return ahead->rows * gemm_parts(ahead->elements, RPI_LINE);
 }
 
 /* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +

@@ -62,6 +62,12 @@ typedef struct pair_terms {
   int64_t head, b;
 } pair_terms;
 
+/* Columns of a tile's packed keys that are read: with scores of pairs all, else whole vectors that
+ * have keys. */
+static int64_t packed_columns(const pair_terms *p, int64_t keys) {
+  return p->scores ? RPI_TILE : rpi_min(rpi_round_up(keys, RPI_LANES), RPI_TILE);
+}
+
 /* Do two terms look the same things up? */
 static bool same_map(const rp_relation *a, const rp_relation *b) {
   if (a->map != b->map || a->map == RP_MAP_EDGES) return false;

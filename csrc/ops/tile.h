@@ -70,6 +70,15 @@ RPI_INLINE void rpi_prefetch_to(const real *to, int64_t ahead) {
   __builtin_prefetch((const void *)((uintptr_t)to + (uintptr_t)ahead * sizeof(real)), 1);
 }
 
+/* Asks for all lines of a row. */
+#define RPI_LINE (64 / RPI_REAL_BYTES)
+RPI_INLINE void rpi_prefetch_row(const real *from, int64_t ahead, int64_t width) {
+  for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch(from, ahead + c);
+}
+RPI_INLINE void rpi_prefetch_row_to(const real *to, int64_t ahead, int64_t width) {
+  for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch_to(to, ahead + c);
+}
+
 RPI_INLINE int64_t rpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 RPI_INLINE int64_t rpi_max(int64_t a, int64_t b) { return a > b ? a : b; }
 RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -142,13 +151,26 @@ RPI_NOINLINE void rpi_pack_transposed(const real *from, int64_t from_stride, int
                                       int64_t padded_rows) {
   for (int64_t row = 0; row < padded_rows; row += RPI_LANES) {
     const int64_t present = rpi_min(rows - row, RPI_LANES);
+    if (present <= 0) {
+      for (int64_t c = 0; c < columns; c++) rpi_store(to + c * to_stride + row, (rpi_register){0});
+      continue;
+    }
+    const real *const corner = from + row * from_stride;
     int64_t column = 0;
-    for (; present == RPI_LANES && column + RPI_LANES <= columns; column += RPI_LANES) {
+    for (; column + RPI_LANES <= columns; column += RPI_LANES) {
       rpi_register square[RPI_LANES];
-      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
-        const real *const at = from + (row + i) * from_stride + column;
-        rpi_prefetch(at, RPI_LANES * from_stride); /* fresh keys: 3 % of forward at n = 256 */
-        square[i] = factor * rpi_load(at);
+      if (present == RPI_LANES) {
+        RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+          const real *const at = corner + i * from_stride + column;
+          rpi_prefetch(at, RPI_LANES * from_stride); /* fresh keys: 3 % of forward at n = 256 */
+          square[i] = factor * rpi_load(at);
+        }
+      } else {
+        for (int i = 0; i < RPI_LANES; i++) {
+          const bool there = i < present;
+          square[i] =
+              there ? factor * rpi_load(corner + i * from_stride + column) : (rpi_register){0};
+        }
       }
       rpi_transpose(square);
       RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
@@ -158,7 +180,7 @@ RPI_NOINLINE void rpi_pack_transposed(const real *from, int64_t from_stride, int
     for (; column < columns; column++) {
       real *const line = to + column * to_stride + row;
       for (int64_t i = 0; i < RPI_LANES; i++) {
-        line[i] = i < present ? factor * from[(row + i) * from_stride + column] : (real)0;
+        line[i] = i < present ? factor * corner[i * from_stride + column] : (real)0;
       }
     }
   }
