@@ -81,14 +81,18 @@ static real *out_row_of(const rp_rows_out *x, int64_t batch, int64_t head, int64
   return x->data + batch * x->batch_stride + head * x->head_stride + row * x->row_stride;
 }
 
-/* Asks for the rows of the next sequence, which are read next, where those of this one are few: of
- * a long sequence they would be gone again, and are read often enough to be worth the wait. */
+/* Asks for what the next sequence has in place of a strip's rows, from `row` on, of `rows` in a
+ * sequence that begins at row0. Strip by strip, for who asks for all at once waits for all of it;
+ * and where it is little, for it takes room in the first cache: with 4 KiB of each of five arrays
+ * the attention of a step took 6 % less time, with 8 KiB 5 % more. */
+#define RPI_ASKED 4096 /* bytes */
 static void ask_for_next(const rp_rows *x, const rp_attention *s, int64_t batch, int64_t head,
-                         int64_t row, int64_t count, int64_t width) {
-  if (count < 1 || count > RPI_BLOCK) return;
-  const real *const from = row_of(x, batch, head, row);
-  const int64_t next = s->offsets ? count * x->row_stride : x->batch_stride;
-  for (int64_t i = 0; i < count; i++) rpi_prefetch_row(from, next + i * x->row_stride, width);
+                         int64_t row0, int64_t row, int64_t rows, int64_t width) {
+  if (rows * width * RPI_REAL_BYTES > RPI_ASKED) return;
+  const int64_t next = s->offsets ? rows * x->row_stride : x->batch_stride;
+  for (int64_t i = row; i < rpi_min(row + RPI_STRIP, rows); i++) {
+    rpi_prefetch_row(row_of(x, batch, head, row0 + i), next, width);
+  }
 }
 
 /* Where row 0 of a sequence's log-sum-exp lies: [B, H, N], or [H, tokens] packed. */

@@ -365,11 +365,6 @@ static void start_rows(const backward_item *item, const backward_block *block,
   const rpi_sequence *const seq = &item->seq;
   const int64_t Dv = args->shape->Dv;
   const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
-  const int64_t row0 = seq->query_row + block->row0;
-  ask_for_next(&args->out, args->shape, seq->query_batch, item->head, row0, block->rows, Dv);
-  ask_for_next(&args->dout, args->shape, seq->query_batch, item->head, row0, block->rows, Dv);
-  ask_for_next(&args->q, args->shape, seq->query_batch, item->head, row0, block->rows,
-               args->shape->D);
   int64_t known = 1; /* number of keys, and its log */
   double rest = 0;
   for (int64_t i = 0; i < block->rows; i++) {
@@ -461,6 +456,19 @@ static void close_side(const backward_item *item, const backward_block *block, s
   }
 }
 
+/* While the strip of row i is at work. */
+static void ask_backward(const backward_item *item, int64_t i) {
+  const rpi_attention_backward_args *const args = item->args;
+  const rp_attention *const s = args->shape;
+  const rpi_sequence *const seq = &item->seq;
+  const int64_t head = item->head, queries = seq->queries, keys = seq->keys;
+  ask_for_next(&args->q, s, seq->query_batch, head, seq->query_row, i, queries, s->D);
+  ask_for_next(&args->out, s, seq->query_batch, head, seq->query_row, i, queries, s->Dv);
+  ask_for_next(&args->dout, s, seq->query_batch, head, seq->query_row, i, queries, s->Dv);
+  ask_for_next(&args->k, s, seq->key_batch, head, seq->key_row, i, keys, s->D);
+  ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, keys, s->Dv);
+}
+
 /* A block of queries against the item's chunk of keys. */
 static void backward_rows(const backward_item *item, backward_scratch *w,
                           const backward_block *block) {
@@ -506,7 +514,10 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
       pair_value_scores(pairs, &w->pairs, &item->seq, &of_dz, item->r.key, j, tile_keys);
     }
     int64_t i = first;
-    for (; i < last; i += RPI_STRIP) backward_strip(item, w, block, lies, i, j, tile_keys);
+    for (; i < last; i += RPI_STRIP) {
+      if (j == 0) ask_backward(item, i);
+      backward_strip(item, w, block, lies, i, j, tile_keys);
+    }
     const int64_t rows = rpi_min(i, count) - first;
     if (rows <= 0) continue;
     for (int which = 0; which < SIDES; which++) {
@@ -543,8 +554,6 @@ static void open_keys(const backward_item *item, side *x, int which) {
         from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
         x->packed + j * width, RPI_TILE, packed_columns(&item->pairs, keys - j));
   }
-  ask_for_next(from, item->args->shape, item->seq.key_batch, item->head,
-               item->seq.key_row + item->r.key, keys, width);
 }
 
 /* Puts dk (dv), and what a tile in the end holds of one relation alone. */

@@ -342,6 +342,17 @@ static void open_tile(const forward_item *item, forward_scratch *w, const forwar
   }
 }
 
+/* While the strip of row i is at work. */
+static void ask_forward(const forward_item *item, int64_t i) {
+  const rpi_attention_args *const args = item->args;
+  const rp_attention *const s = args->shape;
+  const rpi_sequence *const seq = &item->seq;
+  const int64_t head = item->head;
+  ask_for_next(&args->q, s, seq->query_batch, head, seq->query_row, i, seq->queries, s->D);
+  ask_for_next(&args->k, s, seq->key_batch, head, seq->key_row, i, seq->keys, s->D);
+  ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, seq->keys, s->Dv);
+}
+
 /* A block of queries against one chunk of keys. */
 static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
                           int64_t keys, dense values) {
@@ -357,6 +368,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
     const int64_t j = walk_at(&tiles, step) - key, tile_keys = rpi_min(RPI_TILE, keys - j);
     open_tile(item, w, &view, j, tile_keys);
     for (int64_t i = 0; i < count; i += RPI_STRIP) {
+      if (step == 0) ask_forward(item, i);
       forward_strip(item, w, &view, i, j, tile_keys);
     }
   }
@@ -485,16 +497,12 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   memset(state->out, 0, (size_t)(item->count * width) * sizeof(real));
   memset(state->seen, 0, (size_t)item->count);
   open_rows_of(item, w);
-  ask_for_next(&item->args->q, s, seq->query_batch, item->head, seq->query_row + item->query,
-               item->count, s->D);
   const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
   const walk parts = walk_of(item, item->query, item->count, seen.begin, seen.end, item->n.keys);
   for (int64_t step = 0; step < parts.count; step++) {
     const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;
     open_keys_of(item, w, key, keys);
-    ask_for_next(&item->args->k, s, seq->key_batch, item->head, seq->key_row + key, keys, s->D);
-    ask_for_next(v, s, seq->key_batch, item->head, seq->key_row + key, keys, s->Dv);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
     for (int64_t block = 0; block < item->count; block += item->n.block) {
