@@ -24,7 +24,6 @@ sizes sizes_unknown(void) {
 
 /* What an array says of itself. */
 typedef struct header {
-  PyObject *object;
   void *data;
   int axes;
   int64_t shape[TAKE_MAX_AXES], strides[TAKE_MAX_AXES]; /* strides in bytes */
@@ -46,8 +45,7 @@ static int is_of_type(PyArrayObject *array, int flags) {
 }
 
 static void read_array(PyArrayObject *array, int flags, header *h) {
-  *h = (header){.object = (PyObject *)array,
-                .data = PyArray_DATA(array),
+  *h = (header){.data = PyArray_DATA(array),
                 .axes = PyArray_NDIM(array),
                 .bytes = PyArray_ITEMSIZE(array),
                 .is_of_type = is_of_type(array, flags),
@@ -74,7 +72,7 @@ static int read_memory(PyObject *object, const char *name, int flags, const size
   unsigned long long address;
   const char *type;
   PyObject *shape, *strides;
-  *h = (header){.object = object, .bytes = is_bfloat16(flags, s) ? 2 : 4};
+  *h = (header){.bytes = is_bfloat16(flags, s) ? 2 : 4};
   if (!PyArg_ParseTuple(object, "KsO!O!p:memory", &address, &type, &PyTuple_Type, &shape,
                         &PyTuple_Type, &strides, &h->is_writable)) {
     return 0;
@@ -212,6 +210,36 @@ void raise_strides(const char *name, PyObject *array, const char *problem, const
   Py_DECREF(strides);
 }
 
+/* What to do about an array, the end of a message. */
+typedef struct fix {
+  char text[96];
+} fix;
+
+/* For one of another type. */
+static fix convert(const char *name, int flags, const sizes *s) {
+  fix f = {""};
+  if (is_on_device(flags, s)) {
+    snprintf(f.text, sizeof f.text, "; convert %.*s first", first_word(name), name);
+  } else if ((flags & TAKE_WRITE) == 0) {
+    snprintf(f.text, sizeof f.text, "; use np.ascontiguousarray(%.*s, %s)", first_word(name), name,
+             words_of(flags, s).fix);
+  }
+  return f;
+}
+
+/* For one that does not lie as it must. */
+static fix copy(const char *name, int flags, const sizes *s) {
+  fix f;
+  if (is_on_device(flags, s)) {
+    snprintf(f.text, sizeof f.text, "; make %.*s contiguous first", first_word(name), name);
+  } else if ((flags & TAKE_WRITE) != 0) {
+    snprintf(f.text, sizeof f.text, "; give a new array, as np.empty makes it");
+  } else {
+    snprintf(f.text, sizeof f.text, "; use %.*s.copy()", first_word(name), name);
+  }
+  return f;
+}
+
 /* ---- checks ---------------------------------------------------------------------- */
 
 /* An axis may have its own size, or be an optional one of 1. */
@@ -228,10 +256,9 @@ static int fits(const header *h, const char *axes, const sizes *s) {
 
 /* Elements from one index to the next along every axis. An axis of one element, and
  * an array of none, have no strides of their own: they get those of C order (of axes that are
- * empty, as if they had one element). False, with an exception, for strides that libcore does
+ * empty, as if they had one element). NULL, or what is wrong with strides that libcore does
  * not take. */
-static int take_strides(const header *h, const char *name, int flags, const char *fix,
-                        int64_t strides[TAKE_MAX_AXES]) {
+static const char *take_strides(const header *h, int flags, int64_t strides[TAKE_MAX_AXES]) {
   const int axes = h->axes, empty = is_empty(h);
   int64_t natural = 1;
   for (int i = axes - 1; i >= 0; i--) {
@@ -241,21 +268,15 @@ static int take_strides(const header *h, const char *name, int flags, const char
       if (n > 1 && natural <= INT64_MAX / n) natural *= n;
       continue;
     }
-    if (n > 1 && (bytes < 0 || bytes % h->bytes != 0)) {
-      raise_strides(name, h->object, "strides must be whole elements forward", fix);
-      return 0;
+    if (n <= 1) continue;
+    if (bytes < 0 || bytes % h->bytes != 0) return "strides must be whole elements forward";
+    if (i == axes - 1 && bytes != h->bytes) return "the last axis must be contiguous";
+    if ((flags & TAKE_CONTIGUOUS) != 0 && strides[i] != natural) {
+      return "expected C order without gaps";
     }
-    if (n > 1 && i == axes - 1 && bytes != h->bytes) {
-      raise_strides(name, h->object, "the last axis must be contiguous", fix);
-      return 0;
-    }
-    if (n > 1 && (flags & TAKE_CONTIGUOUS) != 0 && strides[i] != natural) {
-      raise_strides(name, h->object, "expected C order without gaps", fix);
-      return 0;
-    }
-    if (n > 1) natural = strides[i] * n;
+    natural = strides[i] * n;
   }
-  return 1;
+  return NULL;
 }
 
 /* From the smallest stride to the largest: each must step over all that the ones before
@@ -281,23 +302,16 @@ static int is_distinct(const header *h, const int64_t strides[TAKE_MAX_AXES]) {
 static int read_header(PyObject *object, const char *name, const char *axes, int flags,
                        const sizes *s, header *h) {
   const int on_device = is_on_device(flags, s);
-  char fix[96] = "";
   if (on_device && PyArray_Check(object)) {
     PyErr_Format(PyExc_TypeError, "%s: lies on the host, but the call is on %s; move it there",
                  name, s->placement->device);
     return 0;
   }
-  if (on_device) {
-    snprintf(fix, sizeof fix, "; convert %.*s first", first_word(name), name);
-  } else if ((flags & TAKE_WRITE) == 0) {
-    snprintf(fix, sizeof fix, "; use np.ascontiguousarray(%.*s, %s)", first_word(name), name,
-             words_of(flags, s).fix);
-  }
   const int readable = on_device ? PyTuple_Check(object) : PyArray_Check(object);
   if (readable && on_device && !read_memory(object, name, flags, s, h)) return 0;
   if (readable && !on_device) read_array((PyArrayObject *)object, flags, h);
   if (!readable || !h->is_of_type) {
-    raise_expected(PyExc_TypeError, name, axes, flags, s, object, fix);
+    raise_expected(PyExc_TypeError, name, axes, flags, s, object, convert(name, flags, s).text);
     return 0;
   }
   if (fits(h, axes, s)) return 1;
@@ -307,18 +321,10 @@ static int read_header(PyObject *object, const char *name, const char *axes, int
 
 int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to) {
   header h;
-  char fix[96];
   if (!read_header(object, name, axes, flags, s, &h)) return 0;
-  if ((flags & TAKE_WRITE) != 0) {
-    snprintf(fix, sizeof fix, "; give a new array, as np.empty makes it");
-  } else {
-    snprintf(fix, sizeof fix, "; use %.*s.copy()", first_word(name), name);
-  }
-  if (is_on_device(flags, s)) {
-    snprintf(fix, sizeof fix, "; make %.*s contiguous first", first_word(name), name);
-  }
   if (!h.is_aligned) {
-    PyErr_Format(PyExc_ValueError, "%s: the array is not aligned to its elements%s", name, fix);
+    PyErr_Format(PyExc_ValueError, "%s: the array is not aligned to its elements%s", name,
+                 copy(name, flags, s).text);
     return 0;
   }
   if ((flags & TAKE_WRITE) != 0 && !h.is_writable) {
@@ -326,9 +332,12 @@ int take(PyObject *object, const char *name, const char *axes, int flags, sizes 
     return 0;
   }
   int64_t strides[TAKE_MAX_AXES] = {0};
-  if (!take_strides(&h, name, flags, fix, strides)) return 0;
-  if ((flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && !is_distinct(&h, strides)) {
-    raise_strides(name, object, "elements share memory", fix);
+  const char *problem = take_strides(&h, flags, strides);
+  if (problem == NULL && (flags & (TAKE_WRITE | TAKE_DISTINCT)) != 0 && !is_distinct(&h, strides)) {
+    problem = "elements share memory";
+  }
+  if (problem != NULL) {
+    raise_strides(name, object, problem, copy(name, flags, s).text);
     return 0;
   }
 

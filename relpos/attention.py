@@ -434,7 +434,9 @@ def _zeros_like(table: Array) -> Array:
     """Zeros that lie in memory as the table does: the core adds gradients at equal strides."""
     if isinstance(table, DeviceArray):
         return table.zeros_like()
-    zeros = np.zeros_like(table, subok=False)
+    zeros = np.zeros(table.shape, table.dtype)  # as most tables lie
+    if zeros.strides != table.strides:
+        zeros = np.zeros_like(table, subok=False)
     if zeros.strides != table.strides:
         reach = sum((n - 1) * s for n, s in zip(table.shape, table.strides, strict=True))
         flat = np.zeros(reach // table.itemsize + 1 if table.size else 0, table.dtype)

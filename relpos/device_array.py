@@ -314,7 +314,7 @@ class Placement:
 def shares_memory(a: Any, b: Any) -> bool:
     """Do two arrays share an element? Also where their strides are too intricate to tell."""
     try:
-        return np.shares_memory(extent(a), extent(b), max_work=10_000)
+        return np.shares_memory(extent(a), extent(b), 10_000)
     except RuntimeError:  # TooHardError
         return True
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -36,10 +36,12 @@ Window = int | tuple[int | None, int | None] | None
 Seed = int | tuple[int, int, int, int]
 Counts = npt.NDArray[np.int64]
 
-KINDS = {"key": "KEY", "query": "QUERY", "bias": "BIAS", "value": "VALUE"}  # as _core calls them
+ARRAYS = (np.ndarray, DeviceArray)
+
+KINDS = {"key": _core.KEY, "query": _core.QUERY, "bias": _core.BIAS, "value": _core.VALUE}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen it would take 3 us more to make
 class Request:
     """A call as it was asked for, in the types of the core."""
 
@@ -59,8 +61,11 @@ class Request:
     scale: float | None
     softcap: float
     dropout: tuple[float, int, int, int, int] | None
-    shape: Shape | None  # None: the arrays do not fit each other
     place: Placement | None  # None: the arrays lie on the host
+    shape: Shape | None = field(init=False)  # None: the arrays do not fit each other
+
+    def __post_init__(self) -> None:
+        self.shape = _shape(self)
 
 
 def read_request(
@@ -98,7 +103,7 @@ def read_request(
     start = _integers("query_start", query_start)
     if start is not None and start.ndim == 0:
         start = np.full(np.shape(q)[:1] if packed is None else (max(packed.size - 1, 0),), start)
-    request = Request(
+    return Request(
         q=q,
         k=k,
         v=v,
@@ -115,14 +120,15 @@ def read_request(
         scale=None if scale is None else float(scale),
         softcap=_softcap(softcap),
         dropout=_dropout(dropout, seed),
-        shape=None,
         place=Placement.of("q", q, precision, k, v, out) if isinstance(q, DeviceArray) else None,
     )
-    return dataclasses.replace(request, shape=_shape(request))
 
 
 def _arrays(q: Any, k: Any, v: Any, out: Any) -> tuple[Any, Any, Any, Any]:
     """The arrays of a call, all on the host or all on one GPU, there to be read on q's stream."""
+    given = (q, k, v) if out is None else (q, k, v, out)
+    if all(type(x) is np.ndarray for x in given):
+        return q, k, v, out
     where = place_of("q", q)
     others = {"k": k, "v": v} | ({} if out is None else {"out": out})
     for name, x in others.items():
@@ -149,7 +155,7 @@ def make_call(request: Request, lowered: Lowered) -> _core.Call:
         request.offsets,
         request.key_offsets,
         request.query_start,
-        tuple(_term(term, request.place) for term in lowered.terms),
+        tuple([_term(term, request.place) for term in lowered.terms]),
         memory_of("position_bias", lowered.position_bias, request.place),
         request.window,
         mask if mask is None or mask[1] is not None else mask[0],
@@ -205,7 +211,7 @@ def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
 
 
 def _term(term: Term, place: Placement | None) -> _core.Term:
-    kind = getattr(_core, KINDS[term.kind])
+    kind = KINDS[term.kind]
     where = term.map
     table = memory_of(term.name, term.table, place)
     if isinstance(where, Band):
@@ -301,57 +307,81 @@ def _dropout_key(seed: int) -> tuple[int, int]:
 def _shape(r: Request) -> Shape | None:
     """What schemes need to know. None where the core will refuse the arrays: its sentences about
     them are better than what could be said here."""
-    arrays = (r.q, r.k, r.v)
-    if r.layout not in ("bhnd", "bnhd") or not all(
-        isinstance(x, np.ndarray | DeviceArray) for x in arrays
-    ):
+    q, k, v = r.q, r.k, r.v
+    if r.layout not in ("bhnd", "bnhd"):
+        return None
+    if not (isinstance(q, ARRAYS) and isinstance(k, ARRAYS) and isinstance(v, ARRAYS)):
         return None
     key_offsets = r.key_offsets
     key_lengths = r.key_lengths
     if key_offsets is None and key_lengths is None:
         key_offsets, key_lengths = r.offsets, r.lengths
-    if r.q.ndim != (4 if r.offsets is None else 3):
+    if q.ndim != (4 if r.offsets is None else 3):
         return None
-    if any(x.ndim != (4 if key_offsets is None else 3) for x in (r.k, r.v)):
+    if k.ndim != (4 if key_offsets is None else 3) or v.ndim != k.ndim:
         return None
     heads, rows = (1, 2) if r.layout == "bhnd" else (2, 1)
-    queries = _side(r.q, rows, r.lengths, r.offsets)
-    keys = _side(r.k, rows, key_lengths, key_offsets)
+    H = q.shape[heads if r.offsets is None else 1]
+    widths = (int(H), int(q.shape[-1]), int(v.shape[-1]))
+    if key_lengths is None and key_offsets is None and r.query_start is None:
+        B, N, M = int(q.shape[0]), int(q.shape[rows]), int(k.shape[rows])
+        return _shape_in_full(B, N, M, *widths, r.causal, r.window) if k.shape[0] == B else None
+    queries = _side(q, rows, r.lengths, r.offsets)
+    keys = _side(k, rows, key_lengths, key_offsets)
     if queries is None or keys is None or len(queries.counts) != len(keys.counts):
         return None
-    B = len(queries.counts)
     start = r.query_start if r.query_start is not None else keys.counts - queries.counts
-    if start.shape != (B,):
+    if start.shape != (len(queries.counts),):
         return None
+    return _shape_of(*widths, queries, keys, start, r.causal, r.window)
+
+
+@functools.lru_cache(maxsize=16)
+def _shape_in_full(
+    B: int, N: int, M: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int] | None
+) -> Shape:
+    """That of padded arrays of which every row is in use. Calls share it, so nobody may write."""
+    queries, keys = _padded(B, N, None), _padded(B, M, None)
+    assert queries is not None and keys is not None
+    start = keys.counts - queries.counts
+    for array in (queries.first, queries.counts, keys.first, keys.counts, start):
+        array.setflags(write=False)
+    return _shape_of(H, D, Dv, queries, keys, start, causal, window)
+
+
+def _shape_of(
+    H: int,
+    D: int,
+    Dv: int,
+    queries: Side,
+    keys: Side,
+    start: Counts,
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> Shape:
     seen = (queries.counts > 0) & (keys.counts > 0)
     lowest, highest = 0, -1
     if seen.any():
         lowest = int((1 - queries.counts - start)[seen].min())
         highest = int((keys.counts - 1 - start)[seen].max())
-        if r.causal:
+        if causal:
             highest = min(highest, 0)
-        left, right = r.window or (-1, -1)
+        left, right = window or (-1, -1)
         lowest = lowest if left < 0 else max(lowest, -left)
         highest = highest if right < 0 else min(highest, right)
-    return Shape(
-        H=int(r.q.shape[heads if r.offsets is None else 1]),
-        D=int(r.q.shape[-1]),
-        Dv=int(r.v.shape[-1]),
-        queries=queries,
-        keys=keys,
-        start=start,
-        lowest=lowest,
-        highest=highest,
-    )
+    return Shape(H, D, Dv, queries, keys, start, lowest, highest)
 
 
 def _side(x: Any, axis: int, lengths: Counts | None, offsets: Counts | None) -> Side | None:
-    if offsets is not None:
-        if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != len(x):
-            return None
-        counts = np.diff(offsets)
-        return None if (counts < 0).any() else Side(len(x), offsets[:-1], counts, True)
-    B, rows = int(x.shape[0]), int(x.shape[axis])
+    if offsets is None:
+        return _padded(int(x.shape[0]), int(x.shape[axis]), lengths)
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0 or offsets[-1] != len(x):
+        return None
+    counts = np.diff(offsets)
+    return None if (counts < 0).any() else Side(len(x), offsets[:-1], counts, True)
+
+
+def _padded(B: int, rows: int, lengths: Counts | None) -> Side | None:
     if lengths is None:
         lengths = np.full(B, rows, np.int64)
     if lengths.shape != (B,) or (lengths < 0).any() or (lengths > rows).any():

@@ -7,8 +7,10 @@ in the call's tuple: test_binding_terms.py. What is refused, and how: test_bindi
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 import relpos
 from binding_arrays import B, D, H, K, N, rows, small_qkv, small_shaw
 from relpos import reference
+from relpos.position.terms import Lowered
 from relpos.reference import Band, Batch, Relation
 
 
@@ -182,6 +185,36 @@ def test_each_side_may_be_packed(shaw: relpos.Shaw) -> None:
         key_offsets=[0, 4, 11],
     )
     np.testing.assert_array_equal(both, np.concatenate([x.swapaxes(0, 1) for x in out]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sees(relpos.position.Scheme):
+    """Nothing but what a scheme is told of a call."""
+
+    shapes: list[relpos.position.Shape] = field(default_factory=list)
+
+    def lower(self, shape: relpos.position.Shape) -> Lowered:
+        self.shapes.append(shape)
+        return Lowered()
+
+
+def test_schemes_see_the_shape_of_their_own_call() -> None:
+    """What calls share of it is that of their arguments, and nobody can change it."""
+    sizes, windows = (1, 3, 5), (None, 1, (2, 0), (None, 1))
+    calls = list(itertools.product(sizes, sizes, (False, True), windows))
+    for n, m, causal, window in [*calls, *reversed(calls)]:  # so that some come again at once
+        sees = Sees()
+        q, k = rows(2, n, 3, 4), rows(2, m, 3, 4)
+        given: Any = {"causal": causal, "window": window, "layout": "bnhd"}
+        relpos.attention(q, k, k, position=sees, **given)
+        given |= {"lengths": [n, n], "key_lengths": [m, m]}
+        relpos.attention(q, k, k, position=sees, **given)
+        shape, own = sees.shapes
+        assert shape.same_as(own) and (shape.H, shape.D, shape.Dv, shape.B) == (3, 4, 4, 2)
+        assert shape.queries.counts.tolist() == [n, n] and shape.keys.first.tolist() == [0, m]
+        for array in (shape.start, shape.keys.counts, shape.queries.first):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 7
 
 
 def test_strided_views_are_used_where_they_lie() -> None:

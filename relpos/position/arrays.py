@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,7 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
-    if not np.isfinite(number) or (positive and number <= 0):
+    if not math.isfinite(number) or (positive and number <= 0):
         kind = "a positive finite number" if positive else "a finite number"
         raise ValueError(f"{name}: expected {kind}, got {value}")
     return number

@@ -17,6 +17,8 @@ TERMS = 2  # RP_TERMS: terms of one kind
 
 def schemes_of(position: Position) -> tuple[Scheme, ...]:
     """The schemes of a call: `position` itself, or those in the tuple; None is left out."""
+    if isinstance(position, Scheme):
+        return (position,)
     given: tuple[Any, ...] = position if isinstance(position, tuple) else (position,)
     for scheme in given:
         if scheme is not None and not isinstance(scheme, Scheme):
@@ -66,13 +68,13 @@ def with_tables(position: Position, tables: dict[str, Table]) -> tuple[Scheme, .
 def lower(position: Position, shape: Shape, scale: float | None) -> Lowered:
     """The terms of a call. scale: the caller's, which settles what the schemes would use."""
     schemes = schemes_of(position)
-    renames = _renames([scheme.tables() for scheme in schemes])
-    parts = []
-    for scheme, names in zip(schemes, renames, strict=True):
-        lowered = scheme.lower(shape)
-        if any(name != new for name, new in names.items()):
-            lowered = lowered.renamed(_renamer(names))
-        parts.append((type(scheme).__name__, lowered))
+    parts = [(type(scheme).__name__, scheme.lower(shape)) for scheme in schemes]
+    if len(parts) > 1:  # the names within one scheme differ
+        renames = _renames([scheme.tables() for scheme in schemes])
+        for i, names in enumerate(renames):
+            if any(name != new for name, new in names.items()):
+                who, lowered = parts[i]
+                parts[i] = who, lowered.renamed(_renamer(names))
     return combine(parts, scale)
 
 
@@ -82,9 +84,9 @@ def _renamer(names: dict[str, str]) -> Callable[[str], str]:
 
 def combine(parts: Sequence[tuple[str, Lowered]], scale: float | None) -> Lowered:
     """The sum of several lowered schemes, each with its name for messages."""
-    terms = tuple(term for _, part in parts for term in part.terms)
+    terms = tuple([term for _, part in parts for term in part.terms])
     kinds: tuple[Kind, ...] = ("key", "query", "bias", "value")
-    for kind in kinds:
+    for kind in kinds if len(terms) > TERMS else ():
         owners = [who for who, part in parts for term in part.terms if term.kind == kind]
         if len(owners) > TERMS:
             raise ValueError(
@@ -108,6 +110,8 @@ def combine(parts: Sequence[tuple[str, Lowered]], scale: float | None) -> Lowere
             f"position: the position bias of {biases[0][0]} would enter the key term of "
             f"{', '.join(others) or 'the other one'} too; leave one of them out"
         )
+    if len(parts) == 1 and scale is None:
+        return parts[0][1]
     return Lowered(
         terms,
         position_bias=biases[0][1].position_bias if biases else None,

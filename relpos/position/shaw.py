@@ -27,14 +27,18 @@ and with beyond="none" only the pairs within the band have a relation:
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from relpos.position.arrays import Table, as_array, check_table, describe
-from relpos.position.terms import Band, Kind, Lowered, Scheme, Shape, Term, itself
+from relpos.position.terms import Band, Lowered, Scheme, Shape, Term, itself
 
 Distances = tuple[int | None, int | None]
+
+KEY_PULL, VALUE_PULL = itself("key_table"), itself("value_table")
+_map = functools.lru_cache(maxsize=64)(Band)  # making it takes longer than finding it
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -100,20 +104,18 @@ class Shaw(Scheme):
         return self.key_table is not None and self.key_table is self.value_table
 
     def lower(self, shape: Shape) -> Lowered:
-        terms = []
-        key = None if self.key_table is None else as_array("key_table", self.key_table)
-        value = None if self.value_table is None else as_array("value_table", self.value_table)
-        if self.tied:
-            value = key
-        tables: tuple[tuple[str, Kind, Table, tuple[int, int] | None], ...] = (
-            ("key_table", "key", key, self.key_band),
-            ("value_table", "value", value, self.value_band),
-        )
-        for name, kind, table, band in tables:
-            if table is not None and band is not None:
-                terms.append(Term(name, kind, table, Band(*band, self.beyond), itself(name)))
-        scale = None if key is None else shape.default_scale
-        return Lowered(tuple(terms), scale=scale)
+        terms: tuple[Term, ...] = ()
+        key, value, scale = self.key_table, self.value_table, None
+        if key is not None and self.key_band is not None:
+            key = as_array("key_table", key)
+            band = _map(*self.key_band, self.beyond)
+            terms += (Term("key_table", "key", key, band, KEY_PULL),)
+            scale = shape.default_scale
+        if value is not None and self.value_band is not None:
+            value = key if self.tied else as_array("value_table", value)
+            band = _map(*self.value_band, self.beyond)
+            terms += (Term("value_table", "value", value, band, VALUE_PULL),)
+        return Lowered(terms, scale=scale)
 
     def __repr__(self) -> str:
         parts = [

@@ -20,6 +20,7 @@ maps them to rows, left and right >= 0:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -39,7 +40,8 @@ MAX_ROWS = 1 << 26  # of a table that a scheme makes; longer ones are mistakes i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """The queries or the keys of a call: rows of the arrays, and where each sequence lies."""
+    """The queries or the keys of a call: rows of the arrays, and where each sequence lies. Calls
+    may share the arrays, which then cannot be written."""
 
     rows: int  # N or M of padded arrays, tokens of packed ones
     first: Counts  # (B,): first row of sequence b, counted through the whole batch
@@ -66,11 +68,11 @@ class Shape:
 
     def same_as(self, other: Shape) -> bool:
         """Whether every scheme makes the same terms for both."""
-        return bool(_plain(self) == _plain(other))
+        return self is other or bool(_plain(self) == _plain(other))
 
     @property
     def default_scale(self) -> float:
-        return 1.0 / float(np.sqrt(max(self.D, 1)))
+        return 1.0 / math.sqrt(max(self.D, 1))
 
     def band(self, limit: int | None = None) -> tuple[int, int]:
         """(left, right) that no pair of the call exceeds; at most `limit` on each side."""
