@@ -144,9 +144,10 @@ RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *res
                                       const real *restrict negated_lse) {
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const real start = negated_lse[r];
-    _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) {
-      s[j] = rpi_exp2(s[j] + start);
-      ds[j] *= s[j];
+    RPI_UNROLL(16) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
+      const rpi_register weights = rpi_exp2_lanes(rpi_load(s + v) + start);
+      rpi_store(s + v, weights);
+      rpi_store(ds + v, weights * rpi_load(ds + v));
     }
   }
 }

@@ -127,10 +127,14 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
 /* Weights (2) of a strip in place of its scores, added up into one of the rows' sums. */
 RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum) {
   for (int64_t r = 0; r < count; r++) {
-    real *const row = s + r * RPI_TILE;
-    _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) row[j] = rpi_exp2(row[j]);
-    real *const to = sum + r * RPI_LANES;
-    rpi_store(to, rpi_load(to) + sum_row(row));
+    real *const row = s + r * RPI_TILE, *const to = sum + r * RPI_LANES;
+    rpi_register all = {0};
+    RPI_UNROLL(16) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
+      const rpi_register weights = rpi_exp2_lanes(rpi_load(row + v));
+      rpi_store(row + v, weights);
+      all += weights;
+    }
+    rpi_store(to, rpi_load(to) + all);
   }
 }
 
