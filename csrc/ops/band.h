@@ -430,7 +430,7 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict
     real *const row = buckets + r * stride;
     rpi_register after = {0}, before = {0};
     RPI_UNROLL(4) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-      const int64_t at = rpi_min(rpi_max(offset - r + v, 0), last);
+      const int64_t at = rpi_clamp(offset - r + v, 0, last);
       const rpi_register weight = rpi_load(x + r * RPI_TILE + v);
       rpi_store(row + at, weight);
       /* lane l is in the tail from column at + l - LANES = columns - 1 on */
