@@ -182,7 +182,7 @@ sanitized:
 # Every instruction set in turn, as RELPOS_ISA would choose it. One that this machine
 # cannot run is named: the program says so with exit code 77.
 isas: $(TESTS)
-	@for isa in portable avx2 avx512 neon; do \
+	@for isa in portable avx2 avx512 amx neon; do \
 	  RELPOS_ISA=$$isa $(RUN) $(BUILD)/tests/test_api_attention > $(BUILD)/isa.log; \
 	  if [ $$? = 77 ]; then tail -1 $(BUILD)/isa.log; continue; fi; \
 	  echo "RELPOS_ISA=$$isa"; RELPOS_ISA=$$isa $(MAKE) --no-print-directory test || exit 1; \

@@ -383,7 +383,9 @@ def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> N
 def target(report: Report, case: Json) -> float | None:
     """The most that the scheme may take over plain in this pass."""
     targets = BENCHES[case["scheme"]].targets
-    if targets is None or (case["scheme"].startswith("dropout") and report.isa != "avx512"):
+    if targets is None or (
+        case["scheme"].startswith("dropout") and report.isa not in ("avx512", "amx")
+    ):
         return None
     return targets[PASSES.index(case["pass"])]
 

@@ -111,7 +111,7 @@ def test_the_cpu_and_the_gpus(gpu: Any) -> None:
     ]
     assert [line["name"] for line in lines] == ["cpu", "cuda:0", "cuda:1", "cuda:2"]
     assert [line["problem"] for line in lines] == [None] * 4
-    assert lines[0]["title"] in ("portable", "avx2", "avx512", "neon")
+    assert lines[0]["title"] in ("portable", "avx2", "avx512", "amx", "neon")
     assert 0 < lines[0]["memory_free"] <= lines[0]["memory"]
     assert all(line["title"] == "Emulated GPU" for line in lines[1:])
     assert all(line["memory"] == 8 << 30 and line["memory_free"] == 0 for line in lines[1:])

@@ -168,6 +168,18 @@ def test_portable_code_has_no_avx() -> None:
         assert not found, f"{path}: {found[:3]}"
 
 
+def test_tiles_are_those_of_one_table() -> None:
+    """AVX-512's table shares its object file with AMX's, whose matrix product alone has tiles."""
+    tile = re.compile(r"tile|ldtilecfg|tdp")
+    code = functions("isa/avx512.o")
+    having = {name for name, function in code.items() if any(tile.match(i.name) for i in function)}
+    if not having:
+        pytest.skip("this compiler knows no tiles")
+    assert all(name.startswith(("tiles_", "gemm_tiles")) for name in having), having
+    products = [i for i in code["tiles_sum_2_2"] if i.name == "tdpbf16ps"]
+    assert len(products) == 24  # six of parts for each of four tiles
+
+
 def test_avx2_code_has_no_avx512() -> None:
     beyond = re.compile(r"%zmm|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]\b")
     found = [i for i in instructions("isa/avx2.o") if beyond.search(i.operands)]

@@ -77,9 +77,7 @@ static void *open_library(void) {
  * DYNAMIC_ARCH builds know. NULL: let it choose. */
 static const char *core_for_isa(const char *isa) {
   static const char *const cores[][2] = {
-      {"avx2", "Haswell"},
-      {"avx512", "SkylakeX"},
-      {"neon", "ARMV8"},
+      {"avx2", "Haswell"},   {"avx512", "SkylakeX"}, {"amx", "SkylakeX"}, {"neon", "ARMV8"},
 #if defined(__aarch64__)
       {"portable", "ARMV8"},
 #else

@@ -8,7 +8,11 @@
  * different feature names in different versions. On aarch64 NEON is part of the
  * architecture.
  */
+#define _GNU_SOURCE
+
 #include "base/cpu.h"
+
+#include <stdbool.h>
 
 #if defined(__x86_64__)
 
@@ -21,6 +25,33 @@ static unsigned enabled_registers(void) {
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return low;
 }
+
+#if defined(RPI_HAS_AMX)
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Eight tiles of 16 rows of 64 bytes, and the permission to use them: a process of Linux has to ask
+ * for the registers' 8 KiB. */
+static bool has_tiles(unsigned leaf7_edx, unsigned registers) {
+  const unsigned amx = bit(22) | bit(24), tile_registers = bit(17) | bit(18); /* BF16 TILE */
+  const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM */
+  unsigned eax, ebx, ecx, edx;
+  return (leaf7_edx & amx) == amx && (registers & tile_registers) == tile_registers &&
+         __get_cpuid_count(0x1D, 1, &eax, &ebx, &ecx, &edx) && eax >> 16 == 1024 &&
+         ebx == (8u << 16 | 64u) && (ecx & 0xFFFF) == 16 &&
+         syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+
+#else
+
+static bool has_tiles(unsigned leaf7_edx, unsigned registers) {
+  (void)leaf7_edx;
+  (void)registers;
+  return false;
+}
+
+#endif
 
 int rpi_cpu_features(void) {
   const unsigned leaf1_ecx = bit(12) | bit(27) | bit(28) | bit(29); /* FMA OSXSAVE AVX F16C */
@@ -41,7 +72,8 @@ int rpi_cpu_features(void) {
   if ((ebx & avx512_ebx) != avx512_ebx || (registers & avx512_registers) != avx512_registers) {
     return RPI_CPU_PORTABLE | RPI_CPU_AVX2;
   }
-  return RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
+  const int sets = RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
+  return has_tiles(edx, registers) ? sets | RPI_CPU_AMX : sets;
 }
 
 #elif defined(__aarch64__)

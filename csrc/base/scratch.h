@@ -14,7 +14,7 @@
 #ifndef RPI_SCRATCH_H
 #define RPI_SCRATCH_H
 
-#define RPI_SCRATCH_BYTES (704 * 1024)
+#define RPI_SCRATCH_BYTES (960 * 1024)
 #define RPI_SCRATCH_PIECES 64
 
 /* Aligned to a page of 4096 bytes. NULL: all are lent. */

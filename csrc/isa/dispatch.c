@@ -27,6 +27,9 @@ static const struct candidate {
 #if defined(__x86_64__)
     {&rpi_ops_avx2, RPI_CPU_AVX2},
     {&rpi_ops_avx512, RPI_CPU_AVX512},
+#ifdef RPI_HAS_AMX
+    {&rpi_ops_amx, RPI_CPU_AMX},
+#endif
 #elif defined(__aarch64__)
     {&rpi_ops_neon, RPI_CPU_NEON},
 #endif
@@ -55,7 +58,7 @@ static void choose(void) {
 }
 
 static bool is_known(const char *name) {
-  static const char *const names[] = {"portable", "avx2", "avx512", "neon"};
+  static const char *const names[] = {"portable", "avx2", "avx512", "amx", "neon"};
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
     if (strcmp(name, names[i]) == 0) return true;
   }

@@ -7,7 +7,7 @@
 
 #include "ops/ops.h"
 
-extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_neon;
+extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_amx, rpi_ops_neon;
 
 /* The best table this machine can run, or the one RELPOS_ISA names. An unknown
  * or unavailable name is RP_ERROR_ARGUMENT, again at every call. */

@@ -24,6 +24,9 @@
 
 #include "ops/attend_rows.c"
 #include "ops/gemm.c"
+#ifdef RPI_TILES
+#include "ops/gemm_tiles.c"
+#endif
 #include "ops/rotate.c"
 
 #include "ops/activation.c"
@@ -37,42 +40,49 @@
 #include "ops/residual.c"
 #include "ops/sums.c"
 
-const rp_ops RPI_OPS = {
-    .name = RPI_OPS_NAME,
-    .host = true,
-    .allocate = rpi_host_allocate,
-    .release = rpi_release,
-    .write = rpi_host_copy,
-    .read = rpi_host_copy,
-    .copy = rpi_host_copy,
-    .post = rpi_host_post,
-    .collect = rpi_host_collect,
-    .arrived = rpi_host_arrived,
-    .discard = rpi_release,
-    .gemm = gemm,
-    .attention_workspace = attention_workspace,
-    .attention_forward = attention_forward,
-    .attention_backward = attention_backward,
-    .attention_map = attention_map,
-    .rotate = rotate,
-    .attend_rows = attend_rows,
-    .choose = choose,
-    .mix = mix,
-    .scatter = scatter,
-    .embed = embed,
-    .embed_backward = embed_backward,
-    .residual = residual,
-    .residual_backward = residual_backward,
-    .norm = norm,
-    .norm_backward = norm_backward,
-    .activation = activation,
-    .activation_backward = activation_backward,
-    .cross_entropy = cross_entropy,
-    .losses = losses,
-    .column_sums = column_sums,
-    .square_sum = square_sum,
-    .decide = rpi_host_decide,
-    .blame = blame,
-    .adam = adam,
-    .zero = zero,
-};
+#define RPI_TABLE(its_name, its_gemm)                                                              \
+  {                                                                                                \
+      .name = its_name,                                                                            \
+      .host = true,                                                                                \
+      .allocate = rpi_host_allocate,                                                               \
+      .release = rpi_release,                                                                      \
+      .write = rpi_host_copy,                                                                      \
+      .read = rpi_host_copy,                                                                       \
+      .copy = rpi_host_copy,                                                                       \
+      .post = rpi_host_post,                                                                       \
+      .collect = rpi_host_collect,                                                                 \
+      .arrived = rpi_host_arrived,                                                                 \
+      .discard = rpi_release,                                                                      \
+      .gemm = its_gemm,                                                                            \
+      .attention_workspace = attention_workspace,                                                  \
+      .attention_forward = attention_forward,                                                      \
+      .attention_backward = attention_backward,                                                    \
+      .attention_map = attention_map,                                                              \
+      .rotate = rotate,                                                                            \
+      .attend_rows = attend_rows,                                                                  \
+      .choose = choose,                                                                            \
+      .mix = mix,                                                                                  \
+      .scatter = scatter,                                                                          \
+      .embed = embed,                                                                              \
+      .embed_backward = embed_backward,                                                            \
+      .residual = residual,                                                                        \
+      .residual_backward = residual_backward,                                                      \
+      .norm = norm,                                                                                \
+      .norm_backward = norm_backward,                                                              \
+      .activation = activation,                                                                    \
+      .activation_backward = activation_backward,                                                  \
+      .cross_entropy = cross_entropy,                                                              \
+      .losses = losses,                                                                            \
+      .column_sums = column_sums,                                                                  \
+      .square_sum = square_sum,                                                                    \
+      .decide = rpi_host_decide,                                                                   \
+      .blame = blame,                                                                              \
+      .adam = adam,                                                                                \
+      .zero = zero,                                                                                \
+  }
+
+const rp_ops RPI_OPS = RPI_TABLE(RPI_OPS_NAME, gemm);
+
+#ifdef RPI_TILES
+const rp_ops rpi_ops_amx = RPI_TABLE("amx", gemm_tiles);
+#endif

@@ -5,7 +5,8 @@
  *   rows <= 32, B given as [columns, inner]   dots: our own, B read once and in order
  *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows
  *   more                                      blocks of our own, or of BLAS (base/blas.h)
- *                                             where that is faster: GEMM_OURS
+ *                                             where that is faster: GEMM_OURS; or of tiles
+ *                                             (gemm_tiles.c)
  *
  *        inner  +------------------+      per GEMM_DEPTH of inner and GEMM_WIDTH
  *               |     |panel|      |      of columns, a panel of B is packed
@@ -708,7 +709,8 @@ static void gemm_cut_builtin(gemm_job *job) {
   }
 }
 
-static rp_status gemm(const rpi_gemm_args *args) {
+/* `blocks` computes one of those into which `cut` divides C, where rows are more than few. */
+static rp_status gemm_by(const rpi_gemm_args *args, rpi_task blocks, void (*cut)(gemm_job *)) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
   gemm_job job = {.args = args, .block_rows = args->rows};
   rpi_task task;
@@ -725,9 +727,9 @@ static rp_status gemm(const rpi_gemm_args *args) {
   } else {
     const bool ours = GEMM_OURS && !rpi_blas_insisted();
     job.blas = !ours && gemm_fits_blas(args) ? rpi_blas_gemm() : NULL;
-    task = job.blas != NULL ? gemm_blas_task : gemm_builtin_task;
+    task = job.blas != NULL ? gemm_blas_task : blocks;
     if (job.blas != NULL) gemm_cut_blas(&job);
-    else gemm_cut_builtin(&job);
+    else cut(&job);
   }
   job.blocks_across = gemm_parts(args->columns, job.block_columns);
   job.blocks = job.blocks_across * gemm_parts(args->rows, job.block_rows);
@@ -736,4 +738,8 @@ static rp_status gemm(const rpi_gemm_args *args) {
   job.workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rp_get_threads());
   rpi_parallel_for(job.blocks, job.workers, task, &job);
   return RP_OK;
+}
+
+static rp_status gemm(const rpi_gemm_args *args) {
+  return gemm_by(args, gemm_builtin_task, gemm_cut_builtin);
 }

@@ -40,6 +40,9 @@ static inline const rp_ops *table_at(int i) {
 #if defined(__x86_64__)
       {RPI_CPU_AVX2, &rpi_ops_avx2},
       {RPI_CPU_AVX512, &rpi_ops_avx512},
+#ifdef RPI_HAS_AMX
+      {RPI_CPU_AMX, &rpi_ops_amx},
+#endif
 #elif defined(__aarch64__)
       {RPI_CPU_NEON, &rpi_ops_neon},
 #endif

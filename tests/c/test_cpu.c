@@ -10,7 +10,9 @@
 int main(void) {
   const int features = rpi_cpu_features();
   CHECK((features & RPI_CPU_PORTABLE) != 0);
-  CHECK_INT(features & ~(RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512 | RPI_CPU_NEON), 0);
+  CHECK_INT(
+      features & ~(RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512 | RPI_CPU_NEON | RPI_CPU_AMX),
+      0);
   CHECK_INT(rpi_cpu_features(), features);
 #if defined(__x86_64__)
   CHECK_INT(features & RPI_CPU_NEON, 0);
@@ -23,6 +25,13 @@ int main(void) {
                       __builtin_cpu_supports("avx512cd");
   CHECK_INT((features & RPI_CPU_AVX2) != 0, avx2);
   CHECK_INT((features & RPI_CPU_AVX512) != 0, avx2 && avx512);
+#ifdef RPI_HAS_AMX
+  /* The system may refuse what the processor has, but not give what it has not. */
+  const bool amx = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
+  if ((features & RPI_CPU_AMX) != 0) CHECK(amx && avx512);
+#else
+  CHECK_INT(features & RPI_CPU_AMX, 0);
+#endif
 #elif defined(__aarch64__)
   CHECK_INT(features, RPI_CPU_PORTABLE | RPI_CPU_NEON);
 #else

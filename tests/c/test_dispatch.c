@@ -81,6 +81,7 @@ int main(void) {
   } tables[] = {{"portable", RPI_CPU_PORTABLE},
                 {"avx2", RPI_CPU_AVX2},
                 {"avx512", RPI_CPU_AVX512},
+                {"amx", RPI_CPU_AMX},
                 {"neon", RPI_CPU_NEON}};
   run_case(NULL, test_the_best_is_chosen);
   run_case("", test_the_best_is_chosen);

@@ -388,7 +388,7 @@ typedef struct rp_build_info {
   int threads;               /* rp_get_threads() */
 } rp_build_info;
 
-/* Fills info. RELPOS_ISA=portable|avx2|avx512|neon in the environment overrides
+/* Fills info. RELPOS_ISA=portable|avx2|avx512|amx|neon in the environment overrides
  * the choice of instruction set (and of the BLAS core); an unknown or
  * unavailable one is an error of the first call that computes. */
 RP_API rp_status rp_build_info_get(rp_build_info *info);

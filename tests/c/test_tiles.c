@@ -1,0 +1,259 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_tiles.c: products by tiles (ops/gemm_tiles.c), which few machines have, by the twin of
+ * the tiles in plain C, which all have; and where there are tiles, those against the twin, bit
+ * for bit.
+ *
+ * Each element may be off by what the plain sum may: gamma_n sum |a||b| (test_gemm.c). Of a
+ * product less than u |a||b| is left out, of 32 products on their way to the sum no more than
+ * 16 + 1 + 6 additions are rounded, and so of n >= 32 no more than n.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <float.h>
+#include <stdlib.h>
+
+#include "base/cpu.h"
+#include "check.h"
+#include "isa/dispatch.h"
+
+#ifdef RP_REAL_IS_DOUBLE
+
+int main(void) { return 0; /* tiles are made for float */ }
+
+#else
+
+#define RPI_VECTOR_BYTES 16
+#define RPI_VECTORS 2
+#define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
+#define RPI_TILES_TWIN
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "ops/gemm.c"
+#include "ops/gemm_tiles.c"
+
+#define UNIT (FLT_EPSILON / 2)
+
+static uint32_t state = 1;
+
+static uint32_t draw(void) {
+  state = state * 1664525u + 1013904223u;
+  return state >> 8;
+}
+
+/* What numbers look like. */
+typedef enum kind {
+  PLAIN,  /* uniform in (-1, 1) */
+  WIDE,   /* of sizes from 2^-30 to 2^30 */
+  HALVES, /* between two numbers of bf16, or next to that; few bits; zeros */
+  TINY,   /* whose parts are denormal numbers */
+  KINDS
+} kind;
+
+static float number(kind of) {
+  const float x = (float)draw() / (float)(1 << 23) - 1;
+  switch (of) {
+    case WIDE: return ldexpf(x, (int)(draw() % 61) - 30);
+    case HALVES: {
+      uint32_t bits;
+      memcpy(&bits, &x, sizeof bits);
+      bits = (bits & 0xFFFF0000u) + (draw() % 4 == 0 ? 0 : 0x8000u) + draw() % 3 - 1;
+      float y;
+      memcpy(&y, &bits, sizeof y);
+      return draw() % 8 == 0 ? 0 : y;
+    }
+    case TINY: return ldexpf(x, -(int)(draw() % 30) - 100);
+    default: return x;
+  }
+}
+
+static float *numbers(int64_t count, kind of) {
+  float *const all = malloc((size_t)count * sizeof(float));
+  if (all == NULL) abort();
+  for (int64_t i = 0; i < count; i++) all[i] = number(of);
+  return all;
+}
+
+typedef struct product {
+  rpi_gemm_args args;
+  float *a, *b, *c, *bias, *before;
+  int64_t c_size;
+} product;
+
+static product product_create(int64_t rows, int64_t columns, int64_t inner, int flags, kind of) {
+  product p = {.args = {.rows = rows, .columns = columns, .inner = inner}};
+  rpi_gemm_args *const g = &p.args;
+  g->transpose_a = (flags & 1) != 0;
+  g->transpose_b = (flags & 2) != 0;
+  g->accumulate = (flags & 4) != 0;
+  g->a_stride = (g->transpose_a ? rows : inner) + 3;
+  g->b_stride = (g->transpose_b ? inner : columns) + 1;
+  g->c_stride = columns + 5;
+  p.a = numbers((g->transpose_a ? inner : rows) * g->a_stride, of);
+  p.b = numbers((g->transpose_b ? columns : inner) * g->b_stride, of == TINY ? PLAIN : of);
+  p.bias = numbers(columns, of);
+  p.c_size = rows * g->c_stride;
+  p.before = numbers(p.c_size, of);
+  p.c = numbers(p.c_size, of);
+  memcpy(p.c, p.before, (size_t)p.c_size * sizeof(float));
+  g->a = p.a;
+  g->b = p.b;
+  g->c = p.c;
+  g->bias = (flags & 8) != 0 ? p.bias : NULL;
+  return p;
+}
+
+static void product_free(product *p) {
+  free(p->a);
+  free(p->b);
+  free(p->c);
+  free(p->bias);
+  free(p->before);
+}
+
+/* The largest error as a share of what is allowed; canaries behind the rows must live. Products
+ * of what is less than 2^-126 in a part may vanish. */
+static double worst_element(const product *p) {
+  const rpi_gemm_args *const g = &p->args;
+  const double n = (double)g->inner + 3, gamma = n * UNIT / (1 - n * UNIT);
+  double worst = 0;
+  for (int64_t i = 0; i < p->c_size; i++) {
+    const int64_t row = i / g->c_stride, column = i % g->c_stride;
+    if (column >= g->columns) {
+      if (memcmp(&p->c[i], &p->before[i], sizeof(float)) != 0) return INFINITY;
+      continue;
+    }
+    double sum = g->accumulate ? p->before[i] : 0, size = fabs(sum);
+    if (g->bias != NULL) {
+      sum += g->bias[column];
+      size += fabs((double)g->bias[column]);
+    }
+    double lost = FLT_MIN;
+    for (int64_t k = 0; k < g->inner; k++) {
+      const double a = *gemm_a_at(g, row, k), b = *gemm_b_at(g, k, column);
+      sum += a * b;
+      size += fabs(a * b);
+      lost += FLT_MIN * (2 + fabs(a) + fabs(b));
+    }
+    const double error = fabs((double)p->c[i] - sum) / (gamma * size + lost);
+    if (isnan(error)) return INFINITY;
+    worst = fmax(worst, error);
+  }
+  return worst;
+}
+
+static void report(const product *p, kind of, const char *what, double worst) {
+  const rpi_gemm_args *const g = &p->args;
+  printf("\n  %lld x %lld x %lld, A %s, B %s%s%s, kind %d: %s %.3g", (long long)g->rows,
+         (long long)g->columns, (long long)g->inner, g->transpose_a ? "T" : "N",
+         g->transpose_b ? "T" : "N", g->accumulate ? ", added" : "",
+         g->bias != NULL ? ", bias" : "", (int)of, what, worst);
+}
+
+/* The product by the tiles of this processor, where it has them: the same bits. */
+static void compare_with_tiles(const product *p, kind of) {
+#ifdef RPI_HAS_AMX
+  if ((rpi_cpu_features() & RPI_CPU_AMX) == 0) return;
+  const size_t bytes = (size_t)p->c_size * sizeof(float);
+  float *const c = malloc(bytes);
+  if (c == NULL) abort();
+  memcpy(c, p->before, bytes);
+  rpi_gemm_args args = p->args;
+  args.c = c;
+  CHECK_INT(rpi_ops_amx.gemm(&args), RP_OK);
+  if (!CHECK(memcmp(c, p->c, bytes) == 0)) report(p, of, "tiles and their twin differ", 0);
+  free(c);
+#else
+  (void)p;
+  (void)of;
+#endif
+}
+
+static void one(int64_t rows, int64_t columns, int64_t inner, int flags, kind of) {
+  product p = product_create(rows, columns, inner, flags, of);
+  CHECK_INT(gemm_tiles(&p.args), RP_OK);
+  const double worst = worst_element(&p);
+  if (!CHECK(worst <= 1)) report(&p, of, "error", worst);
+  compare_with_tiles(&p, of);
+  product_free(&p);
+}
+
+/* Whole tiles and ragged ones, two by two and fewer; inner of one tile, of many, cut at
+ * TILES_DEPTH; what is kept A, and B; several blocks. */
+static void test_shapes(void) {
+  static const int64_t shapes[][3] = {{48, 32, 32},   {49, 33, 33},   {64, 64, 64},  {63, 47, 95},
+                                      {50, 290, 40},  {290, 50, 40},  {97, 65, 530}, {80, 48, 1030},
+                                      {170, 150, 64}, {1100, 70, 33}, {70, 1100, 33}};
+  const int count = getenv("RELPOS_TEST_SMALL") != NULL ? 6 : sizeof shapes / sizeof shapes[0];
+  for (int i = 0; i < count; i++) {
+    for (int flags = 0; flags < 16; flags++) {
+      one(shapes[i][0], shapes[i][1], shapes[i][2], flags, (kind)((i + flags) % KINDS));
+    }
+  }
+}
+
+/* A cut into smaller pieces, as when no scratch memory is left, changes no bit. */
+static void test_small_blocks(void) {
+  for (int flags = 0; flags < 16; flags++) {
+    product p = product_create(130, 75, 300, flags, PLAIN);
+    const size_t bytes = (size_t)p.c_size * sizeof(float);
+    CHECK_INT(gemm_tiles(&p.args), RP_OK);
+    float *const whole = malloc(bytes);
+    if (whole == NULL) abort();
+    memcpy(whole, p.c, bytes);
+    memcpy(p.c, p.before, bytes);
+    tiles_begin();
+    tiles_small_block(&p.args, (gemm_block){0, 130, 0, 75});
+    tiles_end();
+    if (!CHECK(memcmp(whole, p.c, bytes) == 0)) report(&p, PLAIN, "bits differ", 0);
+    free(whole);
+    product_free(&p);
+  }
+}
+
+/* Infinity, NaN, and what bf16 cannot hold: where they belong, and nowhere else. The latter is
+ * multiplied by zeros and ones, so that the sum is known. */
+static void test_not_finite(void) {
+  for (int flags = 0; flags < 16; flags++) {
+    product p = product_create(70, 60, 90, flags, PLAIN);
+    const rpi_gemm_args *const g = &p.args;
+    *(float *)(uintptr_t)gemm_a_at(g, 5, 80) = INFINITY;
+    *(float *)(uintptr_t)gemm_a_at(g, 40, 3) = NAN;
+    CHECK_INT(gemm_tiles(g), RP_OK);
+    bool right = true;
+    for (int64_t row = 0; row < g->rows; row++) {
+      for (int64_t j = 0; j < g->columns; j++) {
+        const float c = g->c[row * g->c_stride + j];
+        right &= row == 5 ? isinf(c) != 0 : row == 40 ? isnan(c) != 0 : isfinite(c) != 0;
+      }
+    }
+    if (!CHECK(right)) report(&p, PLAIN, "not finite", 0);
+    product_free(&p);
+
+    p = product_create(64, 64, 64, flags & 3, PLAIN);
+    for (int64_t k = 0; k < 64; k++) {
+      for (int64_t j = 0; j < 64; j++) *(float *)(uintptr_t)gemm_b_at(g, k, j) = k == j ? 1 : 0;
+    }
+    *(float *)(uintptr_t)gemm_a_at(g, 9, 33) = -FLT_MAX;
+    CHECK_INT(gemm_tiles(g), RP_OK);
+    right = true;
+    for (int64_t i = 0; i < 64 * 64; i++) {
+      right &= g->c[i / 64 * g->c_stride + i % 64] == *gemm_a_at(g, i / 64, i % 64);
+    }
+    if (!CHECK(right)) report(&p, PLAIN, "times one", 0);
+    product_free(&p);
+  }
+}
+
+int main(void) {
+  setenv("RELPOS_BLAS", "builtin",
+         1); /* gemm.c's blocks of 16-byte vectors would leave it to BLAS */
+  test_shapes();
+  test_small_blocks();
+  test_not_finite();
+#ifdef RPI_HAS_AMX
+  printf("%s: ", (rpi_cpu_features() & RPI_CPU_AMX) != 0 ? "tiles and their twin" : "the twin");
+#endif
+  return check_report();
+}
+
+#endif
