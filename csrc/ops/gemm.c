@@ -685,28 +685,47 @@ static void gemm_cut_blas(gemm_job *job) {
   }
 }
 
-/* Blocks for our own product: those that lose least. Packing or fetching its part of A takes a
- * block as long as so many of its columns do, packing B as long as so many of its rows, and a
- * quarter of a block is what the last thread is waited for. The numbers are measured. */
-static void gemm_cut_builtin(gemm_job *job) {
-  const rpi_gemm_args *g = job->args;
-  const double for_a = gemm_packs_a(g) ? 8 : 2;
-  const double for_b = gemm_reads_b(g) ? 3 : g->transpose_b ? 7 : 5;
+/* What a cut into blocks costs. Packing or fetching its part of A takes a block as long as for_a of
+ * its columns do, packing B as long as for_b of its rows; for the last thread a quarter of a
+ * block is waited, where there is but one `alone` of it. The numbers are measured. */
+typedef struct gemm_costs {
+  double for_a, for_b, alone;
+  int64_t rows, columns, shorter; /* at most, and the shorter of the two */
+  int64_t row_step, column_step;
+} gemm_costs;
+
+/* The blocks that lose least. */
+static void gemm_cut_by(gemm_job *job, gemm_costs costs) {
+  const rpi_gemm_args *const g = job->args;
   double least = INFINITY;
-  for (int64_t rows = GEMM_HEIGHT; rows >= 64; rows /= 2) {
-    for (int64_t columns = 512; columns >= 64; columns /= 2) {
-      const int64_t block_rows = gemm_part(g->rows, rows, GEMM_STRIP);
-      const int64_t block_columns = gemm_part(g->columns, columns, GEMM_WIDTH);
+  for (int64_t rows = costs.rows; rows >= 64; rows /= 2) {
+    for (int64_t columns = costs.columns; columns >= 64; columns /= 2) {
+      const int64_t block_rows = gemm_part(g->rows, rows, costs.row_step);
+      const int64_t block_columns = gemm_part(g->columns, columns, costs.column_step);
       const int64_t blocks =
           gemm_parts(g->rows, block_rows) * gemm_parts(g->columns, block_columns);
-      const double loss =
-          for_a / (double)block_columns + for_b / (double)block_rows + 0.25 / (double)blocks;
-      if (loss >= least) continue;
+      const double loss = costs.for_a / (double)block_columns + costs.for_b / (double)block_rows +
+                          (blocks == 1 ? costs.alone : 0.25 / (double)blocks);
+      if (loss >= least || rpi_min(block_rows, block_columns) > costs.shorter) continue;
       least = loss;
       job->block_rows = block_rows;
       job->block_columns = block_columns;
     }
   }
+}
+
+/* Blocks for our own product. */
+static void gemm_cut_builtin(gemm_job *job) {
+  const rpi_gemm_args *const g = job->args;
+  const double for_b = gemm_reads_b(g) ? 3 : g->transpose_b ? 7 : 5;
+  gemm_cut_by(job, (gemm_costs){.for_a = gemm_packs_a(g) ? 8 : 2,
+                                .for_b = for_b,
+                                .alone = 0.25,
+                                .rows = GEMM_HEIGHT,
+                                .columns = 512,
+                                .shorter = INT64_MAX,
+                                .row_step = GEMM_STRIP,
+                                .column_step = GEMM_WIDTH});
 }
 
 /* `blocks` computes one of those into which `cut` divides C, where rows are more than few. */

@@ -382,27 +382,17 @@ static void gemm_tiles_task(void *context, int64_t task, int worker) {
   if (scratch != NULL) rpi_scratch_give(scratch);
 }
 
-/* As gemm_cut_builtin does, with what packing costs here. One side of a block is kept, the other
- * may be long. */
+/* One side of a block is kept, the other may be long. */
 static void gemm_cut_tiles(gemm_job *job) {
   const rpi_gemm_args *const g = job->args;
-  const double for_a = g->transpose_a ? 70 : 35, for_b = g->transpose_b ? 70 : 35;
-  const int64_t kept = tiles_kept(g);
-  double least = INFINITY;
-  for (int64_t rows = 2048; rows >= 2 * TILES_SIDE; rows /= 2) {
-    for (int64_t columns = 2048; columns >= 2 * TILES_SIDE; columns /= 2) {
-      const int64_t block_rows = gemm_part(g->rows, rows, TILES_SIDE);
-      const int64_t block_columns = gemm_part(g->columns, columns, TILES_SIDE);
-      const int64_t blocks =
-          gemm_parts(g->rows, block_rows) * gemm_parts(g->columns, block_columns);
-      const double idle = blocks == 1 ? 0.5 : 0.25 / (double)blocks;
-      const double loss = for_a / (double)block_columns + for_b / (double)block_rows + idle;
-      if (loss >= least || rpi_min(block_rows, block_columns) > kept) continue;
-      least = loss;
-      job->block_rows = block_rows;
-      job->block_columns = block_columns;
-    }
-  }
+  gemm_cut_by(job, (gemm_costs){.for_a = g->transpose_a ? 70 : 35,
+                                .for_b = g->transpose_b ? 70 : 35,
+                                .alone = 0.5,
+                                .rows = 2048,
+                                .columns = 2048,
+                                .shorter = tiles_kept(g),
+                                .row_step = TILES_SIDE,
+                                .column_step = TILES_SIDE});
 }
 
 static rp_status gemm_tiles(const rpi_gemm_args *args) {
