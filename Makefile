@@ -108,6 +108,10 @@ STATIC := $(BUILD)/lib$(NAME).a
 SONAME := lib$(NAME).so.$(ABI)
 SHARED := $(BUILD)/lib$(NAME).so
 TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
+# Tests of attention on the twin of AMX's tiles, which are made for float.
+ifeq ($(filter %f64,$(VARIANT)),)
+TESTS += $(BUILD)/tests/test_attention_tiles $(BUILD)/tests/test_attention_terms_tiles
+endif
 EXAMPLES := $(patsubst examples/c/%.c,$(BUILD)/examples/%,$(sort $(wildcard examples/c/*.c)))
 
 .PHONY: all test test-f64 asan ubsan tsan sanitized isas neon f64 examples install clean force
@@ -150,6 +154,12 @@ f64:
 $(BUILD)/tests/%: tests/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
+
+$(BUILD)/tests/%_tiles: tests/c/%.c tests/c/twin_table.c $(STATIC) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(COMPILE_FLAGS) -UNDEBUG -DTEST_ONLY=twin_table -MMD -MP -MT $@ -MF $@.d -c $< -o $@.o
+	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP -MT $@ -MF $@_table.d -c tests/c/twin_table.c -o $@_table.o
+	$(CC) $@.o $@_table.o -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
 $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -266,4 +276,4 @@ install: all
 clean:
 	rm -rf build
 
--include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(EXAMPLES:=.d)
+-include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(TESTS:=_table.d) $(EXAMPLES:=.d)

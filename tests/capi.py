@@ -32,7 +32,7 @@ OK, ARGUMENT, SHAPE, MEMORY, FILE, ORDER, DEVICE = 0, 10, 11, 20, 30, 40, 50
 ALIGNMENT = 64
 
 x86 = platform.machine() in ("x86_64", "AMD64")
-ISAS = ("portable", "avx2", "avx512") if x86 else ("portable", "neon")
+ISAS = ("portable", "avx2", "avx512", "amx") if x86 else ("portable", "neon")
 CORES = tuple(f"f32-{isa}" for isa in ISAS)
 
 

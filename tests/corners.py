@@ -276,4 +276,38 @@ def _more_corners() -> list[Case]:
     return cases
 
 
-CORNERS = _corners()
+def _tiled() -> list[Case]:
+    """Large enough for products by AMX (attention_plan.h: tiles_pay), in both passes or in one."""
+    band: dict[str, Any] = {"key": Band(16, 16), "value": Band(16, 16)}
+    wide = Case(B=1, H=16, N=193, M=193, D=64, Dv=64, **band)
+    cases = [replace(wide, N=N, M=M) for N, M in ((192, 192), (192, 300), (257, 193), (96, 128))]
+    cases += [replace(wide, D=D, Dv=Dv) for D, Dv in ((32, 33), (33, 32), (80, 48), (100, 72))]
+    cases += [replace(wide, causal=True, N=N, M=M) for N, M in ((193, 193), (200, 260), (260, 200))]
+    for left, right in ((0, 0), (3, 40), (500, 2), (192, 192)):
+        for beyond in ("clip", "none"):
+            map = Band(left, right, beyond)
+            cases.append(replace(wide, key=map, value=map, causal=beyond == "none"))
+    plain = replace(wide, key=None, value=None)
+    cases += [plain, replace(plain, causal=True), replace(plain, window=(70, 5))]
+    cases += [replace(plain, query=map, bias=map) for map in (Band(8, 8), Labels(9), Edges(9))]
+    cases += [replace(plain, value=map, key=map) for map in (Labels(400, 2), Edges(5, 3))]
+    packed = replace(wide, B=3, H=6, N=0, M=0)
+    cases += [
+        replace(wide, B=2, H=8, lengths=(193, 50)),
+        replace(wide, B=2, H=8, key_lengths=(193, 129), layout="bnhd", gap=1),
+        replace(packed, offsets=(0, 200, 260, 470), causal=True),
+        replace(wide, starts=(-70,)),
+        replace(wide, window=(64, 65), per_head=True),
+        replace(wide, mask=Mask("blocks", 0.5, False, False)),
+        replace(wide, mask=Mask("rows", 0.5, True, False), softcap=5.0),
+        replace(wide, dropout=Dropout(0.2, (5, 6), 7, 8)),
+        replace(wide, position_bias=True, tied=True, spread=8.0),
+        replace(wide, outlier=("key[0]", "first", 1000.0)),
+        replace(wide, outlier=("key[0]", "last", 1000.0)),
+    ]
+    # Several chunks of queries and of keys.
+    cases.append(replace(wide, H=2, N=1100, M=1100, D=32, Dv=32))
+    return cases
+
+
+CORNERS = _corners() + _tiled()

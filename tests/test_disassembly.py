@@ -169,7 +169,7 @@ def test_portable_code_has_no_avx() -> None:
 
 
 def test_tiles_are_those_of_one_table() -> None:
-    """AVX-512's table shares its object file with AMX's, whose matrix product alone has tiles."""
+    """AVX-512's table shares its object file with AMX's, whose products alone have tiles."""
     tile = re.compile(r"tile|ldtilecfg|tdp")
     code = functions("isa/avx512.o")
     having = {name for name, function in code.items() if any(tile.match(i.name) for i in function)}

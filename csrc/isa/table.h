@@ -40,7 +40,7 @@
 #include "ops/residual.c"
 #include "ops/sums.c"
 
-#define RPI_TABLE(its_name, its_gemm)                                                              \
+#define RPI_TABLE(its_name, by)                                                                    \
   {                                                                                                \
       .name = its_name,                                                                            \
       .host = true,                                                                                \
@@ -53,10 +53,10 @@
       .collect = rpi_host_collect,                                                                 \
       .arrived = rpi_host_arrived,                                                                 \
       .discard = rpi_release,                                                                      \
-      .gemm = its_gemm,                                                                            \
-      .attention_workspace = attention_workspace,                                                  \
-      .attention_forward = attention_forward,                                                      \
-      .attention_backward = attention_backward,                                                    \
+      .gemm = gemm##by,                                                                            \
+      .attention_workspace = attention_workspace##by,                                              \
+      .attention_forward = attention_forward##by,                                                  \
+      .attention_backward = attention_backward##by,                                                \
       .attention_map = attention_map,                                                              \
       .rotate = rotate,                                                                            \
       .attend_rows = attend_rows,                                                                  \
@@ -81,8 +81,8 @@
       .zero = zero,                                                                                \
   }
 
-const rp_ops RPI_OPS = RPI_TABLE(RPI_OPS_NAME, gemm);
+const rp_ops RPI_OPS = RPI_TABLE(RPI_OPS_NAME, );
 
 #ifdef RPI_TILES
-const rp_ops rpi_ops_amx = RPI_TABLE("amx", gemm_tiles);
+const rp_ops rpi_ops_amx = RPI_TABLE("amx", _tiles);
 #endif

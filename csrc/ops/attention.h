@@ -125,9 +125,11 @@ RPI_NOINLINE void add_strip(int64_t count, const real *from, real *to) {
   for (int64_t c = 0; c < count * RPI_TILE; c++) to[c] += from[c];
 }
 
-/* Where the accumulators of a strip start whose pairs add `more`: start, as rpi_start has it, its
- * band where there is one, and more. */
-RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real *more, real *to) {
+/* What a strip has beside its product: start, as rpi_start has it, its band where there is one, and
+ * `more`, what its pairs add, or NULL. Where the product was computed before, it is in `content`,
+ * and is added last. */
+RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real *more,
+                              const real *content, real *to) {
   for (int64_t r = 0; r < count; r++) {
     const real *const band = start->band ? start->band + r * start->band_stride : NULL;
     RPI_UNROLL(4) for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) {
@@ -135,21 +137,23 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
       if (band) {
         sum += rpi_load(band + rpi_clamp(start->band_offset - r + v, 0, start->band_last));
       }
-      rpi_store(to + r * RPI_TILE + v, sum + rpi_load(more + r * RPI_TILE + v));
+      if (more) sum += rpi_load(more + r * RPI_TILE + v);
+      if (content) sum += rpi_load(content + r * RPI_TILE + v);
+      rpi_store(to + r * RPI_TILE + v, sum);
     }
   }
 }
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. e: the strip's first row of E. more: NULL, or
- * what the pairs add. Vectors without a key are 0. What is not a product is put together first:
- * large numbers of it that cancel (a relation's score against the running maximum) shall not meet
- * the product's roundings. */
+ * what the pairs add. multiplied: product->c holds the products already. Vectors without a key are
+ * 0. What is not a product is put together first: large numbers of it that cancel (a relation's
+ * score against the running maximum) shall not meet the product's roundings. */
 static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
                         int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
-                        const real *row_start, const real *more) {
+                        const real *row_start, const real *more, bool multiplied) {
   const int64_t vectors = (keys + RPI_LANES - 1) / RPI_LANES;
-  real moved[RPI_STRIP];
+  real moved[RPI_TILED_STEP];
   rpi_start start = {.row = row_start};
   if (meets == MEETS_BAND) {
     start.band = e;
@@ -161,7 +165,11 @@ static void score_strip(const window *w, int meets, const real *e, int64_t e_str
     for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + e[r * e_stride + at];
     start.row = moved;
   }
-  if (more) start_strip(count, &start, more, product->c);
+  if (multiplied) {
+    start_strip(count, &start, more, product->c, product->c);
+    return;
+  }
+  if (more) start_strip(count, &start, more, NULL, product->c);
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
   rpi_strip_product(mode, count, vectors, product, &start);
   for (int64_t r = 0; vectors < RPI_TILE / RPI_LANES && r < count; r++) {

@@ -26,13 +26,17 @@
  * terms, position_bias), or where dk has other parts (query terms).
  */
 #include "ops/attention.h"
+#include "ops/attention_tiles.h"
 #include "ops/pair_gradients.h"
 #include "ops/pair_masks.h"
 
 enum { KEY, VALUE, SIDES };
 
+/* Of an operand that is packed when it is met. */
+enum { OPERAND_UNKNOWN, OPERAND_FITS, OPERAND_HAS_NONE };
+
 /* Where a block lies, seen from a tile. */
-enum { RIGHT, ACROSS, LEFT };
+enum { ACROSS, RIGHT, LEFT, PLACES };
 
 /* What dk (dv) of a tile holds so far: nothing; only blocks to the right of the band; any
  * up to those across it; only those to the left; the same, and others were put before. */
@@ -53,6 +57,13 @@ typedef struct side {
   window w;
   dense x;
   bool collects; /* some tile lies across the band: there are buckets */
+  /* operands of products of whole blocks, and whether they could be packed */
+  operand *tile_parts; /* [tiles]: packed */
+  bool *tile_fits;
+  operand rows, columns; /* x, its rows as lines and as inner */
+  bool fits;
+  operand weights; /* of a block on a tile, for the gradient */
+  real *across;    /* [tiles][padded][TILE]: more of the gradient, keys across */
 } side;
 
 typedef struct backward_scratch {
@@ -64,22 +75,33 @@ typedef struct backward_scratch {
   real *zeros;                         /* [block + TILE] */
   real *level;                         /* [block]: where scores start */
   pair_scratch pairs;
+  operand *key_parts[PLACES];       /* [tiles], of keys, and of those with an end's vector added */
+  unsigned char *key_state[PLACES]; /* [tiles]: packed when they are met */
+  operand ds;                       /* of some rows on a tile */
 } backward_scratch;
 
 static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *relations,
                       int64_t width, int64_t padded, int64_t columns, side *x) {
   const int64_t real_bytes = sizeof(real), window_size = n->block * window_stride(columns);
+  const int64_t rows = block_rows(n), tiles = n->keys / RPI_TILE;
   x->packed = rpi_arena_take(arena, n->keys * width, real_bytes);
   x->gradient = rpi_arena_take(arena, n->keys * padded, real_bytes);
-  x->tile = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+  x->tile = rpi_arena_take(arena, tiles, 1);
   x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
-  x->product = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
+  x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
   take_packed(arena, relations, columns, padded, &x->table);
   x->e = rpi_arena_take(arena, window_size, real_bytes);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
+  if (!n->tiles) return;
+  x->tile_parts = take_operands(arena, tiles, RPI_TILE, width);
+  x->tile_fits = rpi_arena_take(arena, tiles, sizeof(bool));
+  x->rows = take_operand(arena, rows, width);
+  x->columns = take_operand(arena, padded, rows);
+  x->weights = take_operand(arena, RPI_TILE, rows);
+  x->across = rpi_arena_take(arena, tiles * padded * RPI_TILE, real_bytes);
 }
 
 static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
@@ -92,10 +114,17 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   local.head_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.tail_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.vector = rpi_arena_take(arena, n->width, real_bytes);
-  local.dq = rpi_arena_take(arena, n->block * n->width, real_bytes);
+  local.dq = rpi_arena_take(arena, block_rows(n) * n->width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
   local.level = rpi_arena_take(arena, n->block, real_bytes);
   take_pairs(arena, n, s, true, &local.pairs);
+  if (n->tiles) {
+    for (int i = 0; i < PLACES; i++) {
+      local.key_parts[i] = take_operands(arena, n->keys / RPI_TILE, n->width, RPI_TILE);
+      local.key_state[i] = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+    }
+    local.ds = take_operand(arena, RPI_TILED_STEP, RPI_TILE);
+  }
   if (kept && !arena->failed) {
     *kept = local;
     memset(kept->zeros, 0, (size_t)(n->block + RPI_TILE) * sizeof(real));
@@ -124,9 +153,30 @@ typedef struct backward_item {
 
 /* A block of queries. */
 typedef struct backward_block {
-  int64_t row0, rows;               /* counted in the sequence */
-  dense keys, head_keys, tail_keys; /* of the chunk */
+  int64_t row0, rows; /* counted in the sequence */
+  dense keys[PLACES]; /* of the chunk: as they are where a block lies across the band, else moved */
 } backward_block;
+
+/* Puts what of dk (dv) of a tile lies across to the rest. */
+static void turn_gradient(const backward_item *item, side *x, int which, int64_t j) {
+  if (!item->n.tiles) return;
+  const int64_t width = item->padded[which];
+  real *const from = x->across + j * width, *const to = x->gradient + j * width;
+  for (int64_t key = 0; key < RPI_TILE; key += RPI_LANES) {
+    for (int64_t c = 0; c < width; c += RPI_LANES) {
+      rpi_register square[RPI_LANES];
+      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+        square[i] = rpi_load(from + (c + i) * RPI_TILE + key);
+      }
+      rpi_transpose(square);
+      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+        real *const at = to + (key + i) * width + c;
+        rpi_store(at, rpi_load(at) + square[i]);
+      }
+    }
+  }
+  memset(from, 0, (size_t)(width * RPI_TILE) * sizeof *from);
+}
 
 /* Adds dk (dv) of a tile, up to now, to a line of the table's gradient. */
 static void add_tile(const backward_item *item, const side *x, int which, int64_t j, real *line) {
@@ -199,11 +249,12 @@ static void collect_strip(side *x, const real *weights, int64_t i, int64_t count
   }
 }
 
-/* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5). */
+/* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5). multiplied: which of their
+ * products are there already. */
 static void backward_weights(const backward_item *item, backward_scratch *w,
-                             const backward_block *block, int64_t i, int64_t j, int64_t tile_keys) {
+                             const backward_block *block, const bool *multiplied, int64_t i,
+                             int64_t count, int64_t j, int64_t tile_keys) {
   const pair_terms *const pairs = &item->pairs;
-  const int64_t count = rpi_min(RPI_STRIP, block->rows - i);
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
@@ -223,7 +274,8 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
                              : pairs->values ? w->pairs.values
                                              : NULL;
     score_strip(&x->w, window_meets(&x->w, nearest, farthest), x->e + i * e_stride, e_stride,
-                distance, count, tile_keys, &product, start, more ? more + i * RPI_TILE : NULL);
+                distance, count, tile_keys, &product, start, more ? more + i * RPI_TILE : NULL,
+                multiplied[which]);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
@@ -242,13 +294,12 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   }
 }
 
-/* A strip of queries on a tile of keys: p, ds, what they add to buckets, and dq (7). */
+/* A strip of queries on a tile of keys: p, ds, what they add to buckets. */
 static void backward_strip(const backward_item *item, backward_scratch *w,
-                           const backward_block *block, const int *lies, int64_t i, int64_t j,
-                           int64_t tile_keys) {
-  const int64_t count = rpi_min(RPI_STRIP, block->rows - i);
+                           const backward_block *block, const int *lies, const bool *multiplied,
+                           int64_t i, int64_t count, int64_t j, int64_t tile_keys) {
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
-  backward_weights(item, w, block, i, j, tile_keys);
+  backward_weights(item, w, block, multiplied, i, count, j, tile_keys);
   const real *const p = w->side[KEY].product + i * RPI_TILE;
   const real *const ds = w->side[VALUE].product + i * RPI_TILE;
   if (lies[KEY] == ACROSS) collect_strip(&w->side[KEY], ds, i, count, distance, tile_keys);
@@ -267,11 +318,15 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
                     item->r.key + j, tile_keys, values ? p : ds, &ends);
     }
   }
-  const dense *const keys = lies[KEY] == RIGHT  ? &block->tail_keys
-                            : lies[KEY] == LEFT ? &block->head_keys
-                                                : &block->keys;
+}
+
+/* What a strip adds to dq (7). moved: which keys it meets. */
+static void backward_queries(const backward_item *item, backward_scratch *w,
+                             const backward_block *block, int moved, int64_t i, int64_t count,
+                             int64_t j, int64_t tile_keys) {
+  const dense *const keys = &block->keys[moved];
   const int64_t width = item->padded[KEY];
-  const rpi_product dq = {.a = ds,
+  const rpi_product dq = {.a = w->side[VALUE].product + i * RPI_TILE,
                           .a_row = RPI_TILE,
                           .a_inner = 1,
                           .b = keys->data + j * keys->stride,
@@ -324,6 +379,7 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
     return RIGHT;
   }
   if (*state == TILE_RIGHT && sums->lines) {
+    turn_gradient(item, x, which, j);
     add_tile(item, x, which, j, sums->lines + (t->last - sums->first + 1) * item->padded[which]);
   }
   if (!t->ends || r->farthest >= t->first) {
@@ -333,6 +389,7 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
   if ((*state == TILE_RIGHT || *state == TILE_MIXED) && sums->lines) {
     real *const gradient = x->gradient + j * item->padded[which];
     const int64_t keys = rpi_min(RPI_TILE, item->r.keys - j);
+    turn_gradient(item, x, which, j);
     put_tile(item, x, which, j, item->first_for_keys);
     memset(gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
     *state = TILE_LEFT_AGAIN;
@@ -395,6 +452,10 @@ static void open_side(const backward_item *item, const backward_block *block, si
   x->x =
       dense_rows(row_of(from, item->seq.query_batch, item->head, item->seq.query_row + block->row0),
                  from->row_stride, count, width, padded, x->copy);
+  if (item->n.tiles) {
+    x->fits = pack_operand(x->x, ROWS_ARE_LINES, count, width, x->rows);
+    if (x->fits) pack_operand(x->x, ROWS_ARE_INNER_OF_LEFT, padded, count, x->columns);
+  }
   x->w = window_of(t, r.nearest, r.farthest);
   x->collects = false;
   if (window_empty(&x->w)) return;
@@ -470,6 +531,89 @@ static void ask_backward(const backward_item *item, int64_t i) {
   ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, keys, s->Dv);
 }
 
+/* ---- a block and a tile --------------------------------------------------- */
+
+/* The keys of a tile as an operand, in the place where a block lies; NULL: they have no parts. */
+static const operand *keys_of_place(const backward_item *item, backward_scratch *w,
+                                    const backward_block *block, int place, int64_t j,
+                                    int64_t tile_keys) {
+  const operand *const parts = &w->key_parts[place][j / RPI_TILE];
+  unsigned char *const state = &w->key_state[place][j / RPI_TILE];
+  if (*state == OPERAND_UNKNOWN) {
+    const dense keys = rows_from(&block->keys[place], j);
+    const bool fits = pack_operand(keys, ROWS_ARE_INNER, item->padded[KEY], tile_keys, *parts);
+    *state = fits ? OPERAND_FITS : OPERAND_HAS_NONE;
+  }
+  return *state == OPERAND_FITS ? parts : NULL;
+}
+
+/* Rows of a block, as many as make a strip of an operand, on a tile: p and ds, dq (7), and p and ds
+ * as operands of (8) and (9); fits: whether they are. */
+static void backward_cell(const backward_item *item, backward_scratch *w,
+                          const backward_block *block, const int *lies, int64_t first, int64_t end,
+                          int64_t j, int64_t tile_keys, bool *fits) {
+  const int64_t from = first / RPI_TILED_STEP * RPI_TILED_STEP, width = item->padded[KEY];
+  side *const k = &w->side[KEY], *const v = &w->side[VALUE];
+  bool multiplied[SIDES];
+  for (int which = 0; which < SIDES; which++) {
+    side *const x = &w->side[which];
+    multiplied[which] = x->fits && x->tile_fits[j / RPI_TILE];
+    if (!multiplied[which]) continue;
+    multiply_operands(operand_from(x->rows, from, 0), RPI_TILED_STEP, x->tile_parts[j / RPI_TILE],
+                      RPI_TILE, item->width[which], false, x->product + from * RPI_TILE, RPI_TILE);
+  }
+  for (int64_t i = first; i < end; i += RPI_STRIP) {
+    if (j == 0) ask_backward(item, i);
+    backward_strip(item, w, block, lies, multiplied, i, rpi_min(RPI_STRIP, end - i), j, tile_keys);
+  }
+  real *const p = k->product + from * RPI_TILE, *const ds = v->product + from * RPI_TILE;
+  clear_beside(first - from, end - from, p);
+  clear_beside(first - from, end - from, ds);
+  const bool ds_fits = pack_weights_both(ds, w->ds, operand_from(k->weights, 0, from));
+  fits[KEY] &= ds_fits;
+  fits[VALUE] &= pack_weights_right(p, operand_from(v->weights, 0, from));
+  const operand *const keys = keys_of_place(item, w, block, lies[KEY], j, tile_keys);
+  if (ds_fits && keys) {
+    multiply_operands(w->ds, RPI_TILED_STEP, *keys, width, tile_keys, true, w->dq + from * width,
+                      width);
+    return;
+  }
+  for (int64_t i = first; i < end; i += RPI_STRIP) {
+    backward_queries(item, w, block, lies[KEY], i, rpi_min(RPI_STRIP, end - i), j, tile_keys);
+  }
+}
+
+/* The rows from first to end - 1 of a block on a tile. */
+static void backward_tile(const backward_item *item, backward_scratch *w,
+                          const backward_block *block, const int *lies, int64_t first, int64_t end,
+                          int64_t j, int64_t tile_keys) {
+  const bool tiles = item->n.tiles;
+  const int64_t step = tiles ? RPI_TILED_STEP : RPI_STRIP;
+  bool fits[SIDES] = {tiles && w->side[KEY].fits, tiles && w->side[VALUE].fits};
+  for (int64_t i = first, next; i < end; i = next) {
+    next = rpi_min(i / step * step + step, end);
+    if (tiles) {
+      backward_cell(item, w, block, lies, i, next, j, tile_keys, fits);
+      continue;
+    }
+    if (j == 0) ask_backward(item, i);
+    backward_strip(item, w, block, lies, fits, i, next - i, j, tile_keys);
+    backward_queries(item, w, block, lies[KEY], i, next - i, j, tile_keys);
+  }
+  for (int which = 0; which < SIDES; which++) {
+    const side *const x = &w->side[which];
+    const int64_t width = item->padded[which], from = first / step * step;
+    if (fits[which]) { /* turned: then weights are packed as they lie */
+      multiply_operands(operand_from(x->columns, 0, from), width, operand_from(x->weights, 0, from),
+                        RPI_TILE, end - from, true, x->across + j * width, RPI_TILE);
+      continue;
+    }
+    const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
+    add_transposed(weights + first * RPI_TILE, RPI_TILE, tile_keys, x->x.data + first * x->x.stride,
+                   x->x.stride, end - first, width, x->gradient + j * width);
+  }
+}
+
 /* A block of queries against the item's chunk of keys. */
 static void backward_rows(const backward_item *item, backward_scratch *w,
                           const backward_block *block) {
@@ -509,28 +653,17 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
     }
     if (pairs->scores) {
       pair_scores(pairs, &w->pairs, &item->seq, &of_q, item->r.key, j, tile_keys,
-                  w->side[KEY].packed, &block->keys, w->zeros);
+                  w->side[KEY].packed, &block->keys[ACROSS], w->zeros);
     }
     if (pairs->values) {
       pair_value_scores(pairs, &w->pairs, &item->seq, &of_dz, item->r.key, j, tile_keys);
     }
-    int64_t i = first;
-    for (; i < last; i += RPI_STRIP) {
-      if (j == 0) ask_backward(item, i);
-      backward_strip(item, w, block, lies, i, j, tile_keys);
-    }
-    const int64_t rows = rpi_min(i, count) - first;
-    if (rows <= 0) continue;
-    for (int which = 0; which < SIDES; which++) {
-      const side *const x = &w->side[which];
-      const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
-      add_transposed(weights + first * RPI_TILE, RPI_TILE, tile_keys,
-                     x->x.data + first * x->x.stride, x->x.stride, rows, item->padded[which],
-                     x->gradient + j * item->padded[which]);
-    }
+    if (first >= last) continue;
+    const int64_t rows = rpi_min(rpi_round_up(last, RPI_STRIP), count) - first;
+    backward_tile(item, w, block, lies, first, first + rows, j, tile_keys);
     if (pairs->queries)
       collect_queries(pairs, &w->pairs, item->sums, &item->seq, &of_q, first, rows, key, j,
-                      tile_keys, w->side[VALUE].product, &block->keys, w->zeros,
+                      tile_keys, w->side[VALUE].product, &block->keys[ACROSS], w->zeros,
                       w->side[KEY].gradient + j * width);
   }
   for (int which = 0; which < SIDES; which++) {
@@ -547,13 +680,21 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
 static void open_keys(const backward_item *item, side *x, int which) {
   const rp_rows *const from = which == KEY ? &item->args->k : &item->args->v;
   const int64_t keys = rpi_max(item->r.keys, 0), width = item->width[which];
-  memset(x->gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
+  const int64_t numbers = rpi_round_up(keys, item->n.tiles ? RPI_TILE : 1) * item->padded[which];
+  memset(x->gradient, 0, (size_t)numbers * sizeof(real));
+  if (item->n.tiles) memset(x->across, 0, (size_t)numbers * sizeof(real));
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
     x->tile[j / RPI_TILE] = TILE_EMPTY;
     rpi_pack_transposed(
         row_of(from, item->seq.key_batch, item->head, item->seq.key_row + item->r.key + j),
         from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
         x->packed + j * width, RPI_TILE, packed_columns(&item->pairs, keys - j));
+    if (!item->n.tiles) continue;
+    const dense packed = {x->packed + j * width, RPI_TILE};
+    const operand parts = x->tile_parts[j / RPI_TILE];
+    if (keys - j < RPI_TILE) clear_operand(parts, RPI_TILE);
+    x->tile_fits[j / RPI_TILE] =
+        pack_operand(packed, ROWS_ARE_INNER, rpi_min(RPI_TILE, keys - j), width, parts);
   }
 }
 
@@ -563,6 +704,7 @@ static void close_keys(const backward_item *item, side *x, int which) {
   const table_sums *const sums = &item->to[which];
   for (int64_t j = 0; j < item->r.keys; j += RPI_TILE) {
     const int state = x->tile[j / RPI_TILE];
+    turn_gradient(item, x, which, j);
     put_tile(item, x, which, j, item->first_for_keys && state != TILE_LEFT_AGAIN);
     if (!sums->lines) continue;
     if (state >= TILE_LEFT) add_tile(item, x, which, j, sums->lines);
@@ -597,16 +739,19 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   for (int which = 0; which < SIDES; which++) open_keys(item, &w->side[which], which);
   const rp_rows *const k = &item->args->k;
   const int64_t padded = item->padded[KEY], count = rpi_max(r->keys, 0);
-  const dense keys =
+  dense keys[PLACES] = {
       dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
-                 k->row_stride, count, s->D, padded, w->key_rows);
+                 k->row_stride, count, s->D, padded, w->key_rows)};
   const term *const t = &item->term[KEY];
-  dense head_keys = {0}, tail_keys = {0};
   if (t->ends && !item->by_row[KEY] && leftmost(item).farthest < t->first) {
-    head_keys = moved_rows(t, t->first - 1, &keys, count, padded, w->vector, w->head_key_rows);
+    keys[LEFT] =
+        moved_rows(t, t->first - 1, &keys[ACROSS], count, padded, w->vector, w->head_key_rows);
   }
   if (t->ends && !item->by_row[KEY] && rightmost(item).nearest >= t->last) {
-    tail_keys = moved_rows(t, t->last, &keys, count, padded, w->vector, w->tail_key_rows);
+    keys[RIGHT] = moved_rows(t, t->last, &keys[ACROSS], count, padded, w->vector, w->tail_key_rows);
+  }
+  for (int place = 0; item->n.tiles && place < PLACES; place++) {
+    memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)(count + RPI_TILE - 1) / RPI_TILE);
   }
   if (item->pairs.count) {
     open_pair_tables(&item->pairs, &w->pairs);
@@ -615,13 +760,12 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
     const backward_block block = {.row0 = r->query + done,
                                   .rows = rpi_min(item->n.block, r->rows - done),
-                                  .keys = keys,
-                                  .head_keys = head_keys,
-                                  .tail_keys = tail_keys};
+                                  .keys = {keys[ACROSS], keys[RIGHT], keys[LEFT]}};
     backward_rows(item, w, &block);
   }
   if (item->pairs.count) {
-    close_pair_keys(&item->pairs, &w->pairs, item->sums, count, &keys, w->side[KEY].gradient);
+    close_pair_keys(&item->pairs, &w->pairs, item->sums, count, &keys[ACROSS],
+                    w->side[KEY].gradient);
   }
   for (int which = 0; which < SIDES; which++) close_keys(item, &w->side[which], which);
 }

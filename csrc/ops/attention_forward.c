@@ -7,6 +7,7 @@
  * its tiles, strip by strip: scores, mask, maximum, weights, buckets, weighted values.
  */
 #include "ops/attention.h"
+#include "ops/attention_tiles.h"
 #include "ops/pair_masks.h"
 
 /* Sums of weights that a row keeps, as vectors. Without dropout those of the keys in the head
@@ -40,8 +41,12 @@ typedef struct forward_scratch {
   real *buckets; /* [block][window] */
   real *ends;    /* [2][value width]: vectors of the value term's head and tail */
   real *zeros;   /* [block + TILE] */
-  real *strip;   /* [STRIP][TILE] */
+  real *strip;   /* [STRIP][TILE], or [TILED_STEP][TILE] */
   pair_scratch pairs;
+  /* Operands of whole blocks. */
+  operand *tile_keys, *tile_values; /* [tiles]: a chunk of keys */
+  operand queries, weights;         /* a block, and its weights on one tile */
+  bool *keys_fit, *values_fit;      /* [tiles]: have their numbers parts? */
 } forward_scratch;
 
 static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
@@ -53,7 +58,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.state.max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.negated_max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
-  local.state.out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
+  const int64_t out_rows = n->tiles ? rpi_round_up(n->queries, RPI_TILED_STEP) : n->queries;
+  local.state.out = rpi_arena_take(arena, out_rows * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, s->key, n->key_columns, n->width, &local.key_table);
   take_packed(arena, NULL, n->value_columns, n->value_width, &local.value_table);
@@ -61,8 +67,18 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
-  local.strip = rpi_arena_take(arena, RPI_STRIP * RPI_TILE, real_bytes);
+  local.strip =
+      rpi_arena_take(arena, (n->tiles ? RPI_TILED_STEP : RPI_STRIP) * RPI_TILE, real_bytes);
   take_pairs(arena, n, s, false, &local.pairs);
+  if (n->tiles) {
+    const int64_t tiles = rpi_divide_up(n->keys, RPI_TILE);
+    local.tile_keys = take_operands(arena, tiles, RPI_TILE, s->D);
+    local.tile_values = take_operands(arena, tiles, n->value_width, RPI_TILE);
+    local.queries = take_operand(arena, block_rows(n), s->D);
+    local.weights = take_operand(arena, RPI_TILED_STEP, RPI_TILE);
+    local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
+    local.values_fit = rpi_arena_take(arena, tiles, sizeof(bool));
+  }
   if (kept && !arena->failed) {
     *kept = local;
     memset(kept->zeros, 0, (size_t)(n->block + RPI_TILE) * sizeof(real));
@@ -173,6 +189,7 @@ typedef struct forward_view {
   window key_window, value_window;
   int64_t e_stride;
   bool collects; /* some strip lies across the band: there are buckets */
+  bool fits;     /* have all queries parts? */
 } forward_view;
 
 static pair_rows rows_of(const forward_view *view) {
@@ -180,11 +197,26 @@ static pair_rows rows_of(const forward_view *view) {
       .row0 = view->row0, .rows = view->rows, .x = view->q, .x_stride = view->q_stride};
 }
 
+/* A strip of queries on a tile of keys: the unit of work. */
+typedef struct cell {
+  int64_t i, count;     /* its rows, counted in the block */
+  int64_t j, tile_keys; /* its keys, counted in the chunk */
+  real *at;             /* [count][TILE] */
+  bool multiplied;      /* the products of its scores are there */
+} cell;
+
+/* The products of its scores by tiles of bf16, for all rows of their strip. */
+static void forward_products(const forward_item *item, const forward_scratch *w, const cell *x) {
+  const int64_t row = x->i / RPI_TILED_STEP * RPI_TILED_STEP, D = item->args->shape->D;
+  multiply_operands(operand_from(w->queries, row, 0), RPI_TILED_STEP, w->tile_keys[x->j / RPI_TILE],
+                    RPI_TILE, D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
+}
+
 /* Scores (1) of a strip, less the running maximum, hidden ones -inf. */
-static void forward_scores(const forward_item *item, forward_scratch *w, const forward_view *view,
-                           const running *state, int64_t i, int64_t j, int64_t tile_keys) {
+RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
+                               const forward_view *view, const running *state, const cell *x) {
   const window *const kw = &view->key_window;
-  const int64_t count = rpi_min(RPI_STRIP, view->rows - i);
+  const int64_t i = x->i, count = x->count, j = x->j, tile_keys = x->tile_keys;
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const rpi_product scores = {.a = view->q + i * view->q_stride,
@@ -192,32 +224,33 @@ static void forward_scores(const forward_item *item, forward_scratch *w, const f
                               .a_inner = 1,
                               .b = w->keys + j * item->args->shape->D,
                               .b_stride = RPI_TILE,
-                              .c = w->strip,
+                              .c = x->at,
                               .c_stride = RPI_TILE,
                               .inner = item->inner};
   const bool capped = item->pairs.softcap != 0;
   score_strip(kw, window_meets(kw, nearest, farthest), w->e + i * view->e_stride, view->e_stride,
               distance, count, tile_keys, &scores, capped ? w->zeros : state->negated_max,
-              item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL);
-  if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, w->strip);
+              item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL, x->multiplied);
+  if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,
-               w->strip);
+               x->at);
   }
   if (item->pairs.mask) {
-    hide_strip(&item->pairs, &item->seq, view->row0 + i, count, view->key + j, tile_keys, w->strip);
+    hide_strip(&item->pairs, &item->seq, view->row0 + i, count, view->key + j, tile_keys, x->at);
   }
 }
 
-/* A strip of queries on a tile of keys: scores (1), weights (2), weighted values (3). */
-static void forward_strip(const forward_item *item, forward_scratch *w, const forward_view *view,
-                          int64_t i, int64_t j, int64_t tile_keys) {
+/* Scores (1) and weights (2) of a strip. */
+RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
+                                const forward_view *view, cell x) {
   const window *const vw = &view->value_window;
-  const int64_t count = rpi_min(RPI_STRIP, view->rows - i), width = item->n.value_width;
+  const int64_t i = x.i, count = x.count, j = x.j, tile_keys = x.tile_keys;
+  const int64_t width = item->n.value_width;
+  real *const at = x.at;
   /* from the strip's first query to the tile's first key */
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  if (nearest > item->sees.right || farthest < -item->sees.left) return;
   const running state = running_at(&w->state, view->block + i, width);
   const int64_t bucket_stride = view->collects ? window_stride(vw->columns) : 0;
   real *const buckets = w->buckets + i * bucket_stride;
@@ -225,27 +258,28 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   pair_buckets_at(&item->pairs, &w->pairs, i, true, &of_pairs);
   bool again = false;
   do {
-    forward_scores(item, w, view, &state, i, j, tile_keys);
+    if (again && count > RPI_STRIP) forward_products(item, w, &x);
+    else if (again) x.multiplied = false;
+    forward_scores(item, w, view, &state, &x);
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
-    const bool stale =
-        (unseen || strip_maximum(count, w->strip) > RPI_RAISE) &&
-        raise_maximum(count, w->strip, state, width, buckets, bucket_stride, &of_pairs);
+    const bool stale = (unseen || strip_maximum(count, at) > RPI_RAISE) &&
+                       raise_maximum(count, at, state, width, buckets, bucket_stride, &of_pairs);
     again = stale && !again;
   } while (again);
   const int meets = window_meets(vw, nearest, farthest);
   const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
   if (!item->pairs.dropout.threshold) {
-    weigh_strip(count, w->strip, state.sums + whole * state.plane);
+    weigh_strip(count, at, state.sums + whole * state.plane);
   } else {
-    weigh_strip(count, w->strip, state.sums);
-    drop_strip(&item->pairs, view->row0 + i, count, view->key + j, w->strip);
+    weigh_strip(count, at, state.sums);
+    drop_strip(&item->pairs, view->row0 + i, count, view->key + j, at);
     if (whole != SUM_MIDDLE) {
-      add_row_sums(count, w->strip, state.sums + whole * state.plane, RPI_LANES);
+      add_row_sums(count, at, state.sums + whole * state.plane, RPI_LANES);
     }
   }
   if (meets == MEETS_BAND) {
-    band_store(vw, count, w->strip, RPI_LANES + distance - vw->first, buckets,
+    band_store(vw, count, at, RPI_LANES + distance - vw->first, buckets,
                vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
                nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL,
                RPI_LANES);
@@ -253,17 +287,23 @@ static void forward_strip(const forward_item *item, forward_scratch *w, const fo
   if (of_pairs.count) {
     const pair_ends ends = {.rows = state.out, .rows_stride = width};
     collect_pairs(&item->pairs, &of_pairs, &w->pairs, &item->seq, view->row0, i, count,
-                  view->key + j, tile_keys, w->strip, &ends);
+                  view->key + j, tile_keys, at, &ends);
   }
-  const rpi_product weighted = {.a = w->strip,
+}
+
+/* The weighted values (3) of a strip. */
+RPI_INLINE void forward_values(const forward_item *item, forward_scratch *w,
+                               const forward_view *view, const cell *x) {
+  const int64_t width = item->n.value_width;
+  const rpi_product weighted = {.a = x->at,
                                 .a_row = RPI_TILE,
                                 .a_inner = 1,
-                                .b = view->values.data + j * view->values.stride,
+                                .b = view->values.data + x->j * view->values.stride,
                                 .b_stride = view->values.stride,
-                                .c = state.out,
+                                .c = w->state.out + (view->block + x->i) * width,
                                 .c_stride = width,
-                                .inner = tile_keys};
-  rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &weighted, NULL);
+                                .inner = x->tile_keys};
+  rpi_strip_product(RPI_START_LOAD, x->count, width / RPI_LANES, &weighted, NULL);
 }
 
 /* The order in which queries meet runs of keys: from where they stand to the first key, and
@@ -297,7 +337,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   const int64_t row0 = item->query + block, count = rpi_min(item->n.block, item->count - block);
   const window value_window = window_of(&item->value, r->nearest, r->farthest);
   const window key_window = window_of(&item->key, r->nearest, r->farthest);
-  const forward_view view = {
+  forward_view view = {
       .row0 = row0,
       .rows = count,
       .block = block,
@@ -323,6 +363,10 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
     const int64_t numbers = count * window_stride(value_window.columns);
     pack_window(&item->value, &value_window, 1, 0, item->n.value_width, &w->value_table);
     memset(w->buckets, 0, (size_t)numbers * sizeof(real));
+  }
+  if (item->n.tiles) {
+    view.fits =
+        pack_operand((dense){view.q, view.q_stride}, ROWS_ARE_LINES, count, s->D, w->queries);
   }
   w->pairs.base = block;
   const pair_rows rows = rows_of(&view);
@@ -357,6 +401,76 @@ static void ask_forward(const forward_item *item, int64_t i) {
   ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, seq->keys, s->Dv);
 }
 
+/* Is every pair of some rows seen, outside of all bands, and nothing else to be said of it? */
+static bool lies_plainly(const forward_item *item, const forward_view *view, int64_t i,
+                         int64_t count, int64_t j, int64_t tile_keys) {
+  const pair_terms *const p = &item->pairs;
+  if (p->any || p->mask || p->softcap != 0 || p->dropout.threshold) return false;
+  const int64_t distance = view->at.distance + j - i;
+  const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
+  return !strip_is_cut(&item->sees, nearest, farthest, tile_keys) &&
+         window_meets(&view->key_window, nearest, farthest) != MEETS_BAND &&
+         window_meets(&view->value_window, nearest, farthest) != MEETS_BAND;
+}
+
+/* Rows of a block on a tile of keys, no more than a strip of an operand has: products are all of
+ * its strips' at once, and where nothing is to be said of single rows so is everything else. */
+static void forward_cell(const forward_item *item, forward_scratch *w, const forward_view *view,
+                         int64_t first, int64_t end, int64_t j, int64_t tile_keys, bool asks) {
+  const int64_t tile = j / RPI_TILE, width = item->n.value_width;
+  const int64_t from = first / RPI_TILED_STEP * RPI_TILED_STEP;
+  real *const at = w->strip;
+  cell x = {.i = first,
+            .j = j,
+            .tile_keys = tile_keys,
+            .at = at + (first - from) * RPI_TILE,
+            .multiplied = view->fits && w->keys_fit[tile]};
+  if (x.multiplied) forward_products(item, w, &x);
+  const bool plain = x.multiplied && lies_plainly(item, view, first, end - first, j, tile_keys);
+  const int64_t most = plain ? RPI_TILED_STEP : RPI_STRIP;
+  for (; x.i < end; x.i += x.count, x.at += x.count * RPI_TILE) {
+    x.count = rpi_min(most, end - x.i);
+    for (int64_t i = x.i; asks && i < x.i + x.count; i += RPI_STRIP) ask_forward(item, i);
+    forward_weights(item, w, view, x);
+  }
+  clear_beside(first - from, end - from, at);
+  if (w->values_fit[tile] && pack_weights_left(at, w->weights)) {
+    multiply_operands(w->weights, RPI_TILED_STEP, w->tile_values[tile], width, tile_keys, true,
+                      w->state.out + (view->block + from) * width, width);
+    return;
+  }
+  for (x.i = first; x.i < end; x.i += x.count) {
+    x.count = rpi_min(RPI_STRIP, end - x.i);
+    x.at = at + (x.i - from) * RPI_TILE;
+    forward_values(item, w, view, &x);
+  }
+}
+
+/* A block of queries against a tile of keys. */
+static void forward_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
+                         int64_t j, int64_t tile_keys, bool asks) {
+  /* the rows of which some see some key of the tile */
+  const int64_t distance = view->at.distance + j;
+  const int64_t first = rpi_max(distance - item->sees.right, 0) / RPI_STRIP * RPI_STRIP;
+  const int64_t end = rpi_min(view->rows, distance + tile_keys + item->sees.left);
+  for (int64_t i = first, next; i < end; i = next) {
+    if (item->n.tiles) {
+      next = rpi_min(i / RPI_TILED_STEP * RPI_TILED_STEP + RPI_TILED_STEP, end);
+      forward_cell(item, w, view, i, next, j, tile_keys, asks);
+      continue;
+    }
+    next = i + RPI_STRIP;
+    const cell x = {.i = i,
+                    .count = rpi_min(RPI_STRIP, view->rows - i),
+                    .j = j,
+                    .tile_keys = tile_keys,
+                    .at = w->strip};
+    if (asks) ask_forward(item, i);
+    forward_weights(item, w, view, x);
+    forward_values(item, w, view, &x);
+  }
+}
+
 /* A block of queries against one chunk of keys. */
 static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
                           int64_t keys, dense values) {
@@ -371,10 +485,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
   for (int64_t step = 0; step < tiles.count; step++) {
     const int64_t j = walk_at(&tiles, step) - key, tile_keys = rpi_min(RPI_TILE, keys - j);
     open_tile(item, w, &view, j, tile_keys);
-    for (int64_t i = 0; i < count; i += RPI_STRIP) {
-      if (step == 0) ask_forward(item, i);
-      forward_strip(item, w, &view, i, j, tile_keys);
-    }
+    forward_tile(item, w, &view, j, tile_keys, step == 0);
   }
   if (item->pairs.values) {
     add_pair_values(&item->pairs, &w->pairs, LOOKUP_MET, count, width,
@@ -473,6 +584,19 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   if (item->pairs.count) open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }
 
+/* The same and its values, as operands of whole blocks. */
+static void open_operands_of(const forward_item *item, forward_scratch *w, int64_t keys,
+                             dense values) {
+  const int64_t D = item->args->shape->D, width = item->n.value_width;
+  for (int64_t j = 0; j < keys; j += RPI_TILE) {
+    const int64_t tile = j / RPI_TILE, tile_keys = rpi_min(RPI_TILE, keys - j);
+    const dense k = {w->keys + j * D, RPI_TILE}, v = rows_from(&values, j);
+    if (tile_keys < RPI_TILE) clear_operand(w->tile_keys[tile], RPI_TILE);
+    w->keys_fit[tile] = pack_operand(k, ROWS_ARE_INNER, tile_keys, D, w->tile_keys[tile]);
+    w->values_fit[tile] = pack_operand(v, ROWS_ARE_INNER, width, tile_keys, w->tile_values[tile]);
+  }
+}
+
 /* An item's rows of the terms that are looked up. */
 static void open_rows_of(const forward_item *item, forward_scratch *w) {
   const rp_rows *const q = &item->args->q;
@@ -509,6 +633,7 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     open_keys_of(item, w, key, keys);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
+    if (item->n.tiles) open_operands_of(item, w, keys, values);
     for (int64_t block = 0; block < item->count; block += item->n.block) {
       forward_block(item, w, block, key, keys, values);
     }
@@ -540,18 +665,21 @@ static void forward_task(void *context, int64_t number, int worker) {
   /* last chunk first: under a causal mask it is the longest */
   const int64_t chunk = cut.count - 1 - (task - call->first_item[low]);
   const int64_t query = chunk * cut.rows;
-  const forward_item item = {.args = call->args,
-                             .seq = seq,
-                             .sees = sight_of(s),
-                             .head = head,
-                             .query = query,
-                             .count = rpi_min(cut.rows, seq.queries - query),
-                             .key = key_term(s, head),
-                             .value = value_term(s, head),
-                             .pairs = pair_terms_of(s, head, low),
-                             .n = call->n,
-                             .inner = s->D};
+  forward_item item = {.args = call->args,
+                       .seq = seq,
+                       .sees = sight_of(s),
+                       .head = head,
+                       .query = query,
+                       .count = rpi_min(cut.rows, seq.queries - query),
+                       .key = key_term(s, head),
+                       .value = value_term(s, head),
+                       .pairs = pair_terms_of(s, head, low),
+                       .n = call->n,
+                       .inner = s->D};
+  item.n.tiles = item.n.tiles && tiles_pay(item.count, seq.keys, false);
+  if (item.n.tiles) tiles_begin();
   if (item.count > 0) forward_rows(&item, call->scratch[worker]);
+  if (item.n.tiles) tiles_end();
   if (chunk == cut.count - 1 && !s->offsets) {
     clear_rows(&call->args->out, seq.query_batch, head, seq.queries, s->N, s->Dv);
     real *const lse = call->args->lse ? call->args->lse + lse_at(s, &seq, head) : NULL;
@@ -577,9 +705,9 @@ static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
   }
 }
 
-static rp_status attention_forward(const rpi_attention_args *args) {
+static rp_status attention_forward_by(const rpi_attention_args *args, bool tiles) {
   const rp_attention *const s = args->shape;
-  forward_call call = {.args = args, .n = bounds_of(s, false)};
+  forward_call call = {.args = args, .n = bounds_of(s, false, tiles)};
   const int workers = args->workers;
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_forward(&arena, s, workers, &call);

@@ -93,7 +93,12 @@ static void map_task(void *context, int64_t task, int worker) {
       const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
       open_tile(&item, w, &view, j, tile_keys);
       for (int64_t i = first / RPI_STRIP * RPI_STRIP; i < end; i += RPI_STRIP) {
-        forward_scores(&item, w, &view, &state, i, j, tile_keys);
+        const cell at = {.i = i,
+                         .count = rpi_min(RPI_STRIP, rows - i),
+                         .j = j,
+                         .tile_keys = tile_keys,
+                         .at = w->strip};
+        forward_scores(&item, w, &view, &state, &at);
         for (int64_t x = rpi_max(i, first); x < rpi_min(i + RPI_STRIP, end); x++) {
           memcpy(to + (x - first) * args->to_stride + key + j, w->strip + (x - i) * RPI_TILE,
                  (size_t)tile_keys * sizeof(real));
@@ -115,7 +120,7 @@ static void carve_map(rpi_arena *arena, int workers, map_call *call) {
 /* bytes given: counts the workspace and does nothing else. */
 static rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
-  call.n = bounds_of(&call.shape, false);
+  call.n = bounds_of(&call.shape, false, false);
   call.forward = (rpi_attention_args){.shape = &call.shape, .q = args->q, .k = args->k};
   const int workers = args->workers;
   rpi_arena arena =

@@ -57,7 +57,10 @@ static void backward_task(void *context, int64_t task, int worker) {
         .to = {at->sums[SUM_OF_KEYS], at->sums[SUM_OF_VALUES]},
     };
     item.by_row[KEY] = numbers || item.pairs.queries; /* dk has other parts then */
+    item.n.tiles = item.n.tiles && tiles_pay(item.r.rows, item.r.keys, true);
+    if (item.n.tiles) tiles_begin();
     backward_pair(&item, call->scratch[worker]);
+    if (item.n.tiles) tiles_end();
     clear_padding(&item, &p, queries, keys);
     p = pair_after(s, call->list.phase, &p);
   }
@@ -74,9 +77,9 @@ static void carve_backward(rpi_arena *arena, const rp_attention *s, int workers,
   }
 }
 
-static rp_status attention_backward(const rpi_attention_backward_args *args) {
+static rp_status attention_backward_by(const rpi_attention_backward_args *args, bool tiles) {
   const rp_attention *const s = args->shape;
-  backward_call call = {.args = args, .n = bounds_of(s, true)};
+  backward_call call = {.args = args, .n = bounds_of(s, true, tiles)};
   const int workers = args->workers;
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_backward(&arena, s, workers, &call);
@@ -90,18 +93,42 @@ static rp_status attention_backward(const rpi_attention_backward_args *args) {
   return RP_OK;
 }
 
-static rp_status attention_workspace(const rp_attention *s, int workers, int64_t *forward_bytes,
-                                     int64_t *backward_bytes) {
+static rp_status attention_workspace_by(const rp_attention *s, int workers, bool tiles,
+                                        int64_t *forward_bytes, int64_t *backward_bytes) {
   rpi_arena arena = rpi_arena_counting();
-  forward_call forward = {.n = bounds_of(s, false)};
+  forward_call forward = {.n = bounds_of(s, false, tiles)};
   carve_forward(&arena, s, workers, &forward);
   RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
   if (forward_bytes) *forward_bytes = arena.used;
   if (!backward_bytes) return RP_OK;
   arena = rpi_arena_counting();
-  backward_call backward = {.n = bounds_of(s, true)};
+  backward_call backward = {.n = bounds_of(s, true, tiles)};
   carve_backward(&arena, s, workers, &backward);
   RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
   *backward_bytes = arena.used;
   return RP_OK;
 }
+
+static rp_status attention_forward(const rpi_attention_args *args) {
+  return attention_forward_by(args, false);
+}
+static rp_status attention_backward(const rpi_attention_backward_args *args) {
+  return attention_backward_by(args, false);
+}
+static rp_status attention_workspace(const rp_attention *s, int workers, int64_t *forward_bytes,
+                                     int64_t *backward_bytes) {
+  return attention_workspace_by(s, workers, false, forward_bytes, backward_bytes);
+}
+
+#ifdef RPI_TILES
+static rp_status attention_forward_tiles(const rpi_attention_args *args) {
+  return attention_forward_by(args, true);
+}
+static rp_status attention_backward_tiles(const rpi_attention_backward_args *args) {
+  return attention_backward_by(args, true);
+}
+static rp_status attention_workspace_tiles(const rp_attention *s, int workers,
+                                           int64_t *forward_bytes, int64_t *backward_bytes) {
+  return attention_workspace_by(s, workers, true, forward_bytes, backward_bytes);
+}
+#endif

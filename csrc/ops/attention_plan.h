@@ -38,6 +38,15 @@
 #define RPI_LOOKUP_CHUNKS 2
 #define RPI_LOOKUP_EDGES 8
 #define RPI_LOOKUP_NUMBERS (1 << 19) /* that a chunk of queries keeps of a whole table */
+/* Of narrower heads, or fewer queries and keys, tiles of bf16 save less than their parts cost.
+ * (Tests of their arithmetic see to it that all are large enough.) */
+#ifndef RPI_TILED_WIDTH
+#define RPI_TILED_WIDTH 32
+#define RPI_TILED_QUERIES 96
+#define RPI_TILED_KEYS 128
+#define RPI_TILED_BACKWARD 192
+#endif
+#define RPI_TILED_STEP 32 /* rows of one product of such tiles */
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t *const key_offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -151,6 +160,7 @@ typedef struct bounds {
   /* of the widest window of a block */
   int64_t key_columns, value_columns, query_columns;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
+  bool tiles;                 /* these multiply, where an item is large enough */
 } bounds;
 
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
@@ -176,7 +186,13 @@ static int64_t keys_walked(const rp_attention *s, const rpi_sequence *seq) {
   return once ? rpi_max(rows, rpi_min(rpi_round_up(seq->keys, RPI_TILE), RPI_KEY_CHUNK)) : rows;
 }
 
-static bounds bounds_of(const rp_attention *s, bool backward) {
+static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
+  if (backward) return rpi_min(queries, keys) >= RPI_TILED_BACKWARD;
+  return queries >= RPI_TILED_QUERIES && keys >= RPI_TILED_KEYS;
+}
+
+/* tiles: there are such as multiply bf16. */
+static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
   int64_t queries = 0, keys = 0;
   for (int64_t b = 0; b < s->B; b++) {
     const rpi_sequence seq = sequence_of(s, b);
@@ -186,6 +202,8 @@ static bounds bounds_of(const rp_attention *s, bool backward) {
   const term key = key_term(s, 0), value = value_term(s, 0), query = query_term(s, 0);
   const bool wide = query.present || looks_up_long(s, s->query); /* met tile by tile */
   const int64_t block = rpi_min(wide ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
+  const bool tiled =
+      tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH && tiles_pay(queries, keys, backward);
   return (bounds){
       .queries = queries,
       .keys = keys,
@@ -195,6 +213,7 @@ static bounds bounds_of(const rp_attention *s, bool backward) {
       .query_columns = widest_window(&query, block, keys),
       .width = rpi_round_up(s->D, RPI_LANES),
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
+      .tiles = tiled,
   };
 }
 

@@ -96,11 +96,9 @@ static const real *gemm_b_at(const rpi_gemm_args *g, int64_t inner, int64_t colu
   return g->transpose_b ? g->b + column * g->b_stride + inner : g->b + inner * g->b_stride + column;
 }
 
-static int64_t gemm_parts(int64_t length, int64_t part) { return (length + part - 1) / part; }
-
 /* The length of nearly equal parts of at most `most`, in whole steps. */
 static int64_t gemm_part(int64_t length, int64_t most, int64_t step) {
-  return rpi_round_up(gemm_parts(length, gemm_parts(length, most)), step);
+  return rpi_round_up(rpi_divide_up(length, rpi_divide_up(length, most)), step);
 }
 
 /* Whether A, transposed, is packed: its rows are so far apart that those of a block are more
@@ -153,7 +151,7 @@ RPI_INLINE void gemm_ask(gemm_ahead *ahead) {
 }
 
 static int64_t gemm_lines(const gemm_ahead *ahead) {
-  return ahead->rows * gemm_parts(ahead->elements, RPI_LINE);
+  return ahead->rows * rpi_divide_up(ahead->elements, RPI_LINE);
 }
 
 /* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +
@@ -265,12 +263,12 @@ static const gemm_sum_fn gemm_sums[GEMM_VECTORS][GEMM_STRIP] = {
  * begins in C. */
 static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahead) {
   const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
-  const int64_t strips = gemm_parts(rows, GEMM_STRIP);
-  const int64_t pauses = strips * gemm_parts(t.inner, GEMM_CHUNK);
+  const int64_t strips = rpi_divide_up(rows, GEMM_STRIP);
+  const int64_t pauses = strips * rpi_divide_up(t.inner, GEMM_CHUNK);
   const int64_t lines = gemm_lines(&ahead) + (ahead.then != NULL ? gemm_lines(ahead.then) : 0);
   const real *const behind = t.next;
   t.ahead = &ahead;
-  t.lines = gemm_parts(lines, rpi_max(pauses, 1));
+  t.lines = rpi_divide_up(lines, rpi_max(pauses, 1));
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
     const gemm_sum_fn sum = gemm_sums[vectors - 1][strip - 1];
@@ -383,8 +381,8 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
                                gemm_scratch *scratch, real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
   real *const packed = scratch != NULL && gemm_packs_a(g) ? scratch->a : NULL;
-  const int64_t vectors = gemm_parts(at.columns, RPI_LANES);
-  const int64_t panels = gemm_parts(vectors, GEMM_VECTORS);
+  const int64_t vectors = rpi_divide_up(at.columns, RPI_LANES);
+  const int64_t panels = rpi_divide_up(vectors, GEMM_VECTORS);
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner == 0 || inner < g->inner; inner += most) {
     const int64_t depth = rpi_min(most, g->inner - inner), below = inner + depth;
@@ -676,7 +674,8 @@ static void gemm_cut_blas(gemm_job *job) {
   for (;;) {
     job->block_rows = gemm_part(g->rows, rows, 6);
     job->block_columns = gemm_part(g->columns, columns, 64);
-    if (gemm_parts(g->rows, job->block_rows) * gemm_parts(g->columns, job->block_columns) >= 16) {
+    if (rpi_divide_up(g->rows, job->block_rows) * rpi_divide_up(g->columns, job->block_columns) >=
+        16) {
       return;
     }
     if (columns > 128 && (job->block_columns >= job->block_rows || rows <= 96)) columns /= 2;
@@ -703,7 +702,7 @@ static void gemm_cut_by(gemm_job *job, gemm_costs costs) {
       const int64_t block_rows = gemm_part(g->rows, rows, costs.row_step);
       const int64_t block_columns = gemm_part(g->columns, columns, costs.column_step);
       const int64_t blocks =
-          gemm_parts(g->rows, block_rows) * gemm_parts(g->columns, block_columns);
+          rpi_divide_up(g->rows, block_rows) * rpi_divide_up(g->columns, block_columns);
       const double loss = costs.for_a / (double)block_columns + costs.for_b / (double)block_rows +
                           (blocks == 1 ? costs.alone : 0.25 / (double)blocks);
       if (loss >= least || rpi_min(block_rows, block_columns) > costs.shorter) continue;
@@ -750,8 +749,8 @@ static rp_status gemm_by(const rpi_gemm_args *args, rpi_task blocks, void (*cut)
     if (job.blas != NULL) gemm_cut_blas(&job);
     else cut(&job);
   }
-  job.blocks_across = gemm_parts(args->columns, job.block_columns);
-  job.blocks = job.blocks_across * gemm_parts(args->rows, job.block_rows);
+  job.blocks_across = rpi_divide_up(args->columns, job.block_columns);
+  job.blocks = job.blocks_across * rpi_divide_up(args->rows, job.block_rows);
   const double work = (double)args->rows * (double)args->columns * (double)args->inner;
   const int64_t most = job.blas != NULL ? RPI_BLAS_CALLERS : INT32_MAX;
   job.workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rp_get_threads());

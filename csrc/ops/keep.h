@@ -69,7 +69,7 @@ static dropout dropout_of(double rate, const uint32_t key[2]) {
  * a mask then takes 0.39 ns a number with AVX2, not 0.11, and 0.70 with SSE2, not 0.24
  * (Zen 4; with AVX-512 it is one instruction too, of three steps on Intel). */
 RPI_INLINE keep_lanes keep_multiply(keep_lanes a, keep_lanes b) {
-#if defined(__x86_64__) && KEEP_BYTES == 64
+#if defined(__AVX512F__) && KEEP_BYTES == 64
   return (keep_lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__x86_64__) && KEEP_BYTES == 32
   return (keep_lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b);

@@ -90,6 +90,7 @@ RPI_INLINE int64_t rpi_clamp(int64_t x, int64_t low, int64_t high) {
   return rpi_min(x, high);
 }
 
+RPI_INLINE int64_t rpi_divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
 RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 #if RPI_REAL_BYTES == 8

@@ -56,6 +56,7 @@ RPI_TILES_TARGET static void tiles_end(void) { __asm__ volatile("tilerelease"); 
                    :                                                                               \
                    : "r"(to), "r"((int64_t)(bytes))                                                \
                    : "memory")
+#define RPI_TILE_ZERO(tile) __asm__ volatile("tilezero %tmm" #tile)
 #define RPI_TILE_DOT(sum, left, right)                                                             \
   __asm__ volatile("tdpbf16ps %tmm" #right ", %tmm" #left ", %tmm" #sum)
 
@@ -66,20 +67,20 @@ RPI_TILES_TARGET static void tiles_end(void) { __asm__ volatile("tilerelease"); 
 
 #define RPI_TILES_TARGET
 
-static _Thread_local float tiles[8][RPI_TILE_SIDE][RPI_TILE_SIDE];
+static _Thread_local float tile_words[8][RPI_TILE_SIDE][RPI_TILE_SIDE];
 
-static void tiles_begin(void) { memset(tiles, 0, sizeof tiles); }
-static void tiles_end(void) { memset(tiles, 0xFF, sizeof tiles); }
+static void tiles_begin(void) { memset(tile_words, 0, sizeof tile_words); }
+static void tiles_end(void) { memset(tile_words, 0xFF, sizeof tile_words); }
 
 static void tile_load(int tile, const void *from, int64_t bytes) {
   for (int r = 0; r < RPI_TILE_SIDE; r++) {
-    memcpy(tiles[tile][r], (const char *)from + r * bytes, sizeof tiles[tile][r]);
+    memcpy(tile_words[tile][r], (const char *)from + r * bytes, sizeof tile_words[tile][r]);
   }
 }
 
 static void tile_store(int tile, void *to, int64_t bytes) {
   for (int r = 0; r < RPI_TILE_SIDE; r++) {
-    memcpy((char *)to + r * bytes, tiles[tile][r], sizeof tiles[tile][r]);
+    memcpy((char *)to + r * bytes, tile_words[tile][r], sizeof tile_words[tile][r]);
   }
 }
 
@@ -101,23 +102,59 @@ static float tile_add(float sum, float a, float b) {
   return tile_flushed(fabsf(product) < FLT_MIN ? fmaf(a, b, sum) : sum + product);
 }
 
+typedef float tile_halves[2][RPI_TILE_SIDE][RPI_TILE_SIDE];
+
+static void tile_split(int tile, tile_halves to) {
+  for (int i = 0; i < RPI_TILE_WORDS; i++) {
+    const int r = i / RPI_TILE_SIDE, c = i % RPI_TILE_SIDE;
+    to[0][r][c] = tile_half(tile_words[tile][r][c], false);
+    to[1][r][c] = tile_half(tile_words[tile][r][c], true);
+  }
+}
+
+/* Sums of a row's products with all columns. Quickly they are right unless a number among them is
+ * tiny, but not 0: then false. */
+static bool tile_row_quickly(const float *a, float b[RPI_TILE_SIDE][RPI_TILE_SIDE], float *to) {
+  int tiny = 0;
+  for (int c = 0; c < RPI_TILE_SIDE; c++) to[c] = 0;
+  for (int k = 0; k < RPI_TILE_SIDE; k++) {
+    _Pragma("omp simd reduction(| : tiny)") for (int c = 0; c < RPI_TILE_SIDE; c++) {
+      const float product = a[k] * b[k][c], size = fabsf(product);
+      const float next = to[c] + product, next_size = fabsf(next);
+      tiny |= (size < FLT_MIN) & (a[k] != 0) & (b[k][c] != 0);
+      tiny |= (next_size < FLT_MIN) & (next_size > 0);
+      to[c] = next;
+    }
+  }
+  return tiny == 0;
+}
+
+static void tile_row(const float *a, float b[RPI_TILE_SIDE][RPI_TILE_SIDE], float *to) {
+  if (tile_row_quickly(a, b, to)) return;
+  for (int c = 0; c < RPI_TILE_SIDE; c++) {
+    to[c] = 0;
+    for (int k = 0; k < RPI_TILE_SIDE; k++) to[c] = tile_add(to[c], a[k], b[k][c]);
+  }
+}
+
 static void tile_dot(int sum, int left, int right) {
+  tile_halves a, b;
+  tile_split(left, a);
+  tile_split(right, b);
   for (int r = 0; r < RPI_TILE_SIDE; r++) {
+    float first[RPI_TILE_SIDE], second[RPI_TILE_SIDE];
+    tile_row(a[0][r], b[0], first);
+    tile_row(a[1][r], b[1], second);
     for (int c = 0; c < RPI_TILE_SIDE; c++) {
-      float first = 0, second = 0;
-      for (int k = 0; k < RPI_TILE_SIDE; k++) {
-        const float a = tiles[left][r][k], b = tiles[right][k][c];
-        first = tile_add(first, tile_half(a, false), tile_half(b, false));
-        second = tile_add(second, tile_half(a, true), tile_half(b, true));
-      }
-      const float before = tile_flushed(tiles[sum][r][c]);
-      tiles[sum][r][c] = tile_flushed(before + tile_flushed(first + second));
+      const float before = tile_flushed(tile_words[sum][r][c]);
+      tile_words[sum][r][c] = tile_flushed(before + tile_flushed(first[c] + second[c]));
     }
   }
 }
 
 #define RPI_TILE_LOAD(tile, from, bytes) tile_load(tile, from, bytes)
 #define RPI_TILE_STORE(tile, to, bytes) tile_store(tile, to, bytes)
+#define RPI_TILE_ZERO(tile) memset(tile_words[tile], 0, sizeof tile_words[tile])
 #define RPI_TILE_DOT(sum, left, right) tile_dot(sum, left, right)
 
 #endif

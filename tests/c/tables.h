@@ -15,20 +15,32 @@
 #include "device_table.h"
 #endif
 
-/* Under a sanitizer, under an emulator: the same checks on fewer and smaller shapes. */
-static inline bool is_small_run(void) { return getenv("RELPOS_TEST_SMALL") != NULL; }
+/* Under a sanitizer, under an emulator, with a twin: the same checks on fewer and smaller shapes.
+ */
+static inline bool is_small_run(void) {
+#ifdef TEST_ONLY
+  return true;
+#else
+  return getenv("RELPOS_TEST_SMALL") != NULL;
+#endif
+}
 
 /* Under the checker of races, who needs to see every kind of block once: fewer still. */
 static inline bool is_tiny_run(void) {
-  return is_small_run() && strcmp(getenv("RELPOS_TEST_SMALL"), "tiny") == 0;
+  const char *const small = getenv("RELPOS_TEST_SMALL");
+  return small != NULL && strcmp(small, "tiny") == 0;
 }
 
 /* Is the table that of a device, and not of this processor? */
 static inline bool is_device_run(void) { return getenv("RELPOS_TEST_DEVICE") != NULL; }
 
 /* The i-th table that can run here, the plainest first; NULL beyond the last. On a device there is
- * one. */
+ * one, and where a test has a table of its own. */
 static inline const rp_ops *table_at(int i) {
+#ifdef TEST_ONLY
+  extern const rp_ops TEST_ONLY;
+  return i == 0 ? &TEST_ONLY : NULL;
+#else
 #ifndef RP_REAL_IS_DOUBLE
   if (is_device_run()) return i == 0 ? device_table() : NULL;
 #endif
@@ -51,6 +63,7 @@ static inline const rp_ops *table_at(int i) {
     if ((rpi_cpu_features() & tables[t].feature) != 0 && i-- == 0) return tables[t].ops;
   }
   return NULL;
+#endif
 }
 
 #endif

@@ -1,0 +1,251 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * parts.h: products of f32 by tiles of bf16 (tiles.h), to the precision of f32.
+ *
+ * A number of f32 is the sum of three of bf16, exactly: its upper 8 bits, rounded to nearest, the
+ * upper 8 of what is left, and the rest.
+ *
+ *   a b = a1 b1 + (a1 b2 + a2 b1) + (a1 b3 + a2 b2 + a3 b1) + less than 2^-24 of it
+ *
+ * Six products of tiles, exact but for their sums, take 3/8 of the time of the multiply-adds of two
+ * AVX-512 units. 32 products of an element are added to it in six roundings, not 32, the small ones
+ * first: its error is that of the plain sum or less (docs/numbers.md).
+ *
+ *          32 of inner
+ *          +---------+
+ *     32   | 1  2  3 | ...   a strip: 32 rows of A, or columns of B, and for every 32 of inner the
+ *          +---------+       three parts, two tiles each
+ *
+ * The pairs of a tile are numbers k and k + 16 of inner: then no lane changes its place where
+ * memory runs along the lanes of the tile.
+ *
+ * What is not finite has no such parts, nor has more than bf16 can hold: who packs a strip is told.
+ */
+#ifndef RPI_PARTS_H
+#define RPI_PARTS_H
+
+#include "ops/tiles.h"
+
+#define TILES_SIDE (2 * RPI_TILE_SIDE)  /* rows and columns of C of one call of the kernel */
+#define TILES_INNER (2 * RPI_TILE_SIDE) /* of inner, in one tile */
+#define TILES_PART (2 * RPI_TILE_WORDS)
+#define TILES_STEP (3 * TILES_PART) /* words of a strip for TILES_INNER of inner */
+
+typedef uint32_t tiles_words __attribute__((vector_size(4 * RPI_LANES)));
+
+RPI_INLINE void tiles_store(uint32_t *to, tiles_words words) {
+  rpi_store((real *)to, (rpi_register)words);
+}
+
+#define TILES_UPPER 0xFFFF0000u
+
+/* The three parts of numbers, each in the upper half of a word but for the last, whose lower half
+ * is to be left out. The first is the nearest number of bf16, halves away from zero; the second is
+ * cut off, which leaves no more than the third can hold. */
+typedef struct tiles_parts {
+  tiles_words part[3];
+} tiles_parts;
+
+RPI_INLINE tiles_parts tiles_parts_of(rpi_register x, rpi_register *odd) {
+  const tiles_words first = ((tiles_words)x + 0x8000u) & TILES_UPPER;
+  const rpi_register rest = x - (rpi_register)first;
+  const tiles_words second = (tiles_words)rest & TILES_UPPER;
+  const rpi_register last = rest - (rpi_register)second;
+  *odd += rest * 0;
+  return (tiles_parts){{first, second, (tiles_words)last}};
+}
+
+/* Words of pairs, of each part. */
+RPI_INLINE void tiles_put(tiles_parts x, tiles_parts y, uint32_t *to) {
+  tiles_store(to, x.part[0] >> 16 | y.part[0]);
+  tiles_store(to + TILES_PART, x.part[1] >> 16 | y.part[1]);
+  tiles_store(to + 2 * TILES_PART, x.part[2] >> 16 | (y.part[2] & TILES_UPPER));
+}
+
+/* A tile of each part. Row i of it has the numbers from[i * step ...] and, `partner` further, what
+ * they are paired with. What is returned has a NaN in it where a number was not finite. */
+RPI_INLINE rpi_register tiles_split(const real *from, int64_t step, int64_t partner, int64_t ahead,
+                                    uint32_t *to) {
+  rpi_register odd = {0};
+  for (int64_t i = 0; i < RPI_TILE_SIDE; i++, from += step) {
+    rpi_prefetch(from, ahead);
+    rpi_prefetch(from, ahead + partner);
+    RPI_UNROLL(4) for (int64_t l = 0; l < RPI_TILE_SIDE; l += RPI_LANES) {
+      uint32_t *const row = to + i * RPI_TILE_SIDE + l;
+      const tiles_parts x = tiles_parts_of(rpi_load(from + l), &odd);
+      tiles_put(x, tiles_parts_of(rpi_load(from + partner + l), &odd), row);
+    }
+  }
+  return odd;
+}
+
+/* 16 x 16 numbers, rows to columns. */
+RPI_INLINE void tiles_turn(const real *from, int64_t step, int64_t ahead, real *to) {
+#if RPI_LANES == RPI_TILE_SIDE
+  rpi_register line[RPI_LANES];
+  RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+    line[i] = rpi_load(from + i * step);
+    rpi_prefetch(from, i * step + ahead);
+  }
+  rpi_transpose(line);
+  RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) rpi_store(to + i * RPI_LANES, line[i]);
+#else
+  (void)ahead;
+  for (int64_t i = 0; i < RPI_TILE_WORDS; i++) {
+    to[i] = from[i % RPI_TILE_SIDE * step + i / RPI_TILE_SIDE];
+  }
+#endif
+}
+
+/* A or B as it lies: rows `stride` apart that run along inner, or across it. */
+typedef struct tiles_source {
+  const real *at;
+  int64_t stride;
+  bool along, turned; /* turned: lanes of memory are rows of a tile */
+} tiles_source;
+
+/* One tile of each part of a strip, and the memory `ahead` is asked for. */
+RPI_NOINLINE void tiles_pack_one(const real *from, int64_t step, int64_t partner, int64_t ahead,
+                                 bool turned, uint32_t *to, rpi_register *odd) {
+  if (turned) {
+    _Alignas(64) real stage[2 * RPI_TILE_WORDS];
+    tiles_turn(from, step, ahead, stage);
+    tiles_turn(from + partner, step, ahead, stage + RPI_TILE_WORDS);
+    *odd += tiles_split(stage, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, to);
+  } else {
+    *odd += tiles_split(from, step, partner, ahead, to);
+  }
+}
+
+/* The same of less than whole tiles: `lines` rows of memory, `width` numbers of each. */
+static void tiles_pack_ragged(const real *from, tiles_source s, int64_t lines, int64_t width,
+                              uint32_t *to, rpi_register *odd) {
+  real whole[RPI_TILE_SIDE * TILES_INNER] = {0};
+  const int64_t stride = s.along ? TILES_INNER : RPI_TILE_SIDE;
+  for (int64_t i = 0; i < lines; i++) {
+    memcpy(whole + i * stride, from + i * s.stride, (size_t)width * sizeof(real));
+  }
+  tiles_pack_one(whole, stride, s.along ? RPI_TILE_SIDE : RPI_TILE_WORDS, 0, s.turned, to, odd);
+}
+
+/* One tile of each part of the strip `to`: `across` of its lines from `first` on, `inner` of inner
+ * from k on. */
+static void tiles_pack_at(tiles_source s, int64_t first, int64_t across, int64_t k, int64_t inner,
+                          uint32_t *to, rpi_register *odd) {
+  const int64_t partner = s.along ? RPI_TILE_SIDE : RPI_TILE_SIDE * s.stride;
+  const real *const from = s.along ? s.at + first * s.stride + k : s.at + k * s.stride + first;
+  to += k / TILES_INNER * TILES_STEP + first % TILES_SIDE * RPI_TILE_SIDE;
+  if (across == RPI_TILE_SIDE && inner == TILES_INNER) {
+    tiles_pack_one(from, s.stride, partner, 2 * partner, s.turned, to, odd);
+  } else {
+    tiles_pack_ragged(from, s, s.along ? across : inner, s.along ? inner : across, to, odd);
+  }
+}
+
+/* A strip: `lines` rows of A or columns of B, up to TILES_SIDE, from `first` on. Whether it has
+ * parts. */
+static bool tiles_pack_strip(tiles_source s, int64_t first, int64_t lines, int64_t depth,
+                             uint32_t *to) {
+  rpi_register odd = {0};
+  for (int64_t line = 0; line < lines; line += RPI_TILE_SIDE) {
+    for (int64_t k = 0; k < depth; k += TILES_INNER) {
+      tiles_pack_at(s, first + line, rpi_min(RPI_TILE_SIDE, lines - line), k,
+                    rpi_min(TILES_INNER, depth - k), to, &odd);
+    }
+  }
+  return rpi_total(odd) == 0;
+}
+
+/* One call of the kernel: c = start + A . B, a strip of each. */
+typedef struct tiles_product {
+  const uint32_t *a, *b;
+  int64_t steps;     /* of TILES_INNER of inner */
+  const real *start; /* NULL: zeros */
+  int64_t start_stride;
+  real *c;
+  int64_t c_stride;
+  const real *next; /* where the next call writes, rows of c_stride; or NULL */
+} tiles_product;
+
+/* After this many steps a tile is stored, for nothing: a store that follows more than 120 products
+ * without one takes 300 ns, a fifth of a call (docs/gemm.md). */
+#define TILES_STORED 4
+
+/* Tiles 0 to 3 are C, two by two; 4 and 5 a part of A, 6 and 7 one of B. */
+#define TILES_LEFT(part)                                                                           \
+  RPI_TILE_LOAD(4, a + (part) * TILES_PART, 64);                                                   \
+  if (rows > 1) RPI_TILE_LOAD(5, a + (part) * TILES_PART + RPI_TILE_WORDS, 64)
+/* Another part of B, or of A, and the products with what there is of the other. */
+#define TILES_DOTS_RIGHT(part)                                                                     \
+  RPI_TILE_LOAD(6, b + (part) * TILES_PART, 64);                                                   \
+  RPI_TILE_DOT(0, 4, 6);                                                                           \
+  if (rows > 1) RPI_TILE_DOT(2, 5, 6);                                                             \
+  if (columns > 1) RPI_TILE_LOAD(7, b + (part) * TILES_PART + RPI_TILE_WORDS, 64);                 \
+  if (columns > 1) RPI_TILE_DOT(1, 4, 7);                                                          \
+  if (rows > 1 && columns > 1) RPI_TILE_DOT(3, 5, 7)
+#define TILES_DOTS_LEFT(part)                                                                      \
+  RPI_TILE_LOAD(4, a + (part) * TILES_PART, 64);                                                   \
+  RPI_TILE_DOT(0, 4, 6);                                                                           \
+  if (columns > 1) RPI_TILE_DOT(1, 4, 7);                                                          \
+  if (rows > 1) RPI_TILE_LOAD(5, a + (part) * TILES_PART + RPI_TILE_WORDS, 64);                    \
+  if (rows > 1) RPI_TILE_DOT(2, 5, 6);                                                             \
+  if (rows > 1 && columns > 1) RPI_TILE_DOT(3, 5, 7)
+#define TILES_C(move, at, stride)                                                                  \
+  move(0, at, (stride) * RPI_REAL_BYTES);                                                          \
+  if (columns > 1) move(1, (at) + RPI_TILE_SIDE, (stride) * RPI_REAL_BYTES);                       \
+  if (rows > 1) move(2, (at) + RPI_TILE_SIDE * (stride), (stride) * RPI_REAL_BYTES);               \
+  if (rows > 1 && columns > 1)                                                                     \
+  move(3, (at) + RPI_TILE_SIDE * (stride) + RPI_TILE_SIDE, (stride) * RPI_REAL_BYTES)
+
+RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
+                                           const tiles_product *t) {
+  const uint32_t *a = t->a, *b = t->b;
+  const real *const start = t->start;
+  real *const c = t->c;
+  const int64_t start_stride = t->start_stride, c_stride = t->c_stride;
+  if (start == NULL) {
+    RPI_TILE_ZERO(0);
+    RPI_TILE_ZERO(1);
+    RPI_TILE_ZERO(2);
+    RPI_TILE_ZERO(3);
+  } else {
+    TILES_C(RPI_TILE_LOAD, start, start_stride);
+  }
+  _Alignas(64) uint32_t spare[RPI_TILE_WORDS];
+  const int64_t ask =
+      rpi_divide_up(TILES_SIDE, t->steps); /* rows of what is next, with every step */
+  int64_t asked = 0;
+  for (int64_t i = 0; i < t->steps; i++, a += TILES_STEP, b += TILES_STEP) {
+    if (t->next != NULL) {
+      for (int64_t n = 0; n < ask; n++, asked++) {
+        rpi_prefetch_to(t->next, asked * c_stride);
+        rpi_prefetch_to(t->next, asked * c_stride + RPI_TILE_SIDE);
+      }
+    }
+    TILES_LEFT(2);
+    TILES_DOTS_RIGHT(0);
+    TILES_DOTS_LEFT(1);
+    TILES_DOTS_RIGHT(1);
+    TILES_DOTS_LEFT(0);
+    TILES_DOTS_RIGHT(2);
+    TILES_DOTS_RIGHT(0);
+    if (i % TILES_STORED == TILES_STORED - 1) RPI_TILE_STORE(4, spare, 64);
+  }
+  TILES_C(RPI_TILE_STORE, c, c_stride);
+}
+
+typedef void (*tiles_sum_fn)(const tiles_product *t);
+
+#define TILES_SUM_FN(rows, columns)                                                                \
+  RPI_TILES_TARGET RPI_NOINLINE void tiles_sum_##rows##_##columns(const tiles_product *t) {        \
+    tiles_sum(rows, columns, t);                                                                   \
+  }
+TILES_SUM_FN(1, 1)
+TILES_SUM_FN(1, 2)
+TILES_SUM_FN(2, 1)
+TILES_SUM_FN(2, 2)
+
+static const tiles_sum_fn tiles_sums[2][2] = {{tiles_sum_1_1, tiles_sum_1_2},
+                                              {tiles_sum_2_1, tiles_sum_2_2}};
+
+#endif

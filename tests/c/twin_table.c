@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * twin_table.c: the table "amx" with the twin of the tiles in plain C (ops/tiles.h), which runs on
+ * any machine: the compiler puts vectors of 64 bytes together from those that it has. No product of
+ * attention is too small for it.
+ *
+ * The Makefile builds tests of attention with this one table: test_attention_tiles and
+ * test_attention_terms_tiles.
+ */
+#pragma GCC diagnostic ignored "-Wpsabi" /* nothing with such vectors is called from without */
+#define RPI_VECTOR_BYTES 64
+#define RPI_VECTORS 4
+#define RPI_TILES
+#define RPI_TILES_TWIN
+#define RPI_TILED_WIDTH 1
+#define RPI_TILED_QUERIES 1
+#define RPI_TILED_KEYS 1
+#define RPI_TILED_BACKWARD 1
+
+#include "ops/ops.h"
+
+extern const rp_ops twin_table, table_beside_twin;
+#define RPI_OPS table_beside_twin
+#define RPI_OPS_NAME "portable"
+#define rpi_ops_amx twin_table
+#include "isa/table.h"
