@@ -145,24 +145,24 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 }
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
- * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. e: the strip's first row of E. more: NULL, or
+ * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. i: the strip's first row of E. more: NULL, or
  * what the pairs add. multiplied: product->c holds the products already. Vectors without a key are
  * 0. What is not a product is put together first: large numbers of it that cancel (a relation's
  * score against the running maximum) shall not meet the product's roundings. */
-static void score_strip(const window *w, int meets, const real *e, int64_t e_stride,
+static void score_strip(const window *w, int meets, const band_e *e, int64_t e_stride, int64_t i,
                         int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
                         const real *row_start, const real *more, bool multiplied) {
   const int64_t vectors = (keys + RPI_LANES - 1) / RPI_LANES;
   real moved[RPI_TILED_STEP];
   rpi_start start = {.row = row_start};
   if (meets == MEETS_BAND) {
-    start.band = e;
+    start.band = e->at + i * e_stride;
     start.band_stride = e_stride;
     start.band_offset = RPI_LANES + distance - w->first;
     start.band_last = RPI_LANES + w->columns;
   } else if (meets != MEETS_NOTHING) {
-    const int64_t at = meets == MEETS_HEAD ? 0 : RPI_LANES + w->columns - 1;
-    for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + e[r * e_stride + at];
+    const real *const end = (meets == MEETS_HEAD ? e->head : e->tail) + i;
+    for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + end[r];
     start.row = moved;
   }
   if (multiplied) {
@@ -286,6 +286,13 @@ static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t 
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
   packed->numbers = rpi_arena_take(arena, padded + 1, sizeof(real));
   packed->head_index = -1;
+}
+
+static band_e take_e(rpi_arena *arena, int64_t block, int64_t columns) {
+  const int64_t real_bytes = sizeof(real);
+  return (band_e){.at = rpi_arena_take(arena, block * window_stride(columns), real_bytes),
+                  .head = rpi_arena_take(arena, block, real_bytes),
+                  .tail = rpi_arena_take(arena, block, real_bytes)};
 }
 
 /* Rows beyond a sequence's length are zeros. */

@@ -52,7 +52,8 @@ typedef struct side {
   real *product; /* [block][TILE] of one tile: scores, then p; dp, then ds */
   real *start;   /* [block]: what is left of -lse_i, or -delta_i */
   packed_term table;
-  real *e, *buckets; /* [block][window] */
+  band_e e;
+  real *buckets;     /* [block][window] */
   real *tail, *head; /* [block][LANES] */
   window w;
   dense x;
@@ -91,7 +92,7 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
   x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
   take_packed(arena, relations, columns, padded, &x->table);
-  x->e = rpi_arena_take(arena, window_size, real_bytes);
+  x->e = take_e(arena, n->block, columns);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
@@ -273,9 +274,8 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
     const real *const more = which == KEY    ? pairs->scores ? w->pairs.scores : NULL
                              : pairs->values ? w->pairs.values
                                              : NULL;
-    score_strip(&x->w, window_meets(&x->w, nearest, farthest), x->e + i * e_stride, e_stride,
-                distance, count, tile_keys, &product, start, more ? more + i * RPI_TILE : NULL,
-                multiplied[which]);
+    score_strip(&x->w, window_meets(&x->w, nearest, farthest), &x->e, e_stride, i, distance, count,
+                tile_keys, &product, start, more ? more + i * RPI_TILE : NULL, multiplied[which]);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
@@ -465,7 +465,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
                           .rows = count,
                           .keys = item->r.keys};
   pack_window(t, &x->w, item->factor[which], LOG2_E, padded, &x->table);
-  band_scores(t, &x->w, &x->table, x->x.data, x->x.stride, &at, item->factor[which], zeros, x->e);
+  band_scores(t, &x->w, &x->table, x->x.data, x->x.stride, &at, item->factor[which], zeros, &x->e);
   if (!x->collects) return;
   memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   memset(x->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));

@@ -37,7 +37,7 @@ typedef struct forward_scratch {
   real *values; /* [keys][value width], where they need a copy */
   running state;
   packed_term key_table, value_table;
-  real *e;       /* [block][window] */
+  band_e e;
   real *buckets; /* [block][window] */
   real *ends;    /* [2][value width]: vectors of the value term's head and tail */
   real *zeros;   /* [block + TILE] */
@@ -63,7 +63,7 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, s->key, n->key_columns, n->width, &local.key_table);
   take_packed(arena, NULL, n->value_columns, n->value_width, &local.value_table);
-  local.e = rpi_arena_take(arena, n->block * window_stride(n->key_columns), real_bytes);
+  local.e = take_e(arena, n->block, n->key_columns);
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
@@ -228,8 +228,8 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                               .c_stride = RPI_TILE,
                               .inner = item->inner};
   const bool capped = item->pairs.softcap != 0;
-  score_strip(kw, window_meets(kw, nearest, farthest), w->e + i * view->e_stride, view->e_stride,
-              distance, count, tile_keys, &scores, capped ? w->zeros : state->negated_max,
+  score_strip(kw, window_meets(kw, nearest, farthest), &w->e, view->e_stride, i, distance, count,
+              tile_keys, &scores, capped ? w->zeros : state->negated_max,
               item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL, x->multiplied);
   if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
@@ -357,7 +357,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
     const real factor = scale_of(s) * LOG2_E;
     pack_window(&item->key, &key_window, factor, LOG2_E, item->n.width, &w->key_table);
     band_scores(&item->key, &key_window, &w->key_table, view.q, view.q_stride, &view.at, factor,
-                w->zeros, w->e);
+                w->zeros, &w->e);
   }
   if (view.collects) {
     const int64_t numbers = count * window_stride(value_window.columns);

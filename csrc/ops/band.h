@@ -58,6 +58,28 @@ RPI_INLINE real dot(const real *restrict x, const real *restrict y, int64_t widt
   return total;
 }
 
+/* The dot products of rows with one vector, times the factor. */
+RPI_NOINLINE void dot_rows(const real *x, int64_t x_stride, int64_t rows, const real *vector,
+                           int64_t width, real factor, real *to) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4, x += 4 * x_stride) {
+    rpi_register sum[4] = {{0}};
+    int64_t c = 0;
+    for (; c + RPI_LANES <= width; c += RPI_LANES) {
+      RPI_UNROLL(4) for (int n = 0; n < 4; n++) {
+        sum[n] += rpi_load(x + n * x_stride + c) * rpi_load(vector + c);
+      }
+    }
+    real total[4];
+    rpi_totals(sum, total);
+    for (; c < width; c++) {
+      for (int n = 0; n < 4; n++) total[n] += x[n * x_stride + c] * vector[c];
+    }
+    for (int n = 0; n < 4; n++) to[r + n] = factor * total[n];
+  }
+  for (; r < rows; r++, x += x_stride) to[r] = factor * dot(x, vector, width);
+}
+
 /* Is the relation of a pair to be looked up, or a function of their distance? */
 static bool is_looked_up(const rp_relation *r) {
   return r->table && (r->map != RP_MAP_BAND || r->query_positions);
@@ -333,21 +355,32 @@ typedef struct block_place {
   int64_t rows, keys;
 } block_place;
 
+/* E of a block. */
+typedef struct band_e {
+  real *at;          /* [block][window], rows band_stride apart */
+  real *head, *tail; /* [block]: what is before the first column, and from the last on */
+} band_e;
+
 /* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above. A strip of rows
  * computes the columns that it can meet: of a wide window no more than the keys are.
  * zeros: rows zeros. */
 static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
                         int64_t x_stride, const block_place *at, real factor, const real *zeros,
-                        real *e) {
+                        const band_e *to) {
+  real *const e = to->at;
   const int64_t columns = w->columns, stride = window_stride(columns);
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   const int64_t rows = t->vector_count ? at->rows : 1;
   const bool numbers = t->number_count || t->position_bias, folded = is_folded(packed);
   const runs *const lines = &packed->runs;
-  if (columns == 1 && t->vector_count) { /* most blocks right of the band: half of long N */
+  /* Do all pairs, those that are hidden too, lie on one side? So it is in most blocks of long N. */
+  const bool right = w->tail && at->distance - (at->rows - 1) >= w->first + columns - 1;
+  const bool left = at->distance + rpi_round_up(at->keys, RPI_TILE) <= w->first;
+  if (columns == 1 && t->vector_count) {
+    dot_rows(x, x_stride, rows, packed->down, t->width, factor, to->tail);
     for (int64_t r = 0; r < rows; r++) {
-      const real score = factor * dot(x + r * x_stride, packed->down, t->width);
-      e[r * stride + RPI_LANES] = numbers ? score + packed->numbers[0] : score;
+      if (numbers) to->tail[r] += packed->numbers[0];
+      if (!right) e[r * stride + RPI_LANES] = to->tail[r];
     }
   } else if (columns) {
     for (int64_t r = 0; numbers && !folded && r < rows; r++) {
@@ -386,20 +419,24 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
                   numbers ? packed->numbers : NULL, e + i * stride + RPI_LANES, stride);
     }
   }
-  const real *const vector =
-      w->head && t->vector_count ? packed->down - rpi_round_up(t->width, RPI_LANES) : NULL;
-  for (int64_t r = 0; r < rows; r++) {
+  if (w->head && t->vector_count) {
+    dot_rows(x, x_stride, rows, packed->down - rpi_round_up(t->width, RPI_LANES), t->width, factor,
+             to->head);
+  }
+  for (int64_t r = 0; w->head && numbers && r < rows; r++) {
+    to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->numbers[padded];
+  }
+  const bool across = !(left || right) || !t->vector_count;
+  for (int64_t r = 0; across && r < rows; r++) {
     real *const row = e + r * stride, *const end = row + RPI_LANES + columns;
-    real before = 0;
-    if (w->head) {
-      if (vector) {
-        before = factor * dot(x + r * x_stride, vector, t->width);
-      }
-      if (numbers) before += packed->numbers[padded];
-    }
-    const real beyond = w->tail ? end[-1] : (real)0;
+    const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;
     for (int l = 0; l < RPI_LANES; l++) row[l] = before;
     for (int l = 0; l < RPI_LANES; l++) end[l] = beyond;
+    to->tail[r] = beyond;
+  }
+  for (int64_t r = rows; r < at->rows; r++) { /* one row for all */
+    to->head[r] = w->head ? to->head[0] : 0;
+    to->tail[r] = w->tail ? to->tail[0] : 0;
   }
 }
 

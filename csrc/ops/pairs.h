@@ -316,17 +316,7 @@ RPI_INLINE void pair_dots(int64_t width, const real *const a[RPI_PAIRS],
       sum[n] += rpi_load(a[n] + c) * rpi_load(b[n] + c);
     }
   }
-#if RPI_LANES >= 4
-  const rpi_register even = RPI_LOW(sum[0], sum[2]) + RPI_HIGH(sum[0], sum[2]);
-  const rpi_register odd = RPI_LOW(sum[1], sum[3]) + RPI_HIGH(sum[1], sum[3]);
-  const rpi_register all = RPI_LOW(even, odd) + RPI_HIGH(even, odd);
-  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) {
-    out[n] = all[n];
-    RPI_UNROLL(4) for (int l = RPI_PAIRS; l < RPI_LANES; l += RPI_PAIRS) out[n] += all[l + n];
-  }
-#else
-  RPI_UNROLL(4) for (int n = 0; n < RPI_PAIRS; n++) out[n] = rpi_total(sum[n]);
-#endif
+  rpi_totals(sum, out);
   for (; c < width; c++) {
     for (int n = 0; n < RPI_PAIRS; n++) out[n] += a[n][c] * b[n][c];
   }
