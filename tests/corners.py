@@ -305,9 +305,10 @@ def _tiled() -> list[Case]:
         replace(wide, outlier=("key[0]", "first", 1000.0)),
         replace(wide, outlier=("key[0]", "last", 1000.0)),
     ]
-    # Several chunks of queries and of keys.
+    # Several chunks of queries and of keys: of forward, and of both passes.
     cases.append(replace(wide, H=2, N=1100, M=1100, D=32, Dv=32))
-    return cases
+    cases.append(replace(wide, H=8, N=400, M=600, D=32, Dv=40))
+    return [replace(case, seed=910_000 + i) for i, case in enumerate(cases)]
 
 
 CORNERS = _corners() + _tiled()

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * x86-64 with AVX-512 F, VL, BW, DQ, CD: 6 x 4 of 32 registers hold sums. And the table "amx":
- * the same but for the matrix products, which tiles compute (ops/tiles.h).
+ * the same but for products of matrices, of layers and of long attention, which tiles compute
+ * (ops/tiles.h).
  */
 #include "base/cpu.h"
 

@@ -32,6 +32,7 @@
  *                          relations
  *   pair_masks.h, keep.h   softcap, masks, dropout
  *   attention_plan.h       the division of work
+ *   attention_tiles.h      products of 32 rows of a block and a tile at once, by AMX (parts.h)
  *   table_sums.h           gradients of tables; pair_gradients.h those of pairs.h
  */
 #ifndef RPI_ATTENTION_H
@@ -147,13 +148,14 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. i: the strip's first row of E. more: NULL, or
  * what the pairs add. multiplied: product->c holds the products already. Vectors without a key are
- * 0. What is not a product is put together first: large numbers of it that cancel (a relation's
- * score against the running maximum) shall not meet the product's roundings. */
+ * 0, or what they start from. What is not a product is put together first: large numbers of it that
+ * cancel (a relation's score against the running maximum) shall not meet the product's roundings.
+ */
 static void score_strip(const window *w, int meets, const band_e *e, int64_t e_stride, int64_t i,
                         int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
                         const real *row_start, const real *more, bool multiplied) {
   const int64_t vectors = (keys + RPI_LANES - 1) / RPI_LANES;
-  real moved[RPI_TILED_STEP];
+  real moved[RPI_TILED_ROWS];
   rpi_start start = {.row = row_start};
   if (meets == MEETS_BAND) {
     start.band = e->at + i * e_stride;

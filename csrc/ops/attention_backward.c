@@ -49,7 +49,7 @@ typedef struct side {
   unsigned char *tile; /* [tiles]: TILE_... */
   /* of a block of queries */
   real *copy;    /* [block][padded]: x, where it needs one */
-  real *product; /* [block][TILE] of one tile: scores, then p; dp, then ds */
+  real *product; /* [block_rows][TILE] of one tile: scores, then p; dp, then ds */
   real *start;   /* [block]: what is left of -lse_i, or -delta_i */
   packed_term table;
   band_e e;
@@ -72,7 +72,7 @@ typedef struct backward_scratch {
   real *key_rows;                      /* [keys][padded], where they need a copy */
   real *head_key_rows, *tail_key_rows; /* the same, with an end's vector added */
   real *vector;                        /* [padded] */
-  real *dq;                            /* [block][padded] */
+  real *dq;                            /* [block_rows][padded] */
   real *zeros;                         /* [block + TILE] */
   real *level;                         /* [block]: where scores start */
   pair_scratch pairs;
@@ -124,7 +124,7 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
       local.key_parts[i] = take_operands(arena, n->keys / RPI_TILE, n->width, RPI_TILE);
       local.key_state[i] = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
     }
-    local.ds = take_operand(arena, RPI_TILED_STEP, RPI_TILE);
+    local.ds = take_operand(arena, RPI_TILED_ROWS, RPI_TILE);
   }
   if (kept && !arena->failed) {
     *kept = local;
@@ -552,15 +552,16 @@ static const operand *keys_of_place(const backward_item *item, backward_scratch 
 static void backward_cell(const backward_item *item, backward_scratch *w,
                           const backward_block *block, const int *lies, int64_t first, int64_t end,
                           int64_t j, int64_t tile_keys, bool *fits) {
-  const int64_t from = first / RPI_TILED_STEP * RPI_TILED_STEP, width = item->padded[KEY];
+  const int64_t from = first / RPI_TILED_ROWS * RPI_TILED_ROWS, width = item->padded[KEY];
   side *const k = &w->side[KEY], *const v = &w->side[VALUE];
   bool multiplied[SIDES];
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
     multiplied[which] = x->fits && x->tile_fits[j / RPI_TILE];
     if (!multiplied[which]) continue;
-    multiply_operands(operand_from(x->rows, from, 0), RPI_TILED_STEP, x->tile_parts[j / RPI_TILE],
-                      RPI_TILE, item->width[which], false, x->product + from * RPI_TILE, RPI_TILE);
+    multiply_operands(operand_from(x->rows, from, 0), rpi_min(RPI_TILED_ROWS, block->rows - from),
+                      x->tile_parts[j / RPI_TILE], RPI_TILE, item->width[which], false,
+                      x->product + from * RPI_TILE, RPI_TILE);
   }
   for (int64_t i = first; i < end; i += RPI_STRIP) {
     if (j == 0) ask_backward(item, i);
@@ -574,7 +575,7 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
   fits[VALUE] &= pack_weights_right(p, operand_from(v->weights, 0, from));
   const operand *const keys = keys_of_place(item, w, block, lies[KEY], j, tile_keys);
   if (ds_fits && keys) {
-    multiply_operands(w->ds, RPI_TILED_STEP, *keys, width, tile_keys, true, w->dq + from * width,
+    multiply_operands(w->ds, end - from, *keys, width, tile_keys, true, w->dq + from * width,
                       width);
     return;
   }
@@ -588,7 +589,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
                           const backward_block *block, const int *lies, int64_t first, int64_t end,
                           int64_t j, int64_t tile_keys) {
   const bool tiles = item->n.tiles;
-  const int64_t step = tiles ? RPI_TILED_STEP : RPI_STRIP;
+  const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
   bool fits[SIDES] = {tiles && w->side[KEY].fits, tiles && w->side[VALUE].fits};
   for (int64_t i = first, next; i < end; i = next) {
     next = rpi_min(i / step * step + step, end);
@@ -740,8 +741,8 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   const rp_rows *const k = &item->args->k;
   const int64_t padded = item->padded[KEY], count = rpi_max(r->keys, 0);
   dense keys[PLACES] = {
-      dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
-                 k->row_stride, count, s->D, padded, w->key_rows)};
+      [ACROSS] = dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
+                            k->row_stride, count, s->D, padded, w->key_rows)};
   const term *const t = &item->term[KEY];
   if (t->ends && !item->by_row[KEY] && leftmost(item).farthest < t->first) {
     keys[LEFT] =
@@ -758,9 +759,10 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
     open_pair_keys(&item->pairs, &w->pairs, count, w->side[KEY].packed, w->zeros);
   }
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
-    const backward_block block = {.row0 = r->query + done,
-                                  .rows = rpi_min(item->n.block, r->rows - done),
-                                  .keys = {keys[ACROSS], keys[RIGHT], keys[LEFT]}};
+    const backward_block block = {
+        .row0 = r->query + done,
+        .rows = rpi_min(item->n.block, r->rows - done),
+        .keys = {[ACROSS] = keys[ACROSS], [RIGHT] = keys[RIGHT], [LEFT] = keys[LEFT]}};
     backward_rows(item, w, &block);
   }
   if (item->pairs.count) {

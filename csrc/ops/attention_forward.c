@@ -28,7 +28,7 @@ typedef struct running {
   real *sums;              /* [SUMS][rows][LANES], `plane` numbers from one to the next */
   int64_t plane;
   int used;            /* sums in use: all, or without ends of a value term the first */
-  real *out;           /* [rows][value width] */
+  real *out;           /* [rows][value width], and room for whole products by tiles */
   unsigned char *seen; /* [rows] has the row met a key it may see? */
 } running;
 
@@ -58,7 +58,7 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.state.max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.negated_max = rpi_arena_take(arena, n->queries, real_bytes);
   local.state.sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
-  const int64_t out_rows = n->tiles ? rpi_round_up(n->queries, RPI_TILED_STEP) : n->queries;
+  const int64_t out_rows = n->tiles ? rpi_round_up(n->queries, RPI_TILED_ROWS) : n->queries;
   local.state.out = rpi_arena_take(arena, out_rows * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, s->key, n->key_columns, n->width, &local.key_table);
@@ -68,14 +68,14 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
   local.strip =
-      rpi_arena_take(arena, (n->tiles ? RPI_TILED_STEP : RPI_STRIP) * RPI_TILE, real_bytes);
+      rpi_arena_take(arena, (n->tiles ? RPI_TILED_ROWS : RPI_STRIP) * RPI_TILE, real_bytes);
   take_pairs(arena, n, s, false, &local.pairs);
   if (n->tiles) {
     const int64_t tiles = rpi_divide_up(n->keys, RPI_TILE);
     local.tile_keys = take_operands(arena, tiles, RPI_TILE, s->D);
     local.tile_values = take_operands(arena, tiles, n->value_width, RPI_TILE);
     local.queries = take_operand(arena, block_rows(n), s->D);
-    local.weights = take_operand(arena, RPI_TILED_STEP, RPI_TILE);
+    local.weights = take_operand(arena, RPI_TILED_ROWS, RPI_TILE);
     local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
     local.values_fit = rpi_arena_take(arena, tiles, sizeof(bool));
   }
@@ -197,7 +197,8 @@ static pair_rows rows_of(const forward_view *view) {
       .row0 = view->row0, .rows = view->rows, .x = view->q, .x_stride = view->q_stride};
 }
 
-/* A strip of queries on a tile of keys: the unit of work. */
+/* Rows of a block on a tile of keys: a strip of RPI_STRIP, or up to RPI_TILED_ROWS that are plain.
+ */
 typedef struct cell {
   int64_t i, count;     /* its rows, counted in the block */
   int64_t j, tile_keys; /* its keys, counted in the chunk */
@@ -206,10 +207,12 @@ typedef struct cell {
 } cell;
 
 /* The products of its scores by tiles of bf16, for all rows of their strip. */
-static void forward_products(const forward_item *item, const forward_scratch *w, const cell *x) {
-  const int64_t row = x->i / RPI_TILED_STEP * RPI_TILED_STEP, D = item->args->shape->D;
-  multiply_operands(operand_from(w->queries, row, 0), RPI_TILED_STEP, w->tile_keys[x->j / RPI_TILE],
-                    RPI_TILE, D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
+static void forward_products(const forward_item *item, const forward_scratch *w,
+                             const forward_view *view, const cell *x) {
+  const int64_t row = x->i / RPI_TILED_ROWS * RPI_TILED_ROWS, D = item->args->shape->D;
+  const int64_t rows = rpi_min(RPI_TILED_ROWS, view->rows - row);
+  multiply_operands(operand_from(w->queries, row, 0), rows, w->tile_keys[x->j / RPI_TILE], RPI_TILE,
+                    D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
 }
 
 /* Scores (1) of a strip, less the running maximum, hidden ones -inf. */
@@ -258,7 +261,7 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
   pair_buckets_at(&item->pairs, &w->pairs, i, true, &of_pairs);
   bool again = false;
   do {
-    if (again && count > RPI_STRIP) forward_products(item, w, &x);
+    if (again && count > RPI_STRIP) forward_products(item, w, view, &x);
     else if (again) x.multiplied = false;
     forward_scores(item, w, view, &state, &x);
     bool unseen = false;
@@ -418,16 +421,16 @@ static bool lies_plainly(const forward_item *item, const forward_view *view, int
 static void forward_cell(const forward_item *item, forward_scratch *w, const forward_view *view,
                          int64_t first, int64_t end, int64_t j, int64_t tile_keys, bool asks) {
   const int64_t tile = j / RPI_TILE, width = item->n.value_width;
-  const int64_t from = first / RPI_TILED_STEP * RPI_TILED_STEP;
+  const int64_t from = first / RPI_TILED_ROWS * RPI_TILED_ROWS;
   real *const at = w->strip;
   cell x = {.i = first,
             .j = j,
             .tile_keys = tile_keys,
             .at = at + (first - from) * RPI_TILE,
             .multiplied = view->fits && w->keys_fit[tile]};
-  if (x.multiplied) forward_products(item, w, &x);
+  if (x.multiplied) forward_products(item, w, view, &x);
   const bool plain = x.multiplied && lies_plainly(item, view, first, end - first, j, tile_keys);
-  const int64_t most = plain ? RPI_TILED_STEP : RPI_STRIP;
+  const int64_t most = plain ? RPI_TILED_ROWS : RPI_STRIP;
   for (; x.i < end; x.i += x.count, x.at += x.count * RPI_TILE) {
     x.count = rpi_min(most, end - x.i);
     for (int64_t i = x.i; asks && i < x.i + x.count; i += RPI_STRIP) ask_forward(item, i);
@@ -435,7 +438,7 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
   }
   clear_beside(first - from, end - from, at);
   if (w->values_fit[tile] && pack_weights_left(at, w->weights)) {
-    multiply_operands(w->weights, RPI_TILED_STEP, w->tile_values[tile], width, tile_keys, true,
+    multiply_operands(w->weights, end - from, w->tile_values[tile], width, tile_keys, true,
                       w->state.out + (view->block + from) * width, width);
     return;
   }
@@ -455,7 +458,7 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
   const int64_t end = rpi_min(view->rows, distance + tile_keys + item->sees.left);
   for (int64_t i = first, next; i < end; i = next) {
     if (item->n.tiles) {
-      next = rpi_min(i / RPI_TILED_STEP * RPI_TILED_STEP + RPI_TILED_STEP, end);
+      next = rpi_min(i / RPI_TILED_ROWS * RPI_TILED_ROWS + RPI_TILED_ROWS, end);
       forward_cell(item, w, view, i, next, j, tile_keys, asks);
       continue;
     }

@@ -39,14 +39,17 @@
 #define RPI_LOOKUP_EDGES 8
 #define RPI_LOOKUP_NUMBERS (1 << 19) /* that a chunk of queries keeps of a whole table */
 /* Of narrower heads, or fewer queries and keys, tiles of bf16 save less than their parts cost.
- * (Tests of their arithmetic see to it that all are large enough.) */
-#ifndef RPI_TILED_WIDTH
-#define RPI_TILED_WIDTH 32
-#define RPI_TILED_QUERIES 96
-#define RPI_TILED_KEYS 128
-#define RPI_TILED_BACKWARD 192
+ * (Tests of their arithmetic see to it that all are large enough: tests/c/twin_table.c.) */
+#ifndef RPI_TILED_LEAST
+#define RPI_TILED_LEAST(number) (number)
 #endif
-#define RPI_TILED_STEP 32 /* rows of one product of such tiles */
+#define RPI_TILED_WIDTH RPI_TILED_LEAST(32)
+#define RPI_TILED_QUERIES RPI_TILED_LEAST(96)
+#define RPI_TILED_KEYS RPI_TILED_LEAST(128)
+#define RPI_TILED_BACKWARD RPI_TILED_LEAST(192)
+#define RPI_TILED_ROWS 32 /* of one product of such tiles */
+_Static_assert(RPI_BLOCK % RPI_TILED_ROWS == 0 && RPI_SKEW_BLOCK % RPI_TILED_ROWS == 0,
+               "only the last block of a chunk may end within a product");
 
 static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t *const key_offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -160,7 +163,7 @@ typedef struct bounds {
   /* of the widest window of a block */
   int64_t key_columns, value_columns, query_columns;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
-  bool tiles;                 /* these multiply, where an item is large enough */
+  bool tiles;                 /* tiles of bf16 multiply, where an item is large enough */
 } bounds;
 
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {

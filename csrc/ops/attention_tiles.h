@@ -27,6 +27,7 @@ enum { ROWS_ARE_LINES, ROWS_ARE_INNER, ROWS_ARE_INNER_OF_LEFT };
 #include "ops/parts.h"
 
 _Static_assert(RPI_LANES % RPI_TILE_SIDE == 0, "rows of whole vectors are rows of whole tiles");
+_Static_assert(RPI_TILED_ROWS == TILES_SIDE && RPI_TILE % TILES_INNER == 0, "strips are whole");
 
 static operand take_operand(rpi_arena *arena, int64_t lines, int64_t inner) {
   const int64_t strip = rpi_divide_up(inner, TILES_INNER) * TILES_STEP;
@@ -108,22 +109,36 @@ RPI_NOINLINE bool pack_weights_both(const real *weights, operand left, operand r
   return pack_weights(true, true, weights, left, right);
 }
 
-/* c = left . right, or c += that. Rows and columns are rounded up to tiles: c has room for them. */
+/* to += from, rows of one call of the kernel. */
+static void add_block(const real *from, int64_t rows, int64_t columns, real *to, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t c = 0; c < columns; c += RPI_LANES) {
+      real *const at = to + r * stride + c;
+      rpi_store(at, rpi_load(at) + rpi_load(from + r * TILES_SIDE + c));
+    }
+  }
+}
+
+/* c = left . right, or c += that. Rows and columns are rounded up to 16: c has room for them. What
+ * is added is summed by itself: sums that began with c would be rounded, at its size, twelve times
+ * for every 64 of inner. */
 static void multiply_operands(operand left, int64_t rows, operand right, int64_t columns,
                               int64_t inner, bool add, real *c, int64_t c_stride) {
   const int64_t steps = rpi_divide_up(inner, TILES_INNER);
+  _Alignas(64) real sums[TILES_SIDE * TILES_SIDE];
   for (int64_t row = 0; row < rows; row += TILES_SIDE, left.at += left.strip) {
     const uint32_t *at = right.at;
     for (int64_t column = 0; column < columns; column += TILES_SIDE, at += right.strip) {
       real *const to = c + row * c_stride + column;
+      const int64_t high = rpi_min(rows - row, TILES_SIDE);
+      const int64_t wide = rpi_min(columns - column, TILES_SIDE);
       const tiles_product product = {.a = left.at,
                                      .b = at,
                                      .steps = steps,
-                                     .start = add ? to : NULL,
-                                     .start_stride = c_stride,
-                                     .c = to,
-                                     .c_stride = c_stride};
-      tiles_sums[rows - row > RPI_TILE_SIDE][columns - column > RPI_TILE_SIDE](&product);
+                                     .c = add ? sums : to,
+                                     .c_stride = add ? TILES_SIDE : c_stride};
+      tiles_sums[high > RPI_TILE_SIDE][wide > RPI_TILE_SIDE](&product);
+      if (add) add_block(sums, high, wide, to, c_stride);
     }
   }
 }
@@ -181,13 +196,13 @@ static operand *take_operands(rpi_arena *arena, int64_t count, int64_t lines, in
 
 /* Rows of a block, with those that fill its operands' last strip. */
 static int64_t block_rows(const bounds *n) {
-  return n->tiles ? rpi_round_up(n->block, RPI_TILED_STEP) : n->block;
+  return n->tiles ? rpi_round_up(n->block, RPI_TILED_ROWS) : n->block;
 }
 
 /* Of the rows of one strip those before `first` and from `end` on do not see a tile. */
 static void clear_beside(int64_t first, int64_t end, real *weights) {
   memset(weights, 0, (size_t)(first * RPI_TILE) * sizeof(real));
-  memset(weights + end * RPI_TILE, 0, (size_t)((RPI_TILED_STEP - end) * RPI_TILE) * sizeof(real));
+  memset(weights + end * RPI_TILE, 0, (size_t)((RPI_TILED_ROWS - end) * RPI_TILE) * sizeof(real));
 }
 
 #endif

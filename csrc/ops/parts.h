@@ -5,7 +5,7 @@
  * A number of f32 is the sum of three of bf16, exactly: its upper 8 bits, rounded to nearest, the
  * upper 8 of what is left, and the rest.
  *
- *   a b = a1 b1 + (a1 b2 + a2 b1) + (a1 b3 + a2 b2 + a3 b1) + less than 2^-24 of it
+ *   a b = a1 b1 + (a1 b2 + a2 b1) + (a1 b3 + a2 b2 + a3 b1) + less than 2^-23 of it
  *
  * Six products of tiles, exact but for their sums, take 3/8 of the time of the multiply-adds of two
  * AVX-512 units. 32 products of an element are added to it in six roundings, not 32, the small ones

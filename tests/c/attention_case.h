@@ -72,6 +72,8 @@ typedef struct term {
   bool by_sequence, by_head;
 } term;
 
+enum { HUGE_NOWHERE, HUGE_Q, HUGE_K, HUGE_V, HUGE_DOUT };
+
 typedef struct shape {
   int64_t B, H, N, M, D, Dv;
   term key, value;
@@ -87,6 +89,7 @@ typedef struct shape {
   bool mask, mask_by_head;
   double softcap, dropout;
   bool ordinals; /* of the sequences, in no order */
+  int huge;      /* where a number is too large for bf16, of HUGE_... */
 } shape;
 
 static inline const term *term_of(const shape *s, int t) {
@@ -252,6 +255,37 @@ static void fill_rows(const attention_case *c, array *x, bool keys, int64_t widt
       }
     }
   }
+}
+
+/* Column 1 of all rows; or one number of it, which is beyond what tiles of bf16 can hold. */
+static void set_column(const attention_case *c, array *x, bool keys, bool huge) {
+  for (int64_t b = 0; b < c->s.B; b++) {
+    const sequence q = sequence_at(c, b);
+    for (int64_t h = 0; h < c->s.H; h++) {
+      for (int64_t i = 0; i < (keys ? q.keys : q.queries); i++) {
+        real *const row = x->memory + at(x, q.b, h, (keys ? q.key_row : q.query_row) + i);
+        if (!huge) row[1] = 0;
+        else if (i == 70 && h == 0) row[1] = (real)3.4e38;
+      }
+    }
+  }
+}
+
+/* One huge number, and zeros for all that meets it in a dot product. In values: all scores are 0,
+ * for a weight above 1, as there are before the division by their sum, would make it infinite. */
+static void make_huge(attention_case *c) {
+  array *const of[] = {
+      [HUGE_Q] = &c->q, [HUGE_K] = &c->k, [HUGE_V] = &c->v, [HUGE_DOUT] = &c->dout};
+  static const int meets[] = {
+      [HUGE_Q] = HUGE_K, [HUGE_K] = HUGE_Q, [HUGE_V] = HUGE_DOUT, [HUGE_DOUT] = HUGE_V};
+  const int where = c->s.huge, with = meets[where];
+  set_column(c, of[where], where == HUGE_K || where == HUGE_V, true);
+  set_column(c, of[with], with == HUGE_K || with == HUGE_V, false);
+  if (where == HUGE_V) fill_rows(c, &c->q, false, c->s.D, 0);
+  const int t = where == HUGE_Q ? KEY * RP_TERMS : where == HUGE_DOUT ? VALUE * RP_TERMS : -1;
+  if (t < 0) return;
+  array *const table = &c->table[t];
+  for (int64_t i = BEFORE + 1; i < table->all - BEHIND; i += table->row) table->memory[i] = 0;
 }
 
 /* What is expected of rows beyond a length. */

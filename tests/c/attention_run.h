@@ -70,6 +70,7 @@ static attention_case case_create(const shape *given) {
   if (s->tied) untied.value.table = ABSENT;
   for (int t = 0; t < TERMS; t++) c.dtable[t] = table_create(&untied, t, true);
   c.dposition_bias = position_bias_create(s, true);
+  if (s->huge != HUGE_NOWHERE) make_huge(&c);
   expect_all(&c);
   return c;
 }

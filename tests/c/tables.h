@@ -15,6 +15,11 @@
 #include "device_table.h"
 #endif
 
+#ifdef TEST_ONLY
+extern const rp_ops TEST_ONLY;
+int64_t twin_products(void); /* that tiles have computed (twin_table.c) */
+#endif
+
 /* Under a sanitizer, under an emulator, with a twin: the same checks on fewer and smaller shapes.
  */
 static inline bool is_small_run(void) {
@@ -38,7 +43,6 @@ static inline bool is_device_run(void) { return getenv("RELPOS_TEST_DEVICE") != 
  * one, and where a test has a table of its own. */
 static inline const rp_ops *table_at(int i) {
 #ifdef TEST_ONLY
-  extern const rp_ops TEST_ONLY;
   return i == 0 ? &TEST_ONLY : NULL;
 #else
 #ifndef RP_REAL_IS_DOUBLE

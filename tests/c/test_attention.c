@@ -203,6 +203,22 @@ static void test_not_finite(const rp_ops *ops) {
   case_free(&c);
 }
 
+/* A number that has no parts in bf16 (ops/parts.h), in each array: what meets it is multiplied as
+ * without tiles, all else as ever. */
+static void test_huge(void) {
+  for (int huge = HUGE_Q; huge <= HUGE_DOUT; huge++) {
+    for (int causal = 0; causal < 2; causal++) {
+      shape s = {1, 2, 100, 200, 40, 33, BOTH(SHARED, 5, 6, CLIP), causal, .start = START_DEFAULT};
+      s.scale = 0.69314718; /* keys times 1 */
+      s.huge = huge;
+      test_shape(&s);
+      s.H = 16; /* one chunk of queries, which backward takes by tiles too */
+      s.N = 200;
+      if (!is_small_run()) test_shape(&s);
+    }
+  }
+}
+
 int main(void) {
   const int64_t most = is_small_run() ? 150000 : INT64_MAX;
   const int drawn = is_small_run() ? 40 : 80;
@@ -214,6 +230,12 @@ int main(void) {
     const shape s = random_shape();
     test_shape(&s);
   }
+#ifndef RP_REAL_IS_DOUBLE
+  test_huge();
+#endif
+#ifdef TEST_ONLY
+  CHECK(twin_products() > 100000);
+#endif
   for (int t = 0; table_at(t) != NULL; t++) {
     test_workspace(table_at(t));
     test_memory_is_bounded(table_at(t));

@@ -5,8 +5,8 @@
  * for bit.
  *
  * Each element may be off by what the plain sum may: gamma_n sum |a||b| (test_gemm.c). Of a
- * product less than u |a||b| is left out, of 32 products on their way to the sum no more than
- * 16 + 1 + 6 additions are rounded, and so of n >= 32 no more than n.
+ * product less than 2 u |a||b| is left out, of 32 products on their way to the sum no more than
+ * 16 + 1 + 6 additions are rounded: 2 + 23 and so of n >= 32 no more than n.
  */
 #define _POSIX_C_SOURCE 200809L
 

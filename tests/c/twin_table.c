@@ -12,15 +12,15 @@
 #define RPI_VECTORS 4
 #define RPI_TILES
 #define RPI_TILES_TWIN
-#define RPI_TILED_WIDTH 1
-#define RPI_TILED_QUERIES 1
-#define RPI_TILED_KEYS 1
-#define RPI_TILED_BACKWARD 1
+#define RPI_TILED_LEAST(number) 1
 
 #include "ops/ops.h"
 
 extern const rp_ops twin_table, table_beside_twin;
+int64_t twin_products(void);
 #define RPI_OPS table_beside_twin
 #define RPI_OPS_NAME "portable"
 #define rpi_ops_amx twin_table
 #include "isa/table.h"
+
+int64_t twin_products(void) { return __atomic_load_n(&tile_products, __ATOMIC_RELAXED); }
