@@ -109,7 +109,7 @@ SONAME := lib$(NAME).so.$(ABI)
 SHARED := $(BUILD)/lib$(NAME).so
 TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
 # Tests of attention on the twin of AMX's tiles, which are made for float. Not under the checker of
-# races: threads share nothing that they do not share on other tables, and it takes ten minutes.
+# races: threads share nothing that they do not share on other tables, and it takes too long.
 ifeq ($(filter %f64 tsan,$(VARIANT)),)
 TESTS += $(BUILD)/tests/test_attention_tiles $(BUILD)/tests/test_attention_terms_tiles
 endif

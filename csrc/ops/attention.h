@@ -127,10 +127,10 @@ RPI_NOINLINE void add_strip(int64_t count, const real *from, real *to) {
 }
 
 /* What a strip has beside its product: start, as rpi_start has it, its band where there is one, and
- * `more`, what its pairs add, or NULL. Where the product was computed before, it is in `content`,
- * and is added last. */
+ * `more`, what its pairs add, or NULL. multiplied: the product is in `to` already, and is added
+ * last. */
 RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real *more,
-                              const real *content, real *to) {
+                              bool multiplied, real *to) {
   for (int64_t r = 0; r < count; r++) {
     const real *const band = start->band ? start->band + r * start->band_stride : NULL;
     RPI_UNROLL(4) for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) {
@@ -139,7 +139,7 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
         sum += rpi_load(band + rpi_clamp(start->band_offset - r + v, 0, start->band_last));
       }
       if (more) sum += rpi_load(more + r * RPI_TILE + v);
-      if (content) sum += rpi_load(content + r * RPI_TILE + v);
+      if (multiplied) sum += rpi_load(to + r * RPI_TILE + v);
       rpi_store(to + r * RPI_TILE + v, sum);
     }
   }
@@ -167,11 +167,8 @@ static void score_strip(const window *w, int meets, const band_e *e, int64_t e_s
     for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + end[r];
     start.row = moved;
   }
-  if (multiplied) {
-    start_strip(count, &start, more, product->c, product->c);
-    return;
-  }
-  if (more) start_strip(count, &start, more, NULL, product->c);
+  if (multiplied || more) start_strip(count, &start, more, multiplied, product->c);
+  if (multiplied) return;
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
   rpi_strip_product(mode, count, vectors, product, &start);
   for (int64_t r = 0; vectors < RPI_TILE / RPI_LANES && r < count; r++) {

@@ -752,7 +752,7 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
     keys[RIGHT] = moved_rows(t, t->last, &keys[ACROSS], count, padded, w->vector, w->tail_key_rows);
   }
   for (int place = 0; item->n.tiles && place < PLACES; place++) {
-    memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)(count + RPI_TILE - 1) / RPI_TILE);
+    memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)rpi_divide_up(count, RPI_TILE));
   }
   if (item->pairs.count) {
     open_pair_tables(&item->pairs, &w->pairs);
