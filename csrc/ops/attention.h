@@ -32,7 +32,8 @@
  *                          relations
  *   pair_masks.h, keep.h   softcap, masks, dropout
  *   attention_plan.h       the division of work
- *   attention_tiles.h      products of 32 rows of a block and a tile at once, by AMX (parts.h)
+ *   operands.h             products by AMX (parts.h), of 32 rows of a block and a tile, or a band's
+ *                          columns, at once; attention_tiles.h has their weights
  *   table_sums.h           gradients of tables; pair_gradients.h those of pairs.h
  */
 #ifndef RPI_ATTENTION_H
@@ -45,15 +46,10 @@
 
 static const real LOG2_E = (real)1.4426950408889634074;
 
-/* Rows of numbers that a product can read: their own memory where that is dense and whole,
- * aligned vectors, else a padded copy. Copying pays by itself: 64 rows at a stride of 2 KiB share
- * 8 sets of the first cache, and every vector that lies across two lines is read twice (5 % of
- * forward; NumPy's arrays begin at multiples of 16 bytes). */
-typedef struct dense {
-  const real *data;
-  int64_t stride;
-} dense;
-
+/* Rows for a product: their own memory where that is dense and whole, aligned vectors, else a
+ * padded copy. Copying pays by itself: 64 rows at a stride of 2 KiB share 8 sets of the first
+ * cache, and every vector that lies across two lines is read twice (5 % of forward; NumPy's arrays
+ * begin at multiples of 16 bytes). */
 static dense dense_rows(const real *data, int64_t stride, int64_t count, int64_t width,
                         int64_t padded, real *copy) {
   const bool aligned = (uintptr_t)data % sizeof(rpi_register) == 0;
@@ -273,25 +269,32 @@ static void take_runs(rpi_arena *arena, int64_t columns, int64_t width, packed_t
   packed->lines = rpi_arena_take(arena, RPI_TILE * width, sizeof(real));
 }
 
-/* relations: those of the term, or NULL where runs do not matter. */
+/* Which operands a packed term has room for. */
+enum { PARTS_NONE = 0, PARTS_ACROSS = 1, PARTS_DOWN = 2 };
+
+/* relations: those of the term, or NULL where runs do not matter; columns: of what is packed. */
 static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t columns,
-                        int64_t width, packed_term *packed) {
+                        int64_t width, int parts, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   if (relations && has_runs(relations)) {
+    const int64_t rows = parts ? RPI_TILED_ROWS : RPI_STRIP;
     take_runs(arena, columns, width, packed);
-    packed->strip = rpi_arena_take(arena, RPI_STRIP * (padded + RPI_LANES), sizeof(real));
+    packed->strip = rpi_arena_take(arena, rows * (padded + RPI_LANES), sizeof(real));
   }
   packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
-  packed->numbers = rpi_arena_take(arena, padded + 1, sizeof(real));
+  packed->numbers = rpi_arena_take(arena, padded + RPI_LANES, sizeof(real));
+  if (parts & PARTS_ACROSS) packed->across_parts = take_operand(arena, columns, width);
+  if (parts & PARTS_DOWN) packed->down_parts = take_operand(arena, width, columns);
   packed->head_index = -1;
 }
 
-static band_e take_e(rpi_arena *arena, int64_t block, int64_t columns) {
+/* rows: of a block, or of its whole strips. */
+static band_e take_e(rpi_arena *arena, int64_t rows, int64_t columns) {
   const int64_t real_bytes = sizeof(real);
-  return (band_e){.at = rpi_arena_take(arena, block * window_stride(columns), real_bytes),
-                  .head = rpi_arena_take(arena, block, real_bytes),
-                  .tail = rpi_arena_take(arena, block, real_bytes)};
+  return (band_e){.at = rpi_arena_take(arena, rows * window_stride(columns), real_bytes),
+                  .head = rpi_arena_take(arena, rows, real_bytes),
+                  .tail = rpi_arena_take(arena, rows, real_bytes)};
 }
 
 /* Rows beyond a sequence's length are zeros. */

@@ -57,14 +57,19 @@ typedef struct side {
   real *tail, *head; /* [block][LANES] */
   window w;
   dense x;
+  dense content; /* what keys meet: x, or for queries moved */
+  real *moved;   /* [block + 1][padded]: the same where it is, and the vector */
   bool collects; /* some tile lies across the band: there are buckets */
   /* operands of products of whole blocks, and whether they could be packed */
   operand *tile_parts; /* [tiles]: packed */
   bool *tile_fits;
   operand rows, columns; /* x, its rows as lines and as inner */
-  bool fits;
-  operand weights; /* of a block on a tile, for the gradient */
-  real *across;    /* [tiles][padded][TILE]: more of the gradient, keys across */
+  operand content_rows, content_columns;
+  bool fits, content_fits;
+  operand weights;      /* of a block on a tile, for the gradient */
+  operand bucket_parts; /* some rows of buckets, or some columns */
+  real *turned;         /* [padded][32] of such columns, times x */
+  real *across;         /* [tiles][padded][TILE]: more of the gradient, keys across */
 } side;
 
 typedef struct backward_scratch {
@@ -81,8 +86,9 @@ typedef struct backward_scratch {
   operand ds;                       /* of some rows on a tile */
 } backward_scratch;
 
-static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *relations,
-                      int64_t width, int64_t padded, int64_t columns, side *x) {
+static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *relations, int parts,
+                      int64_t width, int64_t padded, int64_t columns, int64_t packed, bool moved,
+                      side *x) {
   const int64_t real_bytes = sizeof(real), window_size = n->block * window_stride(columns);
   const int64_t rows = block_rows(n), tiles = n->keys / RPI_TILE;
   x->packed = rpi_arena_take(arena, n->keys * width, real_bytes);
@@ -91,17 +97,22 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
   x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
   x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
-  take_packed(arena, relations, columns, padded, &x->table);
-  x->e = take_e(arena, n->block, columns);
+  take_packed(arena, relations, packed, padded, n->tiles ? parts : PARTS_NONE, &x->table);
+  x->e = take_e(arena, rows, columns);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
+  if (moved) x->moved = rpi_arena_take(arena, (n->block + 1) * padded, real_bytes);
   if (!n->tiles) return;
   x->tile_parts = take_operands(arena, tiles, RPI_TILE, width);
   x->tile_fits = rpi_arena_take(arena, tiles, sizeof(bool));
   x->rows = take_operand(arena, rows, width);
   x->columns = take_operand(arena, padded, rows);
+  x->content_rows = moved ? take_operand(arena, rows, width) : x->rows;
+  x->content_columns = moved ? take_operand(arena, padded, rows) : x->columns;
   x->weights = take_operand(arena, RPI_TILE, rows);
+  x->bucket_parts = take_operand(arena, RPI_TILED_ROWS, rpi_max(columns, rows));
+  x->turned = rpi_arena_take(arena, padded * RPI_TILED_ROWS, real_bytes);
   x->across = rpi_arena_take(arena, tiles * padded * RPI_TILE, real_bytes);
 }
 
@@ -109,8 +120,10 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   backward_scratch local = {0};
   backward_scratch *const kept = rpi_arena_take(arena, 1, sizeof local);
   const int64_t real_bytes = sizeof(real);
-  take_side(arena, n, s->key, s->D, n->width, n->key_columns, &local.side[KEY]);
-  take_side(arena, n, s->value, s->Dv, n->value_width, n->value_columns, &local.side[VALUE]);
+  take_side(arena, n, s->key, PARTS_ACROSS | PARTS_DOWN, s->D, n->width, n->key_columns,
+            n->packed_keys, n->moved, &local.side[KEY]);
+  take_side(arena, n, s->value, PARTS_ACROSS, s->Dv, n->value_width, n->value_columns,
+            n->packed_values, false, &local.side[VALUE]);
   local.key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.head_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
   local.tail_key_rows = rpi_arena_take(arena, n->keys * n->width, real_bytes);
@@ -158,32 +171,49 @@ typedef struct backward_block {
   dense keys[PLACES]; /* of the chunk: as they are where a block lies across the band, else moved */
 } backward_block;
 
+/* to[c][w] += from[w][c], for `columns` of c and whole vectors of w. */
+static void add_turned(const real *from, int64_t from_stride, int64_t columns, int64_t width,
+                       real *to) {
+  for (int64_t column = 0; column < columns; column += RPI_LANES) {
+    const int64_t count = rpi_min(RPI_LANES, columns - column);
+    for (int64_t c = 0; c < width; c += RPI_LANES) {
+      rpi_register square[RPI_LANES];
+      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+        square[i] = rpi_load(from + (c + i) * from_stride + column);
+      }
+      rpi_transpose(square);
+      real *const at = to + column * width + c;
+      if (count < RPI_LANES) {
+        for (int64_t i = 0; i < count; i++) {
+          rpi_store(at + i * width, rpi_load(at + i * width) + square[i]);
+        }
+        continue;
+      }
+      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+        rpi_store(at + i * width, rpi_load(at + i * width) + square[i]);
+      }
+    }
+  }
+}
+
 /* Puts what of dk (dv) of a tile lies across to the rest. */
 static void turn_gradient(const backward_item *item, side *x, int which, int64_t j) {
   if (!item->n.tiles) return;
   const int64_t width = item->padded[which];
-  real *const from = x->across + j * width, *const to = x->gradient + j * width;
-  for (int64_t key = 0; key < RPI_TILE; key += RPI_LANES) {
-    for (int64_t c = 0; c < width; c += RPI_LANES) {
-      rpi_register square[RPI_LANES];
-      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
-        square[i] = rpi_load(from + (c + i) * RPI_TILE + key);
-      }
-      rpi_transpose(square);
-      RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
-        real *const at = to + (key + i) * width + c;
-        rpi_store(at, rpi_load(at) + square[i]);
-      }
-    }
-  }
+  real *const from = x->across + j * width;
+  add_turned(from, RPI_TILE, RPI_TILE, width, x->gradient + j * width);
   memset(from, 0, (size_t)(width * RPI_TILE) * sizeof *from);
 }
 
 /* Adds dk (dv) of a tile, up to now, to a line of the table's gradient. */
-static void add_tile(const backward_item *item, const side *x, int which, int64_t j, real *line) {
-  const int64_t padded = item->padded[which], end = rpi_min(j + RPI_TILE, item->r.keys);
-  for (int64_t row = j; row < end; row++) {
-    for (int64_t c = 0; c < padded; c++) line[c] += x->gradient[row * padded + c];
+RPI_NOINLINE void add_tile(const backward_item *item, const side *x, int which, int64_t j,
+                           real *line) {
+  const int64_t padded = item->padded[which], rows = rpi_min(RPI_TILE, item->r.keys - j);
+  for (int64_t c = 0; c < padded; c += RPI_LANES) {
+    const real *const from = x->gradient + j * padded + c;
+    rpi_register sum = rpi_load(line + c);
+    for (int64_t row = 0; row < rows; row++) sum += rpi_load(from + row * padded);
+    rpi_store(line + c, sum);
   }
 }
 
@@ -261,8 +291,8 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
-    const rpi_product product = {.a = x->x.data + i * x->x.stride,
-                                 .a_row = x->x.stride,
+    const rpi_product product = {.a = x->content.data + i * x->content.stride,
+                                 .a_row = x->content.stride,
                                  .a_inner = 1,
                                  .b = x->packed + j * item->width[which],
                                  .b_stride = RPI_TILE,
@@ -441,6 +471,13 @@ static void start_rows(const backward_item *item, const backward_block *block,
   }
 }
 
+/* Rows of a block as both operands. */
+static bool pack_rows(dense x, int64_t count, int64_t width, int64_t padded, operand rows,
+                      operand columns) {
+  return pack_operand(x, ROWS_ARE_LINES, count, width, rows) &&
+         pack_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, columns);
+}
+
 /* Makes a block ready to walk: x, E, empty buckets. */
 static void open_side(const backward_item *item, const backward_block *block, side *x, int which,
                       const real *zeros) {
@@ -452,9 +489,16 @@ static void open_side(const backward_item *item, const backward_block *block, si
   x->x =
       dense_rows(row_of(from, item->seq.query_batch, item->head, item->seq.query_row + block->row0),
                  from->row_stride, count, width, padded, x->copy);
-  if (item->n.tiles) {
-    x->fits = pack_operand(x->x, ROWS_ARE_LINES, count, width, x->rows);
-    if (x->fits) pack_operand(x->x, ROWS_ARE_INNER_OF_LEFT, padded, count, x->columns);
+  x->content = x->x;
+  if (item->n.tiles) x->fits = pack_rows(x->x, count, width, padded, x->rows, x->columns);
+  x->content_fits = x->fits;
+  if (which == KEY && item->pairs.moves) {
+    x->content = moved_rows(&item->pairs.query, 0, &x->x, count, padded,
+                            x->moved + item->n.block * padded, x->moved);
+    if (item->n.tiles) {
+      x->content_fits =
+          pack_rows(x->content, count, width, padded, x->content_rows, x->content_columns);
+    }
   }
   x->w = window_of(t, r.nearest, r.farthest);
   x->collects = false;
@@ -464,12 +508,65 @@ static void open_side(const backward_item *item, const backward_block *block, si
   const block_place at = {.distance = item->r.key - (block->row0 + item->seq.start),
                           .rows = count,
                           .keys = item->r.keys};
-  pack_window(t, &x->w, item->factor[which], LOG2_E, padded, &x->table);
-  band_scores(t, &x->w, &x->table, x->x.data, x->x.stride, &at, item->factor[which], zeros, &x->e);
+  const reach all =
+      reach_of(&item->seq, &item->sees, item->r.query, item->r.rows, item->r.key, item->r.keys);
+  const window whole = window_of(t, all.nearest, all.farthest);
+  const window packed = window_to_pack(&x->table, &x->w, &whole);
+  pack_window(t, &packed, item->factor[which], LOG2_E, padded, item->n.tiles, &x->table);
+  begin_strip(&x->table, &x->w);
+  band_scores(t, &x->w, &x->table, x->x.data, x->x.stride,
+              item->n.tiles && x->fits ? &x->rows : NULL, &at, item->factor[which], zeros, &x->e);
   if (!x->collects) return;
   memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   memset(x->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
   memset(x->buckets, 0, (size_t)(count * window_stride(x->w.columns)) * sizeof(real));
+}
+
+/* Some columns (below) by tiles; false where a number has no parts. */
+static bool collect_tiled(const side *x, int64_t c, int64_t count, int64_t rows, int64_t padded,
+                          const runs *folded, real *sums) {
+  const dense buckets = {x->buckets + RPI_LANES + c, window_stride(x->w.columns)};
+  real *const lines = x->table.lines;
+  if (!pack_operand(buckets, ROWS_ARE_INNER, count, rows, x->bucket_parts)) return false;
+  multiply_operands(x->columns, padded, x->bucket_parts, count, rows, false, x->turned,
+                    RPI_TILED_ROWS);
+  if (!folded) {
+    add_turned(x->turned, RPI_TILED_ROWS, count, padded, sums + c * padded);
+    return true;
+  }
+  memset(lines, 0, (size_t)(count * padded) * sizeof(real));
+  add_turned(x->turned, RPI_TILED_ROWS, count, padded, lines);
+  add_runs(folded, c, count, padded, lines, sums);
+  return true;
+}
+
+/* sums[column] += its buckets times x, for every column of the window, and for its head, which is
+ * column -1. folded: NULL, or the runs whose lines are in the place of columns. */
+static void collect_columns(const backward_item *item, const side *x, int64_t rows, int64_t padded,
+                            const runs *folded, const real *zeros, real *sums) {
+  const int64_t head = x->w.head ? 1 : 0, columns = folded ? folded->count : x->w.columns;
+  const int64_t stride = window_stride(x->w.columns);
+  const bool tiles = item->n.tiles && x->fits, together = !tiles && !folded;
+  const int64_t step = tiles ? RPI_TILED_ROWS : columns;
+  const real *const buckets = x->buckets + RPI_LANES;
+  add_transposed(buckets - head, stride, head + (together ? columns : 0), x->x.data, x->x.stride,
+                 rows, padded, sums - head * padded);
+  for (int64_t c = 0; !together && c < columns; c += step) {
+    const int64_t count = rpi_min(step, columns - c);
+    if (tiles && collect_tiled(x, c, count, rows, padded, folded, sums)) continue;
+    if (folded) {
+      const rpi_product product = {.a = buckets + c,
+                                   .a_row = 1,
+                                   .a_inner = stride,
+                                   .b = x->x.data,
+                                   .b_stride = x->x.stride,
+                                   .inner = rows};
+      runs_add_product(folded, product, c, c + count, padded, zeros, x->table.lines, sums);
+    } else {
+      add_transposed(buckets + c, stride, count, x->x.data, x->x.stride, rows, padded,
+                     sums + c * padded);
+    }
+  }
 }
 
 /* After a block: its buckets times x go to the table's gradient, times the table to dq. */
@@ -492,29 +589,31 @@ static void close_side(const backward_item *item, const backward_block *block, s
   }
   if (lines) runs_gather(lines, columns, block->rows, x->buckets + RPI_LANES, stride);
   if (sums->lines) {
-    add_transposed(buckets, stride, lines ? head : columns + head, x->x.data, x->x.stride,
-                   block->rows, padded, sums->lines + first * padded);
-  }
-  if (sums->lines && lines) {
-    const rpi_product product = {.a = buckets + head,
-                                 .a_row = 1,
-                                 .a_inner = stride,
-                                 .b = x->x.data,
-                                 .b_stride = x->x.stride,
-                                 .inner = block->rows};
-    runs_add_product(lines, product, 0, lines->count, padded, zeros, x->table.lines,
-                     sums->lines + (first + head) * padded);
+    collect_columns(item, x, block->rows, padded, lines, zeros,
+                    sums->lines + (first + head) * padded);
   }
   if (which == KEY && item->term[KEY].vector_count) {
-    const rpi_product product = {.a = buckets,
-                                 .a_row = stride,
-                                 .a_inner = 1,
-                                 .b = x->table.down - head * padded,
-                                 .b_stride = padded,
-                                 .c = dq,
-                                 .c_stride = padded,
-                                 .inner = columns + head};
-    band_product(&product, &at, padded, &x->w, -head, lines);
+    const bool tiles = item->n.tiles && x->table.down_fits && columns > 1;
+    const int64_t column = packed_column(&x->table, &x->w);
+    rpi_product product = {.a = buckets,
+                           .a_row = stride,
+                           .a_inner = 1,
+                           .b = x->table.down + (column - head) * padded,
+                           .b_stride = padded,
+                           .c = dq,
+                           .c_stride = padded,
+                           .inner = columns + head};
+    if (tiles && head) { /* by itself */
+      product.inner = 1;
+      rpi_block_product(RPI_START_LOAD, block->rows, padded / RPI_LANES, product, NULL);
+      product.a++;
+      product.b += padded;
+      product.inner = columns;
+    }
+    if (product.inner > 0) {
+      band_product(&product, &at, padded, &x->w, tiles ? 0 : -head, lines, tiles ? &x->table : NULL,
+                   x->bucket_parts);
+    }
   }
 }
 
@@ -557,11 +656,11 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
   bool multiplied[SIDES];
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
-    multiplied[which] = x->fits && x->tile_fits[j / RPI_TILE];
+    multiplied[which] = x->content_fits && x->tile_fits[j / RPI_TILE];
     if (!multiplied[which]) continue;
-    multiply_operands(operand_from(x->rows, from, 0), rpi_min(RPI_TILED_ROWS, block->rows - from),
-                      x->tile_parts[j / RPI_TILE], RPI_TILE, item->width[which], false,
-                      x->product + from * RPI_TILE, RPI_TILE);
+    multiply_operands(operand_from(x->content_rows, from, 0),
+                      rpi_min(RPI_TILED_ROWS, block->rows - from), x->tile_parts[j / RPI_TILE],
+                      RPI_TILE, item->width[which], false, x->product + from * RPI_TILE, RPI_TILE);
   }
   for (int64_t i = first; i < end; i += RPI_STRIP) {
     if (j == 0) ask_backward(item, i);
@@ -590,7 +689,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
                           int64_t j, int64_t tile_keys) {
   const bool tiles = item->n.tiles;
   const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
-  bool fits[SIDES] = {tiles && w->side[KEY].fits, tiles && w->side[VALUE].fits};
+  bool fits[SIDES] = {tiles && w->side[KEY].content_fits, tiles && w->side[VALUE].content_fits};
   for (int64_t i = first, next; i < end; i = next) {
     next = rpi_min(i / step * step + step, end);
     if (tiles) {
@@ -605,13 +704,15 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
     const side *const x = &w->side[which];
     const int64_t width = item->padded[which], from = first / step * step;
     if (fits[which]) { /* turned: then weights are packed as they lie */
-      multiply_operands(operand_from(x->columns, 0, from), width, operand_from(x->weights, 0, from),
-                        RPI_TILE, end - from, true, x->across + j * width, RPI_TILE);
+      multiply_operands(operand_from(x->content_columns, 0, from), width,
+                        operand_from(x->weights, 0, from), RPI_TILE, end - from, true,
+                        x->across + j * width, RPI_TILE);
       continue;
     }
     const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
-    add_transposed(weights + first * RPI_TILE, RPI_TILE, tile_keys, x->x.data + first * x->x.stride,
-                   x->x.stride, end - first, width, x->gradient + j * width);
+    add_transposed(weights + first * RPI_TILE, RPI_TILE, tile_keys,
+                   x->content.data + first * x->content.stride, x->content.stride, end - first,
+                   width, x->gradient + j * width);
   }
 }
 
@@ -632,7 +733,7 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
   if (pairs->any) {
     open_pair_rows(pairs, &w->pairs, &of_q, &of_dz);
     open_pair_block(pairs, &w->pairs, &item->seq, &item->sees, &of_q, &of_dz, item->r.key,
-                    item->r.keys);
+                    item->r.keys, item->n.tiles);
   }
   const stretch seen = keys_seen(&item->seq, &item->sees, block->row0, count);
   const int64_t end = rpi_min(item->r.keys, seen.end - item->r.key);
@@ -653,8 +754,11 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
                      w->side[KEY].packed, w->zeros);
     }
     if (pairs->scores) {
-      pair_scores(pairs, &w->pairs, &item->seq, &of_q, item->r.key, j, tile_keys,
-                  w->side[KEY].packed, &block->keys[ACROSS], w->zeros);
+      const side *const k = &w->side[KEY];
+      const operand *const parts =
+          item->n.tiles && k->tile_fits[j / RPI_TILE] ? &k->tile_parts[j / RPI_TILE] : NULL;
+      pair_scores(pairs, &w->pairs, &item->seq, &of_q, item->r.key, j, tile_keys, k->packed, parts,
+                  &block->keys[ACROSS], w->zeros);
     }
     if (pairs->values) {
       pair_value_scores(pairs, &w->pairs, &item->seq, &of_dz, item->r.key, j, tile_keys);
@@ -662,10 +766,18 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
     if (first >= last) continue;
     const int64_t rows = rpi_min(rpi_round_up(last, RPI_STRIP), count) - first;
     backward_tile(item, w, block, lies, first, first + rows, j, tile_keys);
-    if (pairs->queries)
+    if (pairs->queries) {
+      const operand *const parts =
+          item->n.tiles ? keys_of_place(item, w, block, ACROSS, j, tile_keys) : NULL;
+      const key_sums to = {.dk = w->side[KEY].gradient + j * width,
+                           .parts = parts,
+                           .across = parts ? w->side[KEY].across + j * width : NULL};
       collect_queries(pairs, &w->pairs, item->sums, &item->seq, &of_q, first, rows, key, j,
-                      tile_keys, w->side[VALUE].product, &block->keys[ACROSS], w->zeros,
-                      w->side[KEY].gradient + j * width);
+                      tile_keys, w->side[VALUE].product, &block->keys[ACROSS], w->zeros, &to);
+    }
+  }
+  if (pairs->moves && item->sums->sums[SUM_OF_QUERIES].lines) { /* up to here dq is ds . k */
+    add_columns(w->dq, width, count, s->D, item->sums->sums[SUM_OF_QUERIES].lines);
   }
   for (int which = 0; which < SIDES; which++) {
     close_side(item, block, &w->side[which], which, w->zeros, w->dq);

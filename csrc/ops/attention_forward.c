@@ -41,11 +41,14 @@ typedef struct forward_scratch {
   real *buckets; /* [block][window] */
   real *ends;    /* [2][value width]: vectors of the value term's head and tail */
   real *zeros;   /* [block + TILE] */
+  real *moved;   /* [block + 1][width], where queries are: and the vector */
   real *strip;   /* [STRIP][TILE], or [TILED_STEP][TILE] */
   pair_scratch pairs;
   /* Operands of whole blocks. */
   operand *tile_keys, *tile_values; /* [tiles]: a chunk of keys */
-  operand queries, weights;         /* a block, and its weights on one tile */
+  operand queries, weights;         /* a block's content, and its weights on one tile */
+  operand related;                  /* the block, where its content is moved */
+  operand bucket_parts;             /* rows of buckets */
   bool *keys_fit, *values_fit;      /* [tiles]: have their numbers parts? */
 } forward_scratch;
 
@@ -61,12 +64,15 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   const int64_t out_rows = n->tiles ? rpi_round_up(n->queries, RPI_TILED_ROWS) : n->queries;
   local.state.out = rpi_arena_take(arena, out_rows * n->value_width, real_bytes);
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
-  take_packed(arena, s->key, n->key_columns, n->width, &local.key_table);
-  take_packed(arena, NULL, n->value_columns, n->value_width, &local.value_table);
-  local.e = take_e(arena, n->block, n->key_columns);
+  take_packed(arena, s->key, n->packed_keys, n->width, n->tiles ? PARTS_ACROSS : PARTS_NONE,
+              &local.key_table);
+  take_packed(arena, NULL, n->packed_values, n->value_width, n->tiles ? PARTS_DOWN : PARTS_NONE,
+              &local.value_table);
+  local.e = take_e(arena, block_rows(n), n->key_columns);
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
+  if (n->moved) local.moved = rpi_arena_take(arena, (n->block + 1) * n->width, real_bytes);
   local.strip =
       rpi_arena_take(arena, (n->tiles ? RPI_TILED_ROWS : RPI_STRIP) * RPI_TILE, real_bytes);
   take_pairs(arena, n, s, false, &local.pairs);
@@ -75,7 +81,9 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
     local.tile_keys = take_operands(arena, tiles, RPI_TILE, s->D);
     local.tile_values = take_operands(arena, tiles, n->value_width, RPI_TILE);
     local.queries = take_operand(arena, block_rows(n), s->D);
+    if (n->moved) local.related = take_operand(arena, block_rows(n), s->D);
     local.weights = take_operand(arena, RPI_TILED_ROWS, RPI_TILE);
+    local.bucket_parts = take_operand(arena, RPI_TILED_ROWS, n->value_columns);
     local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
     local.values_fit = rpi_arena_take(arena, tiles, sizeof(bool));
   }
@@ -163,7 +171,7 @@ typedef struct forward_item {
   term key, value;
   pair_terms pairs;
   bounds n;
-  int64_t inner; /* of the content's product: D, or 0 to leave the content out (maps) */
+  bool content; /* are queries met? (A map may leave them out.) */
 } forward_item;
 
 static running running_at(const running *state, int64_t row, int64_t value_width) {
@@ -183,7 +191,8 @@ typedef struct forward_view {
   int64_t key;        /* the first key of the chunk of keys */
   const real *q;
   int64_t q_stride;
-  dense keys; /* as they lie */
+  dense content; /* what keys meet: q, or moved */
+  dense keys;    /* as they lie */
   dense values;
   block_place at;
   window key_window, value_window;
@@ -197,8 +206,8 @@ static pair_rows rows_of(const forward_view *view) {
       .row0 = view->row0, .rows = view->rows, .x = view->q, .x_stride = view->q_stride};
 }
 
-/* Rows of a block on a tile of keys: a strip of RPI_STRIP, or up to RPI_TILED_ROWS that are plain.
- */
+/* Rows of a block on a tile of keys: a strip of RPI_STRIP, or up to RPI_TILED_ROWS where all that
+ * is said of pairs is where they lie. */
 typedef struct cell {
   int64_t i, count;     /* its rows, counted in the block */
   int64_t j, tile_keys; /* its keys, counted in the chunk */
@@ -220,16 +229,17 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                                const forward_view *view, const running *state, const cell *x) {
   const window *const kw = &view->key_window;
   const int64_t i = x->i, count = x->count, j = x->j, tile_keys = x->tile_keys;
+  const int64_t D = item->args->shape->D;
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const rpi_product scores = {.a = view->q + i * view->q_stride,
-                              .a_row = view->q_stride,
+  const rpi_product scores = {.a = view->content.data + i * view->content.stride,
+                              .a_row = view->content.stride,
                               .a_inner = 1,
-                              .b = w->keys + j * item->args->shape->D,
+                              .b = w->keys + j * D,
                               .b_stride = RPI_TILE,
                               .c = x->at,
                               .c_stride = RPI_TILE,
-                              .inner = item->inner};
+                              .inner = item->content || item->pairs.moves ? D : 0};
   const bool capped = item->pairs.softcap != 0;
   score_strip(kw, window_meets(kw, nearest, farthest), &w->e, view->e_stride, i, distance, count,
               tile_keys, &scores, capped ? w->zeros : state->negated_max,
@@ -332,14 +342,26 @@ static int64_t walk_at(const walk *w, int64_t step) {
   return w->begin + w->size * (step <= w->nearest ? w->nearest - step : step);
 }
 
+/* Queries with what all keys meet beside them added. */
+static dense moved_queries(const forward_item *item, const forward_scratch *w, const dense *q,
+                           int64_t count) {
+  const int64_t D = item->args->shape->D, width = item->n.width;
+  real *const vector = w->moved + item->n.block * width;
+  term_vector(&item->pairs.query, 0, width, vector);
+  for (int64_t r = 0; r < count; r++) {
+    const real *const from = q->data + r * q->stride;
+    real *const to = w->moved + r * width;
+    for (int64_t c = 0; c < D; c++) to[c] = (item->content ? from[c] : 0) + vector[c];
+  }
+  return (dense){w->moved, width};
+}
+
 /* Makes a block of queries ready to walk a chunk of keys: windows, E, empty buckets. */
 static forward_view open_view(const forward_item *item, forward_scratch *w, int64_t block,
                               int64_t key, int64_t keys, dense values, const reach *r) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
   const int64_t row0 = item->query + block, count = rpi_min(item->n.block, item->count - block);
-  const window value_window = window_of(&item->value, r->nearest, r->farthest);
-  const window key_window = window_of(&item->key, r->nearest, r->farthest);
   forward_view view = {
       .row0 = row0,
       .rows = count,
@@ -351,30 +373,42 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
                item->args->k.row_stride},
       .values = values,
       .at = {.distance = key - (row0 + seq->start), .rows = count, .keys = keys},
-      .key_window = key_window,
-      .value_window = value_window,
-      .e_stride = band_stride(&item->key, &key_window),
-      .collects = value_window.columns && !(value_window.tail && r->nearest >= item->value.last),
+      .key_window = window_of(&item->key, r->nearest, r->farthest),
+      .value_window = window_of(&item->value, r->nearest, r->farthest),
   };
-  if (!window_empty(&key_window)) {
-    const real factor = scale_of(s) * LOG2_E;
-    pack_window(&item->key, &key_window, factor, LOG2_E, item->n.width, &w->key_table);
-    band_scores(&item->key, &key_window, &w->key_table, view.q, view.q_stride, &view.at, factor,
-                w->zeros, &w->e);
-  }
-  if (view.collects) {
-    const int64_t numbers = count * window_stride(value_window.columns);
-    pack_window(&item->value, &value_window, 1, 0, item->n.value_width, &w->value_table);
-    memset(w->buckets, 0, (size_t)numbers * sizeof(real));
-  }
+  window *const kw = &view.key_window, *const vw = &view.value_window;
+  const reach all = reach_of(seq, &item->sees, item->query, item->count, key, keys);
+  const dense q = {view.q, view.q_stride};
+  const operand *related = &w->queries;
+  view.content = q;
+  if (item->pairs.moves) view.content = moved_queries(item, w, &q, count);
   if (item->n.tiles) {
-    view.fits =
-        pack_operand((dense){view.q, view.q_stride}, ROWS_ARE_LINES, count, s->D, w->queries);
+    view.fits = pack_operand(view.content, ROWS_ARE_LINES, count, s->D, w->queries);
+    if (!item->pairs.moves) related = view.fits ? related : NULL;
+    else related = pack_operand(q, ROWS_ARE_LINES, count, s->D, w->related) ? &w->related : NULL;
+  }
+  if (!window_empty(kw)) {
+    const real factor = scale_of(s) * LOG2_E;
+    const window whole = window_of(&item->key, all.nearest, all.farthest);
+    const window packed = window_to_pack(&w->key_table, kw, &whole);
+    pack_window(&item->key, &packed, factor, LOG2_E, item->n.width, item->n.tiles, &w->key_table);
+    begin_strip(&w->key_table, kw);
+    band_scores(&item->key, kw, &w->key_table, view.q, view.q_stride,
+                item->n.tiles ? related : NULL, &view.at, factor, w->zeros, &w->e);
+  }
+  view.e_stride = band_stride(&item->key, kw);
+  view.collects = vw->columns && !(vw->tail && r->nearest >= item->value.last);
+  if (view.collects) {
+    const window whole = window_of(&item->value, all.nearest, all.farthest);
+    pack_window(&item->value, &whole, 1, 0, item->n.value_width, item->n.tiles, &w->value_table);
+    begin_strip(&w->value_table, vw);
+    memset(w->buckets, 0, (size_t)(count * window_stride(vw->columns)) * sizeof(real));
   }
   w->pairs.base = block;
   const pair_rows rows = rows_of(&view);
   if (item->pairs.any) {
-    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, NULL, key, keys);
+    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, NULL, key, keys,
+                    item->n.tiles);
   }
   return view;
 }
@@ -388,7 +422,9 @@ static void open_tile(const forward_item *item, forward_scratch *w, const forwar
                    w->zeros);
   }
   if (item->pairs.scores) {
-    pair_scores(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys,
+    const operand *const parts =
+        item->n.tiles && w->keys_fit[j / RPI_TILE] ? &w->tile_keys[j / RPI_TILE] : NULL;
+    pair_scores(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys, parts,
                 &view->keys, w->zeros);
   }
 }
@@ -474,6 +510,28 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
   }
 }
 
+/* What a block's buckets add to its rows of out. */
+static void add_buckets(const forward_item *item, const forward_scratch *w,
+                        const forward_view *view) {
+  const window *const vw = &view->value_window;
+  const int64_t width = item->n.value_width, stride = window_stride(vw->columns);
+  const bool tiles = item->n.tiles && w->value_table.down_fits && vw->columns > 1;
+  real *const last = w->buckets + RPI_LANES + vw->columns - 1;
+  /* the last column of a tail is a part of SUM_AFTER; tiles take it along, whole steps of inner */
+  for (int64_t i = 0; tiles && vw->tail && i < view->rows; i++) last[i * stride] = 0;
+  const rpi_product related = {
+      .a = w->buckets + RPI_LANES,
+      .a_row = stride,
+      .a_inner = 1,
+      .b = w->value_table.down + packed_column(&w->value_table, vw) * width,
+      .b_stride = width,
+      .c = w->state.out + view->block * width,
+      .c_stride = width,
+      .inner = vw->columns - (vw->tail && !tiles)};
+  band_product(&related, &view->at, width, vw, 0, NULL, tiles ? &w->value_table : NULL,
+               w->bucket_parts);
+}
+
 /* A block of queries against one chunk of keys. */
 static void forward_block(const forward_item *item, forward_scratch *w, int64_t block, int64_t key,
                           int64_t keys, dense values) {
@@ -494,18 +552,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
     add_pair_values(&item->pairs, &w->pairs, LOOKUP_MET, count, width,
                     w->state.out + block * width);
   }
-  if (!view.collects) return;
-  /* the last column of a tail is a part of SUM_AFTER */
-  const window *const vw = &view.value_window;
-  const rpi_product related = {.a = w->buckets + RPI_LANES,
-                               .a_row = window_stride(vw->columns),
-                               .a_inner = 1,
-                               .b = w->value_table.down,
-                               .b_stride = width,
-                               .c = w->state.out + block * width,
-                               .c_stride = width,
-                               .inner = vw->columns - vw->tail};
-  band_product(&related, &view.at, width, vw, 0, NULL);
+  if (view.collects) add_buckets(item, w, &view);
 }
 
 /* to = factor * (from + before * head + behind * tail): a vector without a share is not met,
@@ -678,7 +725,7 @@ static void forward_task(void *context, int64_t number, int worker) {
                        .value = value_term(s, head),
                        .pairs = pair_terms_of(s, head, low),
                        .n = call->n,
-                       .inner = s->D};
+                       .content = true};
   item.n.tiles = item.n.tiles && tiles_pay(item.count, seq.keys, false);
   if (item.n.tiles) tiles_begin();
   if (item.count > 0) forward_rows(&item, call->scratch[worker]);

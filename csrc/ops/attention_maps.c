@@ -75,7 +75,7 @@ static void map_task(void *context, int64_t task, int worker) {
                              .value = value_term(s, args->head),
                              .pairs = pair_terms_of(s, args->head, args->b),
                              .n = call->n,
-                             .inner = content ? s->D : 0};
+                             .content = content};
   real *const to = args->to + (query + first - args->row) * args->to_stride; /* row first */
   for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < seq.keys; j++) to[i * args->to_stride + j] = (real)-INFINITY;

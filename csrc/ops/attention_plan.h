@@ -47,7 +47,6 @@
 #define RPI_TILED_QUERIES RPI_TILED_LEAST(96)
 #define RPI_TILED_KEYS RPI_TILED_LEAST(128)
 #define RPI_TILED_BACKWARD RPI_TILED_LEAST(192)
-#define RPI_TILED_ROWS 32 /* of one product of such tiles */
 _Static_assert(RPI_BLOCK % RPI_TILED_ROWS == 0 && RPI_SKEW_BLOCK % RPI_TILED_ROWS == 0,
                "only the last block of a chunk may end within a product");
 
@@ -160,15 +159,18 @@ static reach reach_of(const rpi_sequence *seq, const sight *sees, int64_t query,
 typedef struct bounds {
   int64_t queries, keys; /* rows of the largest chunks */
   int64_t block;         /* rows of the largest block of queries */
-  /* of the widest window of a block */
+  /* of the widest window of a block, and of a chunk of queries */
   int64_t key_columns, value_columns, query_columns;
+  int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
   bool tiles;                 /* tiles of bf16 multiply, where an item is large enough */
+  bool moved;                 /* moves_queries */
 } bounds;
 
+/* Of a block it may begin up to a strip before (begin_strip). */
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
   if (!t->present) return 0;
-  return rpi_max(rpi_min(t->last - t->first + 1, rows + keys), 1);
+  return rpi_max(rpi_min(t->last - t->first + 1, rows + keys + RPI_TILED_ROWS), 1);
 }
 
 /* Has one of these terms a long table, looked up? */
@@ -189,6 +191,23 @@ static int64_t keys_walked(const rp_attention *s, const rpi_sequence *seq) {
   return once ? rpi_max(rows, rpi_min(rpi_round_up(seq->keys, RPI_TILE), RPI_KEY_CHUNK)) : rows;
 }
 
+/* Do all pairs meet the same vectors of the query terms, and is nothing looked up? Those are added
+ * to the queries then, once, and not to the scores of every pair: (q_i + u) . k_j. */
+static bool moves_queries(const rp_attention *s) {
+  bool moves = false;
+  for (int i = 0; i < RP_TERMS; i++) {
+    const rp_relation *const r = &s->query[i];
+    if (is_looked_up(&s->key[i]) || is_looked_up(&s->bias[i]) || is_looked_up(r) ||
+        is_looked_up(&s->value[i])) {
+      return false;
+    }
+    if (!r->table) continue;
+    if (r->buckets || r->left != 0 || r->right != 0 || r->beyond != RP_BEYOND_CLIP) return false;
+    moves = true;
+  }
+  return moves;
+}
+
 static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
   if (backward) return rpi_min(queries, keys) >= RPI_TILED_BACKWARD;
   return queries >= RPI_TILED_QUERIES && keys >= RPI_TILED_KEYS;
@@ -203,7 +222,8 @@ static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
     keys = rpi_max(keys, backward ? key_chunks(s, &seq).rows : keys_walked(s, &seq));
   }
   const term key = key_term(s, 0), value = value_term(s, 0), query = query_term(s, 0);
-  const bool wide = query.present || looks_up_long(s, s->query); /* met tile by tile */
+  const bool moved = moves_queries(s), skewed = query.present && !moved;
+  const bool wide = skewed || looks_up_long(s, s->query); /* met tile by tile */
   const int64_t block = rpi_min(wide ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
   const bool tiled =
       tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH && tiles_pay(queries, keys, backward);
@@ -213,10 +233,13 @@ static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
       .block = block,
       .key_columns = widest_window(&key, block, keys),
       .value_columns = widest_window(&value, block, keys),
-      .query_columns = widest_window(&query, block, keys),
+      .query_columns = skewed ? widest_window(&query, block, keys) : 0,
+      .packed_keys = widest_window(&key, queries, keys),
+      .packed_values = widest_window(&value, queries, keys),
       .width = rpi_round_up(s->D, RPI_LANES),
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
       .tiles = tiled,
+      .moved = moved,
   };
 }
 

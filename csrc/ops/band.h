@@ -40,8 +40,8 @@
 #ifndef RPI_BAND_H
 #define RPI_BAND_H
 
+#include "ops/operands.h"
 #include "ops/ops.h"
-#include "ops/tile.h"
 
 #define RPI_TILE 64 /* keys in a tile */
 
@@ -242,7 +242,7 @@ static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
 }
 
 /* The columns of a window, ready for both products; kept from block to block while the
- * window stays. */
+ * window stays. Without runs it is that of a chunk of queries, and a block's is a part of it. */
 typedef struct packed_term {
   int64_t head_index;
   window w;
@@ -250,10 +250,33 @@ typedef struct packed_term {
   const real *down; /* [lines][width, padded]: the table itself, or the copy; row -1: the head */
   real *across;     /* [width][lines, padded], times the factor */
   real *copy;
-  real *numbers; /* [columns, padded], then the head's */
-  real *strip;   /* [STRIP][columns, padded, + LANES]: of lines, where there may be runs */
-  real *lines;   /* [TILE][width, padded]: the same */
+  real *numbers;    /* [columns, padded] */
+  real head_number; /* of what is before them */
+  real *strip;      /* [STRIP][columns, padded, + LANES]: of lines, where there may be runs */
+  real *lines;      /* [TILE][width, padded]: the same */
+  /* the same as operands, where memory was taken for them: the right one of E and of buckets times
+   * lines; as the left one (skew.h) lines, and lines as inner */
+  operand across_parts, down_parts, line_parts, turned_parts;
+  bool tiled, across_fits, down_fits; /* packed; all numbers have parts, those of down likewise */
 } packed_term;
+
+/* What is packed for a block: `all` is the window of its chunk of queries. */
+static window window_to_pack(const packed_term *packed, const window *block, const window *all) {
+  return packed->runs.line ? *block : *all;
+}
+
+/* A block's window once its columns are packed: begun where a strip of columns begins there. */
+static void begin_strip(const packed_term *packed, window *w) {
+  const int64_t more = (w->first - packed->w.first) % RPI_TILED_ROWS;
+  if (w->columns <= 1) return; /* no strip, and a vector by itself */
+  w->first -= more;
+  w->columns += more;
+}
+
+/* The column of the packed window where a block's begins. */
+static int64_t packed_column(const packed_term *packed, const window *w) {
+  return w->first - packed->w.first;
+}
 
 /* Have columns been put together? */
 static bool is_folded(const packed_term *packed) { return packed->runs.count < packed->w.columns; }
@@ -290,14 +313,38 @@ static void find_runs(const term *t, const window *w, int64_t padded, runs *r) {
   for (int64_t c = w->columns; c < padded; c++) r->line[c] = (rpi_lane)(r->count - 1);
 }
 
-/* factor: of the vectors' products; number_factor: of the numbers. */
+/* Of more columns than one: that one is a dot product a row. */
+static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width) {
+  const int64_t lines = packed->runs.count, padded = rpi_round_up(lines, RPI_LANES);
+  if (packed->across_parts.at && packed->w.columns > 1) {
+    packed->across_fits = pack_operand((dense){packed->across, padded}, ROWS_ARE_INNER, padded,
+                                       width, packed->across_parts);
+  }
+  const dense down = {packed->down, padded_width};
+  packed->down_fits = true;
+  if (packed->down_parts.at) {
+    packed->down_fits &=
+        pack_operand(down, ROWS_ARE_INNER, padded_width, lines, packed->down_parts);
+  }
+  if (packed->line_parts.at) {
+    packed->down_fits &= pack_operand(down, ROWS_ARE_LINES, lines, width, packed->line_parts);
+  }
+  if (packed->turned_parts.at) {
+    packed->down_fits &=
+        pack_operand(down, ROWS_ARE_INNER_OF_LEFT, padded_width, lines, packed->turned_parts);
+  }
+}
+
+/* factor: of the vectors' products; number_factor: of the numbers; tiles: operands, too. */
 static void pack_window(const term *t, const window *w, real factor, real number_factor,
-                        int64_t padded_width, packed_term *packed) {
+                        int64_t padded_width, bool tiles, packed_term *packed) {
   if (packed->head_index == t->head_index && packed->w.first == w->first &&
-      packed->w.columns == w->columns && packed->w.head >= w->head) {
+      packed->w.columns == w->columns && packed->w.head >= w->head && packed->tiled >= tiles) {
     return;
   }
   packed->head_index = t->head_index;
+  packed->tiled = tiles;
+  packed->across_fits = packed->down_fits = false;
   packed->w = *w;
   const int64_t padded = rpi_round_up(w->columns, RPI_LANES);
   find_runs(t, w, padded, &packed->runs);
@@ -319,6 +366,7 @@ static void pack_window(const term *t, const window *w, real factor, real number
       rpi_pack_transposed(packed->down, padded_width, lines, t->width, factor, packed->across,
                           padded_lines, padded_lines);
     }
+    if (tiles) pack_parts(packed, t->width, padded_width);
   }
   if (!t->number_count && !t->position_bias) return;
   if (!t->vector_count && is_plain(t->numbers, t->number_count, w)) {
@@ -337,10 +385,9 @@ static void pack_window(const term *t, const window *w, real factor, real number
   }
   for (int64_t c = w->columns; c < padded; c++) packed->numbers[c] = 0;
   if (!w->head) return;
-  packed->numbers[padded] = number_factor * term_number(t, t->first - 1);
+  packed->head_number = number_factor * term_number(t, t->first - 1);
   if (t->position_bias) {
-    packed->numbers[padded] +=
-        factor * dot(t->position_bias, packed->down - padded_width, t->width);
+    packed->head_number += factor * dot(t->position_bias, packed->down - padded_width, t->width);
   }
 }
 
@@ -363,68 +410,83 @@ typedef struct band_e {
 
 /* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above. A strip of rows
  * computes the columns that it can meet: of a wide window no more than the keys are.
- * zeros: rows zeros. */
+ * zeros: rows zeros. parts: the rows as a left operand, or NULL. */
 static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
-                        int64_t x_stride, const block_place *at, real factor, const real *zeros,
-                        const band_e *to) {
+                        int64_t x_stride, const operand *parts, const block_place *at, real factor,
+                        const real *zeros, const band_e *to) {
   real *const e = to->at;
   const int64_t columns = w->columns, stride = window_stride(columns);
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   const int64_t rows = t->vector_count ? at->rows : 1;
+  const int64_t shift = packed_column(packed, w), padded_width = rpi_round_up(t->width, RPI_LANES);
+  const real *const own_numbers = packed->numbers + shift;
+  const bool tiled = parts && packed->across_fits;
+  const int64_t step = tiled ? RPI_TILED_ROWS : RPI_STRIP;
+  const int64_t whole = tiled ? RPI_TILED_ROWS : RPI_LANES; /* columns that begin a product */
   const bool numbers = t->number_count || t->position_bias, folded = is_folded(packed);
   const runs *const lines = &packed->runs;
   /* Do all pairs, those that are hidden too, lie on one side? So it is in most blocks of long N. */
   const bool right = w->tail && at->distance - (at->rows - 1) >= w->first + columns - 1;
   const bool left = at->distance + rpi_round_up(at->keys, RPI_TILE) <= w->first;
   if (columns == 1 && t->vector_count) {
-    dot_rows(x, x_stride, rows, packed->down, t->width, factor, to->tail);
+    dot_rows(x, x_stride, rows, packed->down + shift * padded_width, t->width, factor, to->tail);
     for (int64_t r = 0; r < rows; r++) {
-      if (numbers) to->tail[r] += packed->numbers[0];
+      if (numbers) to->tail[r] += own_numbers[0];
       if (!right) e[r * stride + RPI_LANES] = to->tail[r];
     }
   } else if (columns) {
     for (int64_t r = 0; numbers && !folded && r < rows; r++) {
-      memcpy(e + r * stride + RPI_LANES, packed->numbers, (size_t)padded * sizeof(real));
+      memcpy(e + r * stride + RPI_LANES, own_numbers, (size_t)padded * sizeof(real));
     }
-    for (int64_t i = 0; t->vector_count && i < rows; i += RPI_STRIP) {
-      const int64_t count = rpi_min(RPI_STRIP, rows - i);
+    for (int64_t i = 0; t->vector_count && i < rows; i += step) {
+      const int64_t count = rpi_min(step, rows - i);
       const int64_t nearest = at->distance - (i + count - 1) - w->first;
       const int64_t farthest = at->distance - i + rpi_round_up(at->keys, RPI_TILE) - w->first;
       /* strips wholly in the tail need the last column */
-      const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) / RPI_LANES * RPI_LANES;
+      const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) & -whole;
       const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
       if (begin >= end) continue;
       const rpi_start start = {.row = zeros};
       rpi_product product = {.a = x + i * x_stride,
                              .a_row = x_stride,
                              .a_inner = 1,
-                             .b = packed->across + begin,
-                             .b_stride = padded,
+                             .b = packed->across + shift + begin,
+                             .b_stride = rpi_round_up(packed->runs.count, RPI_LANES),
                              .c = e + i * stride + RPI_LANES + begin,
                              .c_stride = stride,
                              .inner = t->width};
       if (!folded) {
+        if (tiled) {
+          multiply_operands(operand_from(*parts, i, 0), count,
+                            operand_from(packed->across_parts, shift + begin, 0), end - begin,
+                            t->width, numbers, product.c, stride);
+          continue;
+        }
         rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count,
                           (end - begin) / RPI_LANES, &product, &start);
         continue;
       }
-      const int64_t first = lines->line[begin] / RPI_LANES * RPI_LANES;
+      const int64_t first = lines->line[begin] & -whole;
       const int64_t last = rpi_round_up(lines->line[end - 1] + 1, RPI_LANES);
       product.b = packed->across + first;
-      product.b_stride = rpi_round_up(lines->count, RPI_LANES);
       product.c = packed->strip;
       product.c_stride = padded + RPI_LANES;
-      rpi_strip_product(RPI_START_ROW, count, (last - first) / RPI_LANES, &product, &start);
+      if (tiled) {
+        multiply_operands(operand_from(*parts, i, 0), count,
+                          operand_from(packed->across_parts, first, 0), last - first, t->width,
+                          false, product.c, product.c_stride);
+      } else {
+        rpi_strip_product(RPI_START_ROW, count, (last - first) / RPI_LANES, &product, &start);
+      }
       runs_spread(lines, count, packed->strip, product.c_stride, first, begin, end,
-                  numbers ? packed->numbers : NULL, e + i * stride + RPI_LANES, stride);
+                  numbers ? own_numbers : NULL, e + i * stride + RPI_LANES, stride);
     }
   }
   if (w->head && t->vector_count) {
-    dot_rows(x, x_stride, rows, packed->down - rpi_round_up(t->width, RPI_LANES), t->width, factor,
-             to->head);
+    dot_rows(x, x_stride, rows, packed->down - padded_width, t->width, factor, to->head);
   }
   for (int64_t r = 0; w->head && numbers && r < rows; r++) {
-    to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->numbers[padded];
+    to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
   const bool across = !(left || right) || !t->vector_count;
   for (int64_t r = 0; across && r < rows; r++) {
@@ -481,11 +543,14 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, const real *restrict
 
 /* c += buckets . down for a block of rows, by strips and the columns that each can have met.
  * product: of the first row and of the columns first to first + inner - 1, or where there are runs
- * of their lines. */
+ * of their lines. table: NULL, or whose operand takes the place of product->b, line by line;
+ * parts: room for an operand of one strip of rows. */
 static void band_product(const rpi_product *product, const block_place *at, int64_t width,
-                         const window *w, int64_t first, const runs *lines) {
-  for (int64_t i = 0; i < at->rows; i += RPI_STRIP) {
-    const int64_t count = rpi_min(RPI_STRIP, at->rows - i);
+                         const window *w, int64_t first, const runs *lines,
+                         const packed_term *table, operand parts) {
+  const int64_t step = table ? RPI_TILED_ROWS : RPI_STRIP, whole = table ? RPI_TILED_ROWS : 1;
+  for (int64_t i = 0; i < at->rows; i += step) {
+    const int64_t count = rpi_min(step, at->rows - i);
     const int64_t nearest = at->distance - (i + count - 1) - w->first;
     const int64_t farthest = at->distance - i + at->keys - w->first;
     int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
@@ -493,12 +558,21 @@ static void band_product(const rpi_product *product, const block_place *at, int6
     if (lines && begin + first >= 0) begin = lines->line[begin + first] - first;
     if (lines && end + first > 0) end = lines->line[end + first - 1] + 1 - first;
     if (begin >= end) continue;
+    const int64_t most = lines ? lines->count - first : product->inner;
+    begin &= -whole;
+    end = rpi_min((end + whole - 1) & -whole, most);
     rpi_product strip = *product;
     strip.a += i * product->a_row + begin * product->a_inner;
     strip.b += begin * product->b_stride;
     strip.c += i * product->c_stride;
     strip.inner = end - begin;
-    rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &strip, NULL);
+    if (table &&
+        pack_operand((dense){strip.a, strip.a_row}, ROWS_ARE_LINES, count, strip.inner, parts)) {
+      const operand down = operand_from(table->down_parts, 0, packed_column(table, w) + begin);
+      multiply_operands(parts, count, down, width, strip.inner, true, strip.c, strip.c_stride);
+      continue;
+    }
+    rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, strip, NULL);
   }
 }
 

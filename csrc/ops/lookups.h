@@ -51,7 +51,8 @@ typedef struct pair_terms {
   /* something here; additional scores; looked-up value terms; any query terms; queries with
    * position_bias are met pair by pair */
   bool any, scores, values, queries, biased;
-  term query; /* on a band */
+  term query; /* on a band; not present where it moves queries */
+  bool moves; /* moves_queries: its vector is that of any distance */
   lookup list[RPI_LOOKUPS];
   int count;
   real softcap; /* units of log 2; 0: none */
@@ -114,6 +115,8 @@ static void add_lookups(pair_terms *p, const rp_relation *relations, int kind, i
 static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) {
   pair_terms p = {.shape = s, .head = head, .b = b};
   p.query = query_term(s, head);
+  p.moves = moves_queries(s);
+  p.query.present &= !p.moves;
   p.scores = p.queries = p.query.present;
   add_lookups(&p, s->key, PAIR_KEY, s->D);
   add_lookups(&p, s->bias, PAIR_BIAS, 1);
@@ -379,7 +382,9 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
   w->kept = backward ? n->block : n->queries;
   if (p.scores) w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   if (p.values && backward) w->values = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  if (p.query.present) take_skew(arena, n->block, n->query_columns, n->width, &w->query);
+  if (p.query.present) {
+    take_skew(arena, n->block, n->query_columns, n->width, n->tiles, backward, &w->query);
+  }
   if (p.biased) w->biased = rpi_arena_take(arena, n->block, n->width * real_bytes);
   for (int x = 0; x < p.count; x++) {
     take_lookup(arena, n, &p.list[x], backward, w->kept, &w->list[x]);

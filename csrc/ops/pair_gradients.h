@@ -9,6 +9,7 @@
 #ifndef RPI_PAIR_GRADIENTS_H
 #define RPI_PAIR_GRADIENTS_H
 
+#include "ops/attention_tiles.h"
 #include "ops/table_sums.h"
 
 /* ---- from the rows that are there to those of the table ------------------------- */
@@ -114,46 +115,103 @@ static void close_tile_keys(const pair_terms *p, int which, const pair_scratch *
   add_lines(x, w, &product, rows, padded, sums);
 }
 
-/* ds of a block and a tile, for query terms on a band: dk += dB . wQ, dwQ += dBᵀ k. And for those
- * that are looked up: into the sums by relation and key. */
+/* Where dk of a tile of keys is summed, and what products of whole strips need: its keys as an
+ * operand, NULL where they have no parts, and the sums that lie across. */
+typedef struct key_sums {
+  real *dk;
+  const operand *parts;
+  real *across;
+} key_sums;
+
+/* c[line] += the rows of x. lines: of the runs of a table, from `first` on. */
+static void add_runs(const runs *r, int64_t first, int64_t count, int64_t width, const real *x,
+                     real *c) {
+  for (int64_t n = 0; n < count; n++, x += width) {
+    real *const to = c + r->begin[first + n] * width;
+    for (int64_t l = 0; l < width; l++) to[l] += x[l];
+  }
+}
+
+/* dk += dB . wQ, dwQ += dBᵀ k of a band, by tiles; lines: the sums of the window's column 0, or
+ * NULL. False: some number has no parts. */
+static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t width,
+                             int64_t tile_keys, const key_sums *to, real *lines) {
+  const packed_term *const table = &w->table;
+  const int64_t before = skew_before(range), first = range->first - before;
+  const int64_t count = before + range->lines, more = -count & (RPI_TILED_ROWS - 1);
+  real *const sums = w->products + (1 - before) * RPI_TILE;
+  if (!to->parts || !table->down_fits) return false;
+  memset(sums, 0, (size_t)(before * RPI_TILE) * sizeof(real));
+  memset(sums + count * RPI_TILE, 0, (size_t)(more * RPI_TILE) * sizeof(real));
+  for (int64_t line = 0; line < count; line += RPI_TILED_ROWS) {
+    if (!pack_weights_both(sums + line * RPI_TILE, operand_from(w->left, line, 0),
+                           operand_from(w->right, 0, line))) {
+      return false;
+    }
+  }
+  multiply_operands(operand_from(table->turned_parts, 0, first), width, w->right, RPI_TILE, count,
+                    true, to->across, RPI_TILE);
+  if (lines && !is_folded(table)) {
+    multiply_operands(w->left, count, *to->parts, width, tile_keys, true, lines + first * width,
+                      width);
+  }
+  for (int64_t line = 0; lines && is_folded(table) && line < count; line += RPI_TILED_ROWS) {
+    const int64_t some = rpi_min(RPI_TILED_ROWS, count - line);
+    multiply_operands(operand_from(w->left, line, 0), some, *to->parts, width, tile_keys, false,
+                      table->lines, width);
+    add_runs(&table->runs, first + line, some, width, table->lines, lines);
+  }
+  return true;
+}
+
+/* ds of a block and a tile, for query terms on a band: dk += dB . wQ, dwQ += dBᵀ k. */
+static void collect_skew(const term *query, skew_scratch *w, const table_sums *sums,
+                         int64_t distance, int64_t count, int64_t tile_keys, const real *ds,
+                         const dense *keys, const real *zeros, const key_sums *to) {
+  const int64_t width = rpi_round_up(query->width, RPI_LANES);
+  const skew_range range = skew_collect(w, distance, count, ds);
+  const packed_term *const table = &w->table;
+  real *const lines = w->products + RPI_TILE;
+  if (range.tail) {
+    add_strip(1, lines + range.lines * RPI_TILE, lines + (range.lines - 1) * RPI_TILE);
+  }
+  if (range.head) {
+    add_transposed(w->products, RPI_TILE, tile_keys, table->down - width, width, 1, width, to->dk);
+  }
+  if (sums->lines && range.head) {
+    add_product(w->products, RPI_TILE, 1, keys, tile_keys, width, sums->lines);
+  }
+  const int64_t first = w->w.first - sums->first + 1; /* column 0, after the head */
+  real *const own = sums->lines ? sums->lines + first * width : NULL;
+  if (range.lines == 0 || close_skew_tiles(w, &range, width, tile_keys, to, own)) return;
+  add_transposed(lines, RPI_TILE, tile_keys, table->down + range.first * width, width, range.lines,
+                 width, to->dk);
+  if (sums->lines && is_folded(table)) {
+    const rpi_product product = {.a = lines,
+                                 .a_row = RPI_TILE,
+                                 .a_inner = 1,
+                                 .b = keys->data,
+                                 .b_stride = keys->stride,
+                                 .inner = tile_keys};
+    runs_add_product(&table->runs, product, range.first, range.first + range.lines, width, zeros,
+                     table->lines, own);
+  } else if (sums->lines) {
+    add_product(lines, RPI_TILE, range.lines, keys, tile_keys, width, own + range.begin * width);
+  }
+}
+
+/* The same, and for those that are looked up: into the sums by relation and key. */
 static void collect_queries(const pair_terms *p, pair_scratch *w, const slot *to,
                             const rpi_sequence *seq, const pair_rows *rows, int64_t begin,
                             int64_t count, int64_t key, int64_t j, int64_t tile_keys,
-                            const real *ds, const dense *keys, const real *zeros, real *dk) {
+                            const real *ds, const dense *keys, const real *zeros,
+                            const key_sums *own) {
+  real *const dk = own->dk;
   if (p->query.present) {
-    const int64_t width = rpi_round_up(p->query.width, RPI_LANES);
-    const table_sums *const sums = &to->sums[SUM_OF_QUERIES];
-    const skew_range range = skew_collect(&w->query, key - (rows->row0 + begin + seq->start), count,
-                                          ds + begin * RPI_TILE);
-    const packed_term *const table = &w->query.table;
-    real *const lines = w->query.products + RPI_TILE;
-    if (range.tail) {
-      add_strip(1, lines + range.lines * RPI_TILE, lines + (range.lines - 1) * RPI_TILE);
-    }
-    add_transposed(lines, RPI_TILE, tile_keys, table->down + range.first * width, width,
-                   range.lines, width, dk);
-    if (range.head) {
-      add_transposed(w->query.products, RPI_TILE, tile_keys, table->down - width, width, 1, width,
-                     dk);
-    }
-    const dense at = {keys->data + j * keys->stride, keys->stride};
-    const int64_t first = w->query.w.first - sums->first + 1; /* column 0, after the head */
-    if (sums->lines && is_folded(table)) {
-      const rpi_product product = {.a = lines,
-                                   .a_row = RPI_TILE,
-                                   .a_inner = 1,
-                                   .b = at.data,
-                                   .b_stride = at.stride,
-                                   .inner = tile_keys};
-      runs_add_product(&table->runs, product, range.first, range.first + range.lines, width, zeros,
-                       table->lines, sums->lines + first * width);
-    } else if (sums->lines) {
-      add_product(lines, RPI_TILE, range.lines, &at, tile_keys, width,
-                  sums->lines + (first + range.begin) * width);
-    }
-    if (sums->lines && range.head) {
-      add_product(w->query.products, RPI_TILE, 1, &at, tile_keys, width, sums->lines);
-    }
+    const dense k = rows_from(keys, j);
+    collect_skew(&p->query, &w->query, &to->sums[SUM_OF_QUERIES],
+                 key - (rows->row0 + begin + seq->start), count, tile_keys, ds + begin * RPI_TILE,
+                 &k, zeros, own);
   }
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];

@@ -169,11 +169,11 @@ static void open_biased(const pair_terms *p, const pair_scratch *w, const pair_r
  * what it meets in the chunk. */
 static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                             const sight *sees, const pair_rows *q, const pair_rows *dz, int64_t key,
-                            int64_t keys) {
+                            int64_t keys, bool tiles) {
   if (p->query.present) {
     const reach r = reach_of(seq, sees, q->row0, q->rows, key, keys);
     w->query.w = window_of(&p->query, r.nearest, r.farthest);
-    pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES),
+    pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES), tiles,
                 &w->query.table);
   }
   if (p->biased) open_biased(p, w, q);
@@ -397,14 +397,15 @@ static dense rows_from(const dense *keys, int64_t j) {
 }
 
 /* The additional scores of a block and the tile j of a chunk, in units of log 2.
- * packed, keys: the chunk. */
+ * packed, keys: the chunk; parts: the tile's keys, packed, as an operand, or NULL. */
 static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                         const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
-                        const real *packed, const dense *keys, const real *zeros) {
+                        const real *packed, const operand *parts, const dense *keys,
+                        const real *zeros) {
   const dense k = rows_from(keys, j);
   if (p->query.present) {
     skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows,
-                packed + j * p->query.width, zeros, w->scores);
+                packed + j * p->query.width, parts, zeros, w->scores);
   }
   bool first = !p->query.present;
   for (int i = 0; i < p->count; i++) {

@@ -82,22 +82,31 @@ RPI_NOINLINE void skew_back(const real *from, int64_t rows, real *between, real 
 typedef struct skew_scratch {
   packed_term table; /* the window of a block and a chunk of keys, with runs always */
   window w;
-  real *products;       /* [1 + lines + 1][TILE]: before, the columns' lines, beyond */
+  real *products;       /* [1 + lines + 1][TILE]: before, the columns' lines, beyond; and with tiles
+                           room for what fills a strip on both sides */
   real *rows, *between; /* [PAD + block + LANES + PAD][LANES] */
+  operand left, right;  /* of the products, on the way back: lines, and lines as inner */
 } skew_scratch;
 
-static void take_skew(rpi_arena *arena, int64_t block, int64_t columns, int64_t width,
-                      skew_scratch *w) {
+static void take_skew(rpi_arena *arena, int64_t block, int64_t columns, int64_t width, bool tiles,
+                      bool backward, skew_scratch *w) {
   const int64_t real_bytes = sizeof(real), most = rpi_min(columns, block + RPI_TILE);
+  const int64_t more = tiles ? RPI_TILED_ROWS : 0; /* lines, on either side */
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   const int64_t rows = block + RPI_LANES + 2 * RPI_SKEW_PAD;
   w->table.copy = rpi_arena_take(arena, (columns + 1) * width, real_bytes);
-  w->table.numbers = rpi_arena_take(arena, padded + 1, real_bytes);
+  w->table.numbers = rpi_arena_take(arena, padded, real_bytes);
   w->table.head_index = -1;
   take_runs(arena, columns, width, &w->table);
-  w->products = rpi_arena_take(arena, (most + 2) * RPI_TILE, real_bytes);
+  w->products = rpi_arena_take(arena, (more + most + 2 + more) * RPI_TILE, real_bytes);
+  if (w->products) w->products += more * RPI_TILE;
   w->rows = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
   w->between = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
+  if (tiles) w->table.line_parts = take_operand(arena, columns, width);
+  if (!tiles || !backward) return;
+  w->table.turned_parts = take_operand(arena, width, columns);
+  w->left = take_operand(arena, more + most + more, RPI_TILE);
+  w->right = take_operand(arena, RPI_TILE, more + most + more);
 }
 
 /* The columns of the block's window that a tile meets: begin to end - 1, their lines likewise, and
@@ -134,10 +143,13 @@ static int64_t skew_line(const skew_scratch *w, const skew_range *range, int64_t
   return w->table.runs.line[column] - range->first + 1;
 }
 
+/* Lines that a strip of an operand has before those of a range. */
+static int64_t skew_before(const skew_range *range) { return range->first % RPI_TILED_ROWS; }
+
 /* scores[rows][TILE] = k_j . w(d) for the pairs of a block and a tile. packed: the tile's keys
- * [D][TILE], whose factor the scores take over. */
+ * [D][TILE], whose factor the scores take over; parts: the same as an operand, or NULL. */
 static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_t rows,
-                        const real *packed, const real *zeros, real *scores) {
+                        const real *packed, const operand *parts, const real *zeros, real *scores) {
   const int64_t width = rpi_round_up(t->width, RPI_LANES);
   const skew_range range = skew_range_of(w, distance, rows);
   rpi_product product = {.a = w->table.down + range.first * width,
@@ -148,7 +160,14 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
                          .c = w->products + RPI_TILE,
                          .c_stride = RPI_TILE,
                          .inner = t->width};
-  rpi_block_product(RPI_START_ROW, range.lines, RPI_TILE / RPI_LANES, product, zeros);
+  if (parts && w->table.down_fits && range.lines) {
+    const int64_t before = skew_before(&range);
+    multiply_operands(operand_from(w->table.line_parts, range.first - before, 0),
+                      before + range.lines, *parts, RPI_TILE, t->width, false,
+                      product.c - before * RPI_TILE, RPI_TILE);
+  } else {
+    rpi_block_product(RPI_START_ROW, range.lines, RPI_TILE / RPI_LANES, product, zeros);
+  }
   real *const beyond = w->products + (range.lines + 1) * RPI_TILE;
   if (range.head) {
     product.a = w->table.down - width;

@@ -98,6 +98,28 @@ static const shape alone[] = {
      .value = {.table = SHARED, .left = 4, .right = 4}, START},
     {3, 2, 80, 150, 8, 8, .dropout = 0.4, .ordinals = true, .lengths = RAGGED, START},
     {1, 1, 80, 150, 8, 8, .dropout = 0.001, START}, /* nothing is dropped */
+    /* one vector of a query term for all pairs: queries are moved by it */
+    {2, 2, 130, 140, 40, 33, .query = {.table = PER_HEAD}, START},
+    {1, 2, 130, 140, 17, 9, .query = {.table = SHARED}, .query2 = {.table = PER_HEAD},
+     .key = {.table = PER_HEAD, .left = 600, .right = 600}, .position_bias = true, START},
+    {3, 2, 90, 70, 40, 16, .query2 = {.table = PER_HEAD}, .causal = true, .layout = PACKED,
+     .lengths = RAGGED, .gap = 3, .value = {.table = SHARED, .left = 4, .right = 4}, START},
+    {1, 1, 100, 150, 16, 16, .query = {.table = SHARED}, .softcap = 2, .dropout = 0.3, .mask = true,
+     .bias = {.table = SHARED, .left = 3, .right = 200}, START},
+    /* the same beside what is not one vector, or is looked up */
+    {1, 2, 100, 90, 16, 8, .query = {.table = SHARED}, .query2 = {.table = SHARED, .left = 1},
+     START},
+    {1, 2, 100, 90, 16, 8, .query = {.table = SHARED},
+     .key = {.table = SHARED, .map = RP_MAP_EDGES, .rows = 2}, START},
+    {1, 2, 100, 90, 16, 8, .query = {.table = SHARED, .beyond = NONE}, START},
+    /* windows that begin within those of their chunk */
+    {1, 1, 500, 530, 24, 20, .key = {.table = SHARED, .left = 700, .right = 700},
+     .value = {.table = SHARED, .left = 800, .right = 90}, START},
+    {1, 2, 400, 420, 16, 16, .key = {.table = PER_HEAD, .left = 150, .right = 130, .beyond = NONE},
+     .value = {.table = SHARED, .left = 33, .right = 250}, .causal = true, START},
+    {1, 1, 420, 300, 16, 16, .window = true, .window_left = 100, .window_right = 90,
+     .key = {.table = SHARED, .left = 500, .right = 80}, .value = {.table = SHARED, .left = 40},
+     START},
 };
 
 static term random_term(int64_t rows) {
