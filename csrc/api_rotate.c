@@ -152,9 +152,9 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                    .waves = waves,
                    .head_stride = (left + 1 + right) * D,
                    .row_stride = D};
-  w->some = rpi_allocate((size_t)rpi_waves_scratch(H, D) * sizeof *w->some);
+  w->some = rpi_allocate((size_t)rpi_waves_scratch(H, D, left, right) * sizeof *w->some);
   RPI_CHECK(w->some, RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
-            (wide)rpi_waves_scratch(H, D));
+            (wide)rpi_waves_scratch(H, D, left, right));
   return RP_OK;
 }
 

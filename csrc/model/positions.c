@@ -102,7 +102,7 @@ void rpi_positions_carve(const rp_config *config, int number, bool training, rpi
   if (p->has.embedding) p->query = rpi_arena_take(scratch, T * H * D, bytes);
   if (p->has.slopes) p->bias = rpi_arena_take(scratch, H * T, bytes);
   if (p->has.waves && p->has.right > 0) {
-    p->some = rpi_arena_take(scratch, rpi_waves_scratch(H, D), bytes);
+    p->some = rpi_arena_take(scratch, rpi_waves_scratch(H, D, p->has.left, p->has.right), bytes);
   }
   if (!training) return;
   if (p->has.waves || p->has.embedding) p->dkey = rpi_arena_take(scratch, T * H * D, bytes);

@@ -18,7 +18,7 @@ typedef struct wave_job {
 } wave_job;
 
 static real *cosines_of(const rpi_waves *w) {
-  return w->some + RPI_WAVE_ROWS * w->heads * w->head_width;
+  return w->some + rpi_waves_scratch(w->heads, w->head_width, w->left, w->right) / 2;
 }
 
 /* row(-t) = C_t + S_t, row(t) = C_t - S_t; NULL is a row that is not there. */

@@ -25,11 +25,14 @@ typedef struct rpi_waves {
   int64_t heads, head_width, width;
   const real *waves;               /* [at least max(left, right) + 1][width]: R_t from t = 0 on */
   int64_t head_stride, row_stride; /* of the table; rows may fall: mirrored, it has -R_t for R_t */
-  real *some;                      /* [2][RPI_WAVE_ROWS][heads * head_width], the host's */
+  real *some; /* [2][distances, at most RPI_WAVE_ROWS][heads * head_width], the host's */
 } rpi_waves;
 
-static inline int64_t rpi_waves_scratch(int64_t heads, int64_t head_width) {
-  return 2 * RPI_WAVE_ROWS * heads * head_width;
+/* Numbers of `some`. */
+static inline int64_t rpi_waves_scratch(int64_t heads, int64_t head_width, int64_t left,
+                                        int64_t right) {
+  const int64_t distances = (left > right ? left : right) + 1;
+  return 2 * (distances < RPI_WAVE_ROWS ? distances : RPI_WAVE_ROWS) * heads * head_width;
 }
 
 /* table = the projected rows; weight: [heads * head_width][width]. For the host's operations alone,

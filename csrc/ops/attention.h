@@ -272,7 +272,8 @@ static void take_runs(rpi_arena *arena, int64_t columns, int64_t width, packed_t
 /* Which operands a packed term has room for. */
 enum { PARTS_NONE = 0, PARTS_ACROSS = 1, PARTS_DOWN = 2 };
 
-/* relations: those of the term, or NULL where runs do not matter; columns: of what is packed. */
+/* relations: those of the term, or NULL where there is no E, and runs do not matter; columns: of
+ * what is packed. */
 static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t columns,
                         int64_t width, int parts, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
@@ -281,7 +282,7 @@ static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t 
     take_runs(arena, columns, width, packed);
     packed->strip = rpi_arena_take(arena, rows * (padded + RPI_LANES), sizeof(real));
   }
-  packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
+  if (relations) packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
   packed->numbers = rpi_arena_take(arena, padded + RPI_LANES, sizeof(real));
   if (parts & PARTS_ACROSS) packed->across_parts = take_operand(arena, columns, width);

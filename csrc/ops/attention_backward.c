@@ -23,7 +23,7 @@
  * row sums. From the first block wholly left on, the same holds for the first relation, with dk
  * (dv) gathered anew. In blocks across the band, what lies left and right is gathered per
  * row: head and tail. So it is in all blocks where numbers by distance are wanted (bias
- * terms, position_bias), or where dk has other parts (query terms).
+ * terms, position_bias), where dk has other parts (query terms), or is a sum of moved queries.
  */
 #include "ops/attention.h"
 #include "ops/attention_tiles.h"
@@ -490,9 +490,11 @@ static void open_side(const backward_item *item, const backward_block *block, si
       dense_rows(row_of(from, item->seq.query_batch, item->head, item->seq.query_row + block->row0),
                  from->row_stride, count, width, padded, x->copy);
   x->content = x->x;
-  if (item->n.tiles) x->fits = pack_rows(x->x, count, width, padded, x->rows, x->columns);
+  const bool moved = which == KEY && item->pairs.moves;
+  x->fits = item->n.tiles && (t->vector_count || !moved) &&
+            pack_rows(x->x, count, width, padded, x->rows, x->columns);
   x->content_fits = x->fits;
-  if (which == KEY && item->pairs.moves) {
+  if (moved) {
     x->content = moved_rows(&item->pairs.query, 0, &x->x, count, padded,
                             x->moved + item->n.block * padded, x->moved);
     if (item->n.tiles) {

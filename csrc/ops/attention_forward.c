@@ -384,8 +384,10 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   if (item->pairs.moves) view.content = moved_queries(item, w, &q, count);
   if (item->n.tiles) {
     view.fits = pack_operand(view.content, ROWS_ARE_LINES, count, s->D, w->queries);
-    if (!item->pairs.moves) related = view.fits ? related : NULL;
-    else related = pack_operand(q, ROWS_ARE_LINES, count, s->D, w->related) ? &w->related : NULL;
+    if (!view.fits) related = NULL;
+    if (item->pairs.moves && item->key.vector_count) { /* E is of the queries as they are */
+      related = pack_operand(q, ROWS_ARE_LINES, count, s->D, w->related) ? &w->related : NULL;
+    }
   }
   if (!window_empty(kw)) {
     const real factor = scale_of(s) * LOG2_E;

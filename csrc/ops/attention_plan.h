@@ -167,10 +167,9 @@ typedef struct bounds {
   bool moved;                 /* moves_queries */
 } bounds;
 
-/* Of a block it may begin up to a strip before (begin_strip). */
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
   if (!t->present) return 0;
-  return rpi_max(rpi_min(t->last - t->first + 1, rows + keys + RPI_TILED_ROWS), 1);
+  return rpi_max(rpi_min(t->last - t->first + 1, rows + keys), 1);
 }
 
 /* Has one of these terms a long table, looked up? */
@@ -225,14 +224,15 @@ static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
   const bool moved = moves_queries(s), skewed = query.present && !moved;
   const bool wide = skewed || looks_up_long(s, s->query); /* met tile by tile */
   const int64_t block = rpi_min(wide ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
+  const int64_t before = RPI_TILED_ROWS; /* that a block's window may begin earlier (begin_strip) */
   const bool tiled =
       tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH && tiles_pay(queries, keys, backward);
   return (bounds){
       .queries = queries,
       .keys = keys,
       .block = block,
-      .key_columns = widest_window(&key, block, keys),
-      .value_columns = widest_window(&value, block, keys),
+      .key_columns = widest_window(&key, block + before, keys),
+      .value_columns = widest_window(&value, block + before, keys),
       .query_columns = skewed ? widest_window(&query, block, keys) : 0,
       .packed_keys = widest_window(&key, queries, keys),
       .packed_values = widest_window(&value, queries, keys),

@@ -48,8 +48,8 @@ typedef struct lookup {
 } lookup;
 
 typedef struct pair_terms {
-  /* something here; additional scores; looked-up value terms; any query terms; queries with
-   * position_bias are met pair by pair */
+  /* something here; additional scores; looked-up value terms; query terms that do not
+   * move queries; queries with position_bias are met pair by pair */
   bool any, scores, values, queries, biased;
   term query; /* on a band; not present where it moves queries */
   bool moves; /* moves_queries: its vector is that of any distance */

@@ -13,7 +13,7 @@
  *     bias     the same with one E for all queries
  *     query    G[r][j] = k_j . w_r for the keys of a chunk or tile
  *     value    buckets, and in backward E of dz
- *   query on a band: see skew.h
+ *   query on a band: see skew.h; or where it moves queries (moves_queries) nothing
  *
  * Rows of E and of buckets begin with LANES spare columns; the last of them, column -1, is "no
  * relation": zero, and read or written like the others. Which rows of a table are there, and when

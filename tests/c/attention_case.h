@@ -72,7 +72,7 @@ typedef struct term {
   bool by_sequence, by_head;
 } term;
 
-enum { HUGE_NOWHERE, HUGE_Q, HUGE_K, HUGE_V, HUGE_DOUT };
+enum { HUGE_NOWHERE, HUGE_Q, HUGE_K, HUGE_V, HUGE_DOUT, HUGE_KEYS, HUGE_VALUES };
 
 typedef struct shape {
   int64_t B, H, N, M, D, Dv;
@@ -271,9 +271,23 @@ static void set_column(const attention_case *c, array *x, bool keys, bool huge) 
   }
 }
 
+/* The same in the row of a table that distance 0 alone has. */
+static void make_huge_row(attention_case *c) {
+  const bool keys = c->s.huge == HUGE_KEYS;
+  array *const table = &c->table[(keys ? KEY : VALUE) * RP_TERMS];
+  const int64_t left = keys ? c->s.key.left : c->s.value.left;
+  set_column(c, keys ? &c->q : &c->dout, false, false);
+  if (!keys) fill_rows(c, &c->q, false, c->s.D, 0);
+  table->memory[BEFORE + left * table->row + 1] = (real)3.4e38;
+}
+
 /* One huge number, and zeros for all that meets it in a dot product. In values: all scores are 0,
  * for a weight above 1, as there are before the division by their sum, would make it infinite. */
 static void make_huge(attention_case *c) {
+  if (c->s.huge >= HUGE_KEYS) {
+    make_huge_row(c);
+    return;
+  }
   array *const of[] = {
       [HUGE_Q] = &c->q, [HUGE_K] = &c->k, [HUGE_V] = &c->v, [HUGE_DOUT] = &c->dout};
   static const int meets[] = {

@@ -206,7 +206,7 @@ static void test_not_finite(const rp_ops *ops) {
 /* A number that has no parts in bf16 (ops/parts.h), in each array: what meets it is multiplied as
  * without tiles, all else as ever. */
 static void test_huge(void) {
-  for (int huge = HUGE_Q; huge <= HUGE_DOUT; huge++) {
+  for (int huge = HUGE_Q; huge <= HUGE_VALUES; huge++) {
     for (int causal = 0; causal < 2; causal++) {
       shape s = {1, 2, 100, 200, 40, 33, BOTH(SHARED, 5, 6, CLIP), causal, .start = START_DEFAULT};
       s.scale = 0.69314718; /* keys times 1 */

@@ -120,6 +120,11 @@ static const shape alone[] = {
     {1, 1, 420, 300, 16, 16, .window = true, .window_left = 100, .window_right = 90,
      .key = {.table = SHARED, .left = 500, .right = 80}, .value = {.table = SHARED, .left = 40},
      START},
+    /* with many heads chunks of more than a block: the last begins some strips further on */
+    {2, 8, 230, 240, 9, 12, .key = {.table = SHARED, .left = 500, .right = 480},
+     .value = {.table = SHARED, .left = 490, .right = 200}, .position_bias = true, START},
+    {4, 4, 220, 200, 17, 9, .key = {.table = SHARED, .left = 300, .right = 300, .beyond = NONE},
+     .value = {.table = SHARED, .left = 300, .right = 30, .beyond = NONE}, .causal = true, START},
 };
 
 static term random_term(int64_t rows) {

@@ -21,9 +21,10 @@ typedef struct sides {
   int64_t left, right, H, D, width;
 } sides;
 
-static const sides cases[] = {{0, 0, 1, 1, 2},   {5, 0, 2, 3, 6},    {0, 4, 2, 3, 6},
-                              {7, 3, 3, 5, 8},   {3, 7, 3, 5, 7},    {2, 2, 1, 4, 1},
-                              {300, 0, 2, 8, 6}, {40, 290, 2, 8, 6}, {511, 511, 4, 16, 64}};
+static const sides cases[] = {{0, 0, 1, 1, 2},     {5, 0, 2, 3, 6},     {0, 4, 2, 3, 6},
+                              {7, 3, 3, 5, 8},     {3, 7, 3, 5, 7},     {2, 2, 1, 4, 1},
+                              {300, 0, 2, 8, 6},   {40, 290, 2, 8, 6},  {511, 511, 4, 16, 64},
+                              {1100, 30, 1, 4, 6}, {900, 2060, 2, 3, 4}};
 enum { CASES = sizeof cases / sizeof cases[0] };
 
 static int64_t rows_of(const sides *s) { return s->left + 1 + s->right; }
@@ -49,7 +50,7 @@ static trial open_trial(const sides *s) {
                  .table = numbers(HD * rows_of(s)),
                  .dtable = numbers(HD * rows_of(s)),
                  .dweight = numbers(HD * s->width),
-                 .some = numbers(rpi_waves_scratch(s->H, s->D))};
+                 .some = numbers(rpi_waves_scratch(s->H, s->D, s->left, s->right))};
 }
 
 static void release(trial *t) {
