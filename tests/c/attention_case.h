@@ -271,13 +271,15 @@ static void set_column(const attention_case *c, array *x, bool keys, bool huge) 
   }
 }
 
-/* The same in the row of a table that distance 0 alone has. */
+/* The same in the row of a table that distance 0 alone has. The gradients of scores are far
+ * below 1: times the huge number they are queries' gradients. */
 static void make_huge_row(attention_case *c) {
   const bool keys = c->s.huge == HUGE_KEYS;
   array *const table = &c->table[(keys ? KEY : VALUE) * RP_TERMS];
   const int64_t left = keys ? c->s.key.left : c->s.value.left;
   set_column(c, keys ? &c->q : &c->dout, false, false);
-  if (!keys) fill_rows(c, &c->q, false, c->s.D, 0);
+  if (keys) fill_rows(c, &c->dout, false, c->s.Dv, (real)(1.0 / 64));
+  else fill_rows(c, &c->q, false, c->s.D, 0);
   table->memory[BEFORE + left * table->row + 1] = (real)3.4e38;
 }
 
