@@ -10,9 +10,12 @@
  * A job is described in plain fields, then the gate opens with a new generation.
  * A worker enters by compare-and-swap, inside + 1, and only while the gate is open
  * and its number is below the limit; so whoever is inside sees one job, whole.
- * Tasks are claimed from a counter. The caller, out of tasks, closes the gate and
- * waits until nobody is inside. A worker that wakes too late finds it closed: nobody
- * waits for a sleeper (a wake-up costs 50 us, calls come every 300).
+ * Tasks are cut into a share for each worker, claimed from the share's counter: its own
+ * first, which from one job to the next is the same rows of an array, in the cache of the
+ * same core (1 to 5 % of a training step, 1 to 3 % of attention); then what is left of
+ * others'. The caller, out of tasks, closes the gate and waits until nobody is inside. A
+ * worker that wakes too late finds it closed: nobody waits for a sleeper (a wake-up costs
+ * 50 us, calls come every 300).
  *
  * Fields belong to the caller that holds `busy`; nested and concurrent callers find
  * it taken and compute on their own thread. Workers look at them only from inside.
@@ -47,6 +50,9 @@
 /* As long as the sleep and wake-up that it may save: never twice the best choice. */
 #define SPIN_NANOSECONDS 50000
 
+/* More workers share: who is out of tasks looks at all of them. */
+#define SHARES 16
+
 #define INSIDE_MASK UINT64_C(0xFFFF)
 #define OPEN (UINT64_C(1) << 16)
 #define LIMIT_SHIFT 17
@@ -57,8 +63,11 @@ _Static_assert(RPI_MAX_THREADS <= LIMIT_MASK, "the limit has 11 bits");
 
 static struct {
   _Alignas(64) _Atomic uint64_t gate;
-  _Alignas(64) _Atomic int64_t next; /* the first task not yet claimed */
-  _Alignas(64) atomic_int sleepers;  /* workers asleep, or about to be */
+  struct {
+    _Alignas(64) _Atomic int64_t next; /* the first task not yet claimed */
+    int64_t end;                       /* the holder of busy's, like those below */
+  } share[SHARES];
+  _Alignas(64) atomic_int sleepers; /* workers asleep, or about to be */
   atomic_bool caller_sleeps;
   atomic_bool busy;
   atomic_int leave_from; /* workers from this number on are to end */
@@ -69,7 +78,7 @@ static struct {
   pthread_cond_t done;  /* nobody inside */
 
   /* The holder of busy's. */
-  int64_t tasks;
+  int shares; /* in use */
   rpi_task fn;
   void *context;
   int size;  /* threads that exist, the caller included; 0: no pool yet */
@@ -251,11 +260,29 @@ static void publish(int limit, bool open) {
 
 /* ---- workers --------------------------------------------------------------- */
 
+static void run_share(int share, int worker) {
+  _Atomic int64_t *const next = &pool.share[share].next;
+  const int64_t end = pool.share[share].end;
+  /* a look first: an addition takes the counter's line from whom it belongs to */
+  while (atomic_load_explicit(next, memory_order_relaxed) < end) {
+    const int64_t task = atomic_fetch_add_explicit(next, 1, memory_order_relaxed);
+    if (task < end) pool.fn(pool.context, task, worker);
+  }
+}
+
 static void run_tasks(int worker) {
-  for (;;) {
-    const int64_t task = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed);
-    if (task >= pool.tasks) return;
-    pool.fn(pool.context, task, worker);
+  for (int i = 0; i < pool.shares; i++) run_share((worker + i) % pool.shares, worker);
+}
+
+/* To be published by the gate. */
+static void share_out(int64_t tasks, int workers) {
+  pool.shares = workers < SHARES ? workers : SHARES;
+  const int64_t each = tasks / pool.shares, more = tasks % pool.shares;
+  int64_t begin = 0;
+  for (int i = 0; i < pool.shares; i++) {
+    atomic_store_explicit(&pool.share[i].next, begin, memory_order_relaxed);
+    begin += each + (i < more);
+    pool.share[i].end = begin;
   }
 }
 
@@ -363,10 +390,9 @@ static void run_inline(int64_t tasks, rpi_task fn, void *context) {
 }
 
 static void run_in_pool(int64_t tasks, int workers, rpi_task fn, void *context) {
-  pool.tasks = tasks;
+  share_out(tasks, workers);
   pool.fn = fn;
   pool.context = context;
-  atomic_store_explicit(&pool.next, 0, memory_order_relaxed); /* published by the gate */
   in_task = true;
   publish(workers, true);
   const float_state saved = float_state_enter();

@@ -97,6 +97,20 @@ static void tiles_pair(const rpi_gemm_args *g, gemm_block at, int64_t inner, til
   tiles_multiply(t, at.rows, at.columns);
 }
 
+/* Where the next call of the kernel writes: beside the one of `line` and the strip that is kept
+ * before `next`, or where the next line begins. NULL: in less than whole strips. */
+static const real *tiles_next(const rpi_gemm_args *g, gemm_block at, bool keeps_b, int64_t line,
+                              int64_t next) {
+  const int64_t keep = keeps_b ? at.columns : at.rows, pass = keeps_b ? at.rows : at.columns;
+  if (next >= keep) {
+    next = 0;
+    line += TILES_SIDE;
+  }
+  if (next + TILES_SIDE > keep || line + TILES_SIDE > pass) return NULL;
+  const int64_t row = keeps_b ? line : next, column = keeps_b ? next : line;
+  return g->c + (at.row + row) * g->c_stride + at.column + column;
+}
+
 /* The strips of one operand, rows of A or columns of B, are kept in `kept`; those of the other pass
  * by, so many at a time as `passing` has room for; `most` of inner at a time. */
 static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uint32_t *kept,
@@ -128,10 +142,7 @@ static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uin
         }
         const uint32_t *const own = kept + i * words, *const other = passing + p * words;
         tiles_product t = {.a = keeps_b ? other : own, .b = keeps_b ? own : other, .steps = steps};
-        if ((i + 2) * TILES_SIDE <= keep) {
-          t.next = g->c + part.row * g->c_stride + part.column +
-                   TILES_SIDE * (keeps_b ? 1 : g->c_stride);
-        }
+        t.next = tiles_next(g, at, keeps_b, line, (i + 1) * TILES_SIDE);
         tiles_pair(g, part, inner, t);
       }
     }

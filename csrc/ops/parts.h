@@ -128,6 +128,10 @@ static void tiles_pack_ragged(const real *from, tiles_source s, int64_t lines, i
   tiles_pack_one(whole, stride, s.along ? RPI_TILE_SIDE : RPI_TILE_WORDS, 0, s.turned, to, odd);
 }
 
+/* Of rows so far apart, or less, that run along inner the next tile's are asked for, else what is
+ * next of the same. */
+#define TILES_NEAR 512
+
 /* One tile of each part of the strip `to`: `across` of its lines from `first` on, `inner` of inner
  * from k on. */
 static void tiles_pack_at(tiles_source s, int64_t first, int64_t across, int64_t k, int64_t inner,
@@ -136,7 +140,9 @@ static void tiles_pack_at(tiles_source s, int64_t first, int64_t across, int64_t
   const real *const from = s.along ? s.at + first * s.stride + k : s.at + k * s.stride + first;
   to += k / TILES_INNER * TILES_STEP + first % TILES_SIDE * RPI_TILE_SIDE;
   if (across == RPI_TILE_SIDE && inner == TILES_INNER) {
-    tiles_pack_one(from, s.stride, partner, 2 * partner, s.turned, to, odd);
+    const bool lines = s.along && s.stride <= TILES_NEAR;
+    tiles_pack_one(from, s.stride, partner, lines ? RPI_TILE_SIDE * s.stride : 2 * partner,
+                   s.turned, to, odd);
   } else {
     tiles_pack_ragged(from, s, s.along ? across : inner, s.along ? inner : across, to, odd);
   }
