@@ -170,36 +170,64 @@ static void look_up_distances(const rp_relation *r, int32_t own, const int32_t *
   }
 }
 
-/* The relations of query i with `count` keys from j on; -1: none. Not for edges. */
+/* Labels of `rows` queries from i on with keys from j on, and the bytes from one query's to the
+ * next's. */
+typedef struct label_rows {
+  const char *at;
+  int64_t stride;
+} label_rows;
+
+static label_rows labels_at(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
+                            int64_t i, int64_t j) {
+  const int64_t row = pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
+                               r->label_row_stride, p, seq, i);
+  const int64_t stride = r->label_starts ? seq->keys : r->label_row_stride;
+  return (label_rows){(const char *)r->labels + (row + j) * r->label_bytes,
+                      stride * r->label_bytes};
+}
+
+/* `count` labels; a whole tile's is a count that the compiler knows. */
+RPI_INLINE void widen_labels(const char *labels, int32_t bytes, int64_t count, int32_t *relation) {
+  if (bytes == 1) {
+    const int8_t *const from = (const int8_t *)labels;
+    for (int64_t c = 0; c < count; c++) relation[c] = from[c];
+  } else if (bytes == 2) {
+    const int16_t *const from = (const int16_t *)labels;
+    for (int64_t c = 0; c < count; c++) relation[c] = from[c];
+  } else {
+    memcpy(relation, labels, (size_t)count * sizeof *relation);
+  }
+}
+
+static void look_up_labels(const rp_relation *r, label_rows from, int64_t rows, int64_t count,
+                           int32_t *relation) {
+  for (int64_t i = 0; i < rows; i++, from.at += from.stride, relation += RPI_TILE) {
+    if (count == RPI_TILE) {
+      widen_labels(from.at, r->label_bytes, RPI_TILE, relation);
+      continue;
+    }
+    widen_labels(from.at, r->label_bytes, count, relation);
+    for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
+  }
+}
+
+/* The relations of `rows` queries from i on with `count` keys from j on; -1: none. Not for edges.
+ */
 static void look_up(const lookup *x, const pair_terms *p, const rpi_sequence *seq, int64_t i,
-                    int64_t j, int64_t count, int32_t *relation) {
+                    int64_t rows, int64_t j, int64_t count, int32_t *relation) {
   const rp_relation *const r = x->relation;
   if (r->map == RP_MAP_LABEL) {
-    const int64_t at = j + pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
-                                    r->label_row_stride, p, seq, i);
-    if (r->label_bytes == 1) {
-      const int8_t *const from = (const int8_t *)r->labels + at;
-      if (count == RPI_TILE) { /* a count that the compiler knows */
-        for (int c = 0; c < RPI_TILE; c++) relation[c] = from[c];
-      }
-      for (int64_t c = 0; c < count % RPI_TILE; c++) relation[c] = from[c];
-    } else if (r->label_bytes == 2) {
-      const int16_t *const from = (const int16_t *)r->labels + at;
-      if (count == RPI_TILE) {
-        for (int c = 0; c < RPI_TILE; c++) relation[c] = from[c];
-      }
-      for (int64_t c = 0; c < count % RPI_TILE; c++) relation[c] = from[c];
-    } else {
-      memcpy(relation, (const int32_t *)r->labels + at, (size_t)count * sizeof *relation);
-    }
-  } else {
-    const places at = places_of(r, p->shape, seq, p->b, i, j);
-    look_up_distances(r, *at.queries, at.keys, count, -nearer_end(r->left), relation);
+    look_up_labels(r, labels_at(r, p, seq, i, j), rows, count, relation);
+    return;
+  }
+  const places at = places_of(r, p->shape, seq, p->b, i, j);
+  for (int64_t n = 0; n < rows; n++, relation += RPI_TILE) {
+    look_up_distances(r, at.queries[n], at.keys, count, -nearer_end(r->left), relation);
     for (int64_t c = 0; r->buckets && c < count; c++) {
       if (relation[c] >= 0) relation[c] = r->buckets[relation[c]];
     }
+    for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
   }
-  for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
 }
 
 /* Asks for the labels of some queries with the tile at key j, and with the tiles beside it, one of
@@ -208,16 +236,14 @@ static void look_up(const lookup *x, const pair_terms *p, const rpi_sequence *se
  * takes a function that only asks for one that does nothing. */
 RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_sequence *seq,
                               int64_t query, int64_t rows, int64_t j) {
-  const rp_relation *const r = x->relation;
-  const int64_t bytes = r->label_bytes, tile = RPI_TILE * bytes;
-  for (int side = 0; side < 3; side++) {
-    const int64_t key = j + (side == 0 ? 0 : side == 1 ? -RPI_TILE : RPI_TILE);
-    if (key < 0 || key >= seq->keys) continue;
-    for (int64_t i = query; i < query + rows; i++) {
-      const int64_t row = pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
-                                   r->label_row_stride, p, seq, i);
-      const char *const from = (const char *)r->labels + (row + key) * bytes;
-      for (int64_t at = 0; at < tile; at += RPI_CACHE_LINE) __builtin_prefetch(from + at);
+  const int64_t bytes = x->relation->label_bytes, tile = RPI_TILE * bytes;
+  const int64_t before = j >= RPI_TILE ? tile : 0, behind = j + RPI_TILE < seq->keys ? tile : 0;
+  label_rows from = labels_at(x->relation, p, seq, query, j);
+  for (int64_t i = 0; i < rows; i++, from.at += from.stride) {
+    for (int64_t at = 0; at < tile; at += RPI_CACHE_LINE) {
+      __builtin_prefetch(from.at + at);
+      __builtin_prefetch(from.at + at - before);
+      __builtin_prefetch(from.at + at + behind);
     }
   }
 }
@@ -407,7 +433,7 @@ static void meet_labels(const lookup *x, const pair_terms *p, const rpi_sequence
   w->met = (met_rows){.row = -1};
   for (int64_t i = 0; i < rows; i++) {
     for (int64_t j = 0; j < keys; j += RPI_TILE) {
-      look_up(x, p, seq, query + i, key + j, rpi_min(RPI_TILE, keys - j), w->relation);
+      look_up(x, p, seq, query + i, 1, key + j, rpi_min(RPI_TILE, keys - j), w->relation);
       for (int c = 0; c < RPI_TILE; c++) {
         const int32_t row = w->relation[c];
         if (row < 0 || w->column_of[row] >= 0) continue;
@@ -450,20 +476,23 @@ static int64_t met_row(const lookup_scratch *w, int64_t column) {
   return w->met.row >= 0 ? w->met.row + column : w->list[column];
 }
 
-/* The columns of query i's relations: of the rows met, or where they are too many, of all. */
+/* The columns of relations: of the rows met, or where they are too many, of all. */
 static void look_up_met(const lookup *x, const pair_terms *p, const rpi_sequence *seq, int64_t i,
-                        int64_t j, int64_t count, const lookup_scratch *w, int32_t *relation) {
+                        int64_t rows, int64_t j, int64_t count, const lookup_scratch *w,
+                        int32_t *relation) {
   if (w->met.each || x->relation->map == RP_MAP_LABEL) {
-    look_up(x, p, seq, i, j, count, relation);
+    look_up(x, p, seq, i, rows, j, count, relation);
     if (w->met.each) return;
-    for (int c = 0; c < RPI_TILE; c++) {
+    for (int64_t c = 0; c < rows * RPI_TILE; c++) {
       relation[c] = relation[c] < 0 ? -1 : w->column_of[relation[c]];
     }
     return;
   }
   const places at = places_of(x->relation, p->shape, seq, p->b, i, j);
-  look_up_distances(x->relation, *at.queries, at.keys, count, (int32_t)w->met.first, relation);
-  for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
+  for (int64_t n = 0; n < rows; n++, relation += RPI_TILE) {
+    look_up_distances(x->relation, at.queries[n], at.keys, count, (int32_t)w->met.first, relation);
+    for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
+  }
 }
 
 /* Makes the rows met a table of their own. */

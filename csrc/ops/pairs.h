@@ -203,10 +203,10 @@ static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_seque
       if (x->relation->map == RP_MAP_LABEL) {
         expect_labels(x, p, seq, rows->row0, rows->rows, key + j);
       }
-      for (int64_t r = 0; r < rows->rows; r++) {
-        int32_t *const relation = at->relation + r * RPI_TILE;
-        if (met) look_up_met(x, p, seq, rows->row0 + r, key + j, tile_keys, at, relation);
-        else look_up(x, p, seq, rows->row0 + r, key + j, tile_keys, relation);
+      if (met) {
+        look_up_met(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at, at->relation);
+      } else {
+        look_up(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at->relation);
       }
     }
     if (x->kind != PAIR_QUERY || x->way != LOOKUP_MET || pair_by_pair(x, w)) continue;
