@@ -59,7 +59,7 @@ typedef struct side {
   dense x;
   dense content; /* what keys meet: x, or for queries moved */
   real *moved;   /* [block + 1][padded]: the same where it is, and the vector */
-  bool collects; /* some tile lies across the band: there are buckets */
+  bool collects; /* some tile lies across the band, and somebody asks what it gathers */
   /* operands of products of whole blocks, and whether they could be packed */
   operand *tile_parts; /* [tiles]: packed */
   bool *tile_fits;
@@ -332,8 +332,11 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   backward_weights(item, w, block, multiplied, i, count, j, tile_keys);
   const real *const p = w->side[KEY].product + i * RPI_TILE;
   const real *const ds = w->side[VALUE].product + i * RPI_TILE;
-  if (lies[KEY] == ACROSS) collect_strip(&w->side[KEY], ds, i, count, distance, tile_keys);
-  if (lies[VALUE] == ACROSS) collect_strip(&w->side[VALUE], p, i, count, distance, tile_keys);
+  for (int which = 0; which < SIDES; which++) {
+    side *const x = &w->side[which];
+    if (lies[which] != ACROSS || !x->collects) continue;
+    collect_strip(x, which == KEY ? ds : p, i, count, distance, tile_keys);
+  }
   if (item->pairs.count) {
     for (int values = 0; values < 2; values++) {
       pair_buckets buckets;
@@ -506,7 +509,9 @@ static void open_side(const backward_item *item, const backward_block *block, si
   x->collects = false;
   if (window_empty(&x->w)) return;
   const bool one_side = r.farthest < t->first || (x->w.tail && r.nearest >= t->last);
-  x->collects = item->by_row[which] || !one_side;
+  const table_sums *const sums = &item->to[which];
+  const bool wanted = sums->lines || sums->numbers || (which == KEY && t->vector_count);
+  x->collects = wanted && (item->by_row[which] || !one_side);
   const block_place at = {.distance = item->r.key - (block->row0 + item->seq.start),
                           .rows = count,
                           .keys = item->r.keys};
