@@ -50,7 +50,24 @@ def curve_of(run: Path) -> dict[str, Any]:
 
 def score(run: Path, data: Path) -> dict[str, Any]:
     name, _, seed = run.name.rpartition("-")
-    translator = relpos.Translator.load(run, average=AVERAGED)
+    saved = checkpoints(run)
+    return (
+        {
+            "run": run.name,
+            "configuration": f"benchmarks/multi30k/{name}.toml",
+            "seed": int(seed),
+            **curve_of(run),
+            "averaged": [each.step for each in saved[-AVERAGED:]],
+            **scores_of(relpos.Translator.load(run, average=AVERAGED), data),
+            "trained_with": read_json(saved[-1].folder / "state.json").get("build", {}),
+        }
+        | turns.machine()
+        | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
+    )
+
+
+def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
+    """The length penalty is chosen on val, the test set translated once."""
     sources, references = lines_of(data, "val")
     on_val = {}
     for alpha in ALPHAS:
@@ -65,30 +82,20 @@ def score(run: Path, data: Path) -> dict[str, Any]:
     cased, lower, chrf = result.metrics
     numbers = sum(array.size for array in translator.models[0].parameters.values())
     assert result.likelihood is not None
-    return (
-        {
-            "run": run.name,
-            "configuration": f"benchmarks/multi30k/{name}.toml",
-            "seed": int(seed),
-            "weights": numbers,
-            **curve_of(run),
-            "averaged": [each.step for each in checkpoints(run)[-AVERAGED:]],
-            "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
-            "alpha": chosen,
-            "bleu": round(cased.value, 2),
-            "bleu_lowercase": round(lower.value, 2),
-            "chrf2": round(chrf.value, 2),
-            "signature": cased.signature,
-            "precisions": cased.more,
-            "perplexity_test": round(result.likelihood.perplexity, 3),
-            "by_length": {
-                each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
-            },
-            "trained_with": read_json(checkpoints(run)[-1].folder / "state.json").get("build", {}),
-        }
-        | turns.machine()
-        | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
-    )
+    return {
+        "weights": numbers,
+        "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
+        "alpha": chosen,
+        "bleu": round(cased.value, 2),
+        "bleu_lowercase": round(lower.value, 2),
+        "chrf2": round(chrf.value, 2),
+        "signature": cased.signature,
+        "precisions": cased.more,
+        "perplexity_test": round(result.likelihood.perplexity, 3),
+        "by_length": {
+            each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
+        },
+    }
 
 
 def table(lines: list[dict[str, Any]]) -> str:

@@ -402,3 +402,62 @@ def test_padded_batches_train_the_same_tokens(order: str) -> None:
     assert len(padded.source) == len(lengths) * max(n for n, _ in lengths)
     assert (padded.labels >= 0).sum() == (packed.labels >= 0).sum() == len(packed.target)
     assert padded.labels[padded.labels >= 0].tolist() == packed.labels.tolist()
+
+
+# --------------------------------------------------------------------------------------------------
+# The twin of twin_multi30k.py
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"decoder.per_head": False}, {"encoder.position": "none"}])
+def test_the_twin_against_float64(changes: dict[str, Any]) -> None:
+    """Sentences of all lengths, padded, have the loss and the gradients of each by itself."""
+    import numpy as np
+
+    import relpos
+    from model_torch import Pair, TorchModel, gradients
+    from peers.torch_twin import Twin, padded_batch
+
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    config = relpos.Config.preset("tiny").replace(rates | changes)
+    weights = relpos.Transformer(config, tokens=64, sentences=4).parameters
+    weights = {name: x.astype(np.float64) for name, x in weights.items()}
+    draw = np.random.default_rng(0)
+    sources, targets = (
+        [draw.integers(3, config.target_vocabulary, n) for n in lengths]
+        for lengths in ((5, 1, 20), (2, 9, 14))
+    )
+    twin = Twin(config, weights)
+    loss = twin.loss(*padded_batch(relpos.Batch.from_pairs(sources, targets, bos=1, eos=2)))
+    loss.backward()
+    pairs = [
+        Pair(source.tolist(), [1, *target], [*target, 2])
+        for source, target in zip(sources, targets, strict=True)
+    ]
+    settings = dict(config.pairs()).__getitem__
+    exact, count, expected = gradients(TorchModel(settings), weights, pairs, torch.float64)
+    assert abs(loss.item() - exact / count) < 1e-12 * exact
+    assert set(twin.p) == set(expected)
+    for name, gradient in expected.items():
+        error = float((twin.p[name].grad - gradient / count).abs().max())
+        assert error < 1e-10 * float(gradient.abs().max()), name
+
+
+def test_the_twins_update() -> None:
+    """Noam's rate and the clipped norm: updates of relpos from the same gradients."""
+    import relpos
+    from peers.torch_twin import Adam, Twin, padded_batch
+
+    rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    noam = {"schedule": "noam", "warmup": 3, "learning_rate": 0.1, "clip_norm": 0.5}
+    config = relpos.Config.preset("tiny").replace(rates | noam)
+    model = relpos.Transformer(config, tokens=64, sentences=4)
+    before = {name: x.copy() for name, x in model.parameters.items()}
+    twin = Twin(config, before)
+    adam = Adam(twin)
+    batch = relpos.Batch.from_pairs([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], bos=1, eos=2)
+    for _ in range(6):
+        loss = twin.loss(*padded_batch(batch))
+        loss.backward()
+        adam.step()
+        assert abs(model.step(batch).loss - loss.item()) < 1e-4 * loss.item()
