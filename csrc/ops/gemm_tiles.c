@@ -47,7 +47,7 @@ static void tiles_multiply(tiles_product t, int64_t rows, int64_t columns) {
   _Alignas(64) real whole[TILES_SIDE * TILES_SIDE];
   const size_t bytes = (size_t)columns * sizeof(real);
   memset(whole, 0, sizeof whole);
-  for (int64_t r = 0; r < rows; r++) {
+  for (int64_t r = 0; t.start != NULL && r < rows; r++) {
     memcpy(whole + r * TILES_SIDE, t.start + r * t.start_stride, bytes);
   }
   tiles_product part = t;
@@ -86,12 +86,11 @@ static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inne
 
 /* A strip of A by one of B, and where in C that is. */
 static void tiles_pair(const rpi_gemm_args *g, gemm_block at, int64_t inner, tiles_product t) {
-  static const real zeros[TILES_SIDE];
   t.c = g->c + at.row * g->c_stride + at.column;
   t.start = t.c;
   t.start_stride = t.c_stride = g->c_stride;
   if (inner == 0 && !g->accumulate) {
-    t.start = g->bias != NULL ? g->bias + at.column : zeros;
+    t.start = g->bias != NULL ? g->bias + at.column : NULL;
     t.start_stride = 0;
   }
   tiles_multiply(t, at.rows, at.columns);

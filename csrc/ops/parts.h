@@ -235,7 +235,8 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
     TILES_DOTS_LEFT(0);
     TILES_DOTS_RIGHT(2);
     TILES_DOTS_RIGHT(0);
-    if (i % TILES_STORED == TILES_STORED - 1) RPI_TILE_STORE(4, spare, 64);
+    const bool stored = i % TILES_STORED == TILES_STORED - 1 && i + 1 < t->steps;
+    if (stored) RPI_TILE_STORE(4, spare, 64);
   }
   TILES_C(RPI_TILE_STORE, c, c_stride);
 }
