@@ -3,7 +3,8 @@
  * gemm_tiles.c: blocks of a product by tiles, in three parts (parts.h).
  *
  * Strips of one operand are kept, as many as the second-level cache holds; those of the other pass
- * by, one at a time. Two strips of which one holds what has no parts are multiplied as gemm.c does.
+ * by, one at a time, and the next is packed meanwhile. Two strips of which one holds what has no
+ * parts are multiplied as gemm.c does.
  */
 #include "ops/parts.h"
 
@@ -110,41 +111,99 @@ static const real *tiles_next(const rpi_gemm_args *g, gemm_block at, bool keeps_
   return g->c + (at.row + row) * g->c_stride + at.column + column;
 }
 
-/* The strips of one operand, rows of A or columns of B, are kept in `kept`; those of the other pass
- * by, so many at a time as `passing` has room for; `most` of inner at a time. */
+/* A block, `depth` of inner from `inner` on: the strips of one operand, rows of A or columns of B,
+ * are kept, those of the other pass by. */
+typedef struct tiles_part {
+  const rpi_gemm_args *g;
+  gemm_block at;
+  bool keeps_b;
+  int64_t inner, depth, words; /* words: of a strip */
+  uint32_t *kept, *passing;
+  bool finite[TILES_KEPT / TILES_SIDE]; /* of what is kept */
+} tiles_part;
+
+static int64_t tiles_lines_kept(const tiles_part *x) {
+  return x->keeps_b ? x->at.columns : x->at.rows;
+}
+
+static int64_t tiles_lines_passing(const tiles_part *x) {
+  return x->keeps_b ? x->at.rows : x->at.columns;
+}
+
+/* A strip that passes by, `line` of its operand's, by all that are kept. */
+static void tiles_pass(const tiles_part *x, int64_t line, const uint32_t *strip, bool fits,
+                       tiles_packing *packing) {
+  const gemm_block at = x->at;
+  for (int64_t i = 0; i * TILES_SIDE < tiles_lines_kept(x); i++) {
+    const int64_t row = x->keeps_b ? line : i * TILES_SIDE,
+                  column = x->keeps_b ? i * TILES_SIDE : line;
+    const gemm_block part = {at.row + row, rpi_min(TILES_SIDE, at.rows - row), at.column + column,
+                             rpi_min(TILES_SIDE, at.columns - column)};
+    if (!x->finite[i] || !fits) {
+      tiles_forgo(x->g, part, x->inner, x->depth);
+      continue;
+    }
+    const uint32_t *const own = x->kept + i * x->words;
+    const tiles_product t = {.a = x->keeps_b ? strip : own,
+                             .b = x->keeps_b ? own : strip,
+                             .steps = x->words / TILES_STEP,
+                             .next = tiles_next(x->g, at, x->keeps_b, line, (i + 1) * TILES_SIDE),
+                             .packing = packing};
+    tiles_pair(x->g, part, x->inner, t);
+  }
+}
+
+/* While a strip passes by the next is packed, in the other half of `passing`. */
+static void tiles_pass_ahead(const tiles_part *x, tiles_source from) {
+  const int64_t lines = tiles_lines_passing(x);
+  const int64_t kept = rpi_divide_up(tiles_lines_kept(x), TILES_SIDE);
+  tiles_packing next = tiles_packing_of(from, 0, lines, x->depth, x->passing);
+  for (int64_t line = 0; line < lines; line += TILES_SIDE) {
+    const uint32_t *const strip = next.to;
+    const bool fits = tiles_packed(&next);
+    next = tiles_packing_of(from, line + TILES_SIDE, lines, x->depth,
+                            strip == x->passing ? x->passing + x->words : x->passing);
+    next.each = rpi_divide_up(next.pieces, kept);
+    tiles_pass(x, line, strip, fits, &next);
+  }
+}
+
+/* Strips that are to be turned: more than is free beside products. As many at once as there is room
+ * for: they lie across rows of memory. */
+static void tiles_pass_turned(const tiles_part *x, tiles_source from, int64_t room) {
+  bool fits[TILES_KEPT / TILES_SIDE];
+  const int64_t lines = tiles_lines_passing(x);
+  const int64_t group = rpi_min(TILES_KEPT, room / x->words * TILES_SIDE);
+  for (int64_t line = 0; line < lines; line += TILES_SIDE) {
+    const int64_t n = line % group / TILES_SIDE;
+    if (n == 0) {
+      tiles_source some = from;
+      some.at += line * (from.along ? from.stride : 1);
+      tiles_pack(some, rpi_min(group, lines - line), x->depth, x->words, x->passing, fits);
+    }
+    tiles_pass(x, line, x->passing + n * x->words, fits[n], NULL);
+  }
+}
+
+/* `most` of inner at a time; room: words that `passing` holds. */
 static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uint32_t *kept,
                         uint32_t *passing, int64_t room, int64_t most) {
-  bool finite[TILES_KEPT / TILES_SIDE] = {false}, passes[TILES_KEPT / TILES_SIDE] = {false};
-  const int64_t keep = keeps_b ? at.columns : at.rows, pass = keeps_b ? at.rows : at.columns;
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner < g->inner; inner += most) {
-    const int64_t depth = rpi_min(most, g->inner - inner),
-                  steps = rpi_divide_up(depth, TILES_INNER);
-    const int64_t words = steps * TILES_STEP;
-    const int64_t group = rpi_min(TILES_KEPT, room / words * TILES_SIDE);
+    const int64_t depth = rpi_min(most, g->inner - inner);
+    tiles_part x = {.g = g,
+                    .at = at,
+                    .keeps_b = keeps_b,
+                    .inner = inner,
+                    .depth = depth,
+                    .words = rpi_divide_up(depth, TILES_INNER) * TILES_STEP,
+                    .kept = kept,
+                    .passing = passing};
     const tiles_source a = tiles_a(g, at.row, inner), b = tiles_b(g, at.column, inner);
-    tiles_pack(keeps_b ? b : a, keep, depth, words, kept, finite);
-    for (int64_t line = 0; line < pass; line += TILES_SIDE) {
-      const int64_t p = line % group / TILES_SIDE;
-      if (p == 0) {
-        tiles_pack(keeps_b ? tiles_a(g, at.row + line, inner) : tiles_b(g, at.column + line, inner),
-                   rpi_min(group, pass - line), depth, words, passing, passes);
-      }
-      for (int64_t i = 0; i * TILES_SIDE < keep; i++) {
-        const int64_t row = keeps_b ? line : i * TILES_SIDE,
-                      column = keeps_b ? i * TILES_SIDE : line;
-        const gemm_block part = {at.row + row, rpi_min(TILES_SIDE, at.rows - row),
-                                 at.column + column, rpi_min(TILES_SIDE, at.columns - column)};
-        if (!finite[i] || !passes[p]) {
-          tiles_forgo(g, part, inner, depth);
-          continue;
-        }
-        const uint32_t *const own = kept + i * words, *const other = passing + p * words;
-        tiles_product t = {.a = keeps_b ? other : own, .b = keeps_b ? own : other, .steps = steps};
-        t.next = tiles_next(g, at, keeps_b, line, (i + 1) * TILES_SIDE);
-        tiles_pair(g, part, inner, t);
-      }
-    }
+    const tiles_source passes = keeps_b ? a : b;
+    tiles_pack(keeps_b ? b : a, tiles_lines_kept(&x), depth, x.words, kept, x.finite);
+    if (passes.turned) tiles_pass_turned(&x, passes, room);
+    else tiles_pass_ahead(&x, passes);
   }
 }
 
@@ -164,11 +223,11 @@ static int64_t tiles_kept(const rpi_gemm_args *g) {
  * where a number is not finite. */
 static void tiles_small_block(const rpi_gemm_args *g, gemm_block at) {
   enum { WORDS = TILES_SMALL_DEPTH / TILES_INNER * TILES_STEP };
-  _Alignas(64) uint32_t kept[WORDS], passing[WORDS];
+  _Alignas(64) uint32_t kept[WORDS], passing[2 * WORDS];
   for (int64_t row = 0; row < at.rows; row += TILES_SIDE) {
     const gemm_block strip = {at.row + row, rpi_min(TILES_SIDE, at.rows - row), at.column,
                               at.columns};
-    tiles_block(g, strip, false, kept, passing, WORDS, TILES_SMALL_DEPTH);
+    tiles_block(g, strip, false, kept, passing, 2 * WORDS, TILES_SMALL_DEPTH);
   }
 }
 

@@ -162,6 +162,57 @@ static bool tiles_pack_strip(tiles_source s, int64_t first, int64_t lines, int64
   return rpi_total(odd) == 0;
 }
 
+/* A strip that is packed piece by piece, one tile of each part at a time, while others are
+ * multiplied: some 50 vector instructions for every four products of tiles are free (docs/gemm.md).
+ */
+typedef struct tiles_packing {
+  rpi_register odd;
+  tiles_source from;
+  int64_t first, lines, depth; /* what of `from` it is */
+  int64_t line, k;             /* the next piece: of its lines, of inner */
+  int64_t pieces;              /* that are left */
+  int64_t each, credit;        /* for every call of the kernel; of steps that have passed */
+  uint32_t *to;
+} tiles_packing;
+
+/* The strip from line `first` on, of `all`: none where there are no more. */
+static tiles_packing tiles_packing_of(tiles_source from, int64_t first, int64_t all, int64_t depth,
+                                      uint32_t *to) {
+  const int64_t lines = rpi_max(rpi_min(TILES_SIDE, all - first), 0);
+  return (tiles_packing){
+      .from = from,
+      .first = first,
+      .lines = lines,
+      .depth = depth,
+      .to = to,
+      .pieces = rpi_divide_up(lines, RPI_TILE_SIDE) * rpi_divide_up(depth, TILES_INNER)};
+}
+
+/* In the order of memory. */
+static void tiles_pack_piece(tiles_packing *x) {
+  const int64_t line = x->line, k = x->k;
+  tiles_pack_at(x->from, x->first + line, rpi_min(RPI_TILE_SIDE, x->lines - line), k,
+                rpi_min(TILES_INNER, x->depth - k), x->to, &x->odd);
+  x->pieces--;
+  if (x->from.along) {
+    x->k += TILES_INNER;
+    if (x->k < x->depth) return;
+    x->k = 0;
+    x->line += RPI_TILE_SIDE;
+  } else {
+    x->line += RPI_TILE_SIDE;
+    if (x->line < x->lines) return;
+    x->line = 0;
+    x->k += TILES_INNER;
+  }
+}
+
+/* The rest; whether the strip has parts. */
+static bool tiles_packed(tiles_packing *x) {
+  while (x->pieces > 0) tiles_pack_piece(x);
+  return rpi_total(x->odd) == 0;
+}
+
 /* One call of the kernel: c = start + A . B, a strip of each. */
 typedef struct tiles_product {
   const uint32_t *a, *b;
@@ -170,7 +221,8 @@ typedef struct tiles_product {
   int64_t start_stride;
   real *c;
   int64_t c_stride;
-  const real *next; /* where the next call writes, rows of c_stride; or NULL */
+  const real *next;       /* where the next call writes, rows of c_stride; or NULL */
+  tiles_packing *packing; /* a strip to be packed meanwhile, or NULL */
 } tiles_product;
 
 /* After this many steps a tile is stored, for nothing: a store that follows more than 120 products
@@ -235,6 +287,12 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
     TILES_DOTS_LEFT(0);
     TILES_DOTS_RIGHT(2);
     TILES_DOTS_RIGHT(0);
+    if (t->packing != NULL) {
+      t->packing->credit += t->packing->each;
+      for (; t->packing->credit >= t->steps; t->packing->credit -= t->steps) {
+        if (t->packing->pieces > 0) tiles_pack_piece(t->packing);
+      }
+    }
     const bool stored = i % TILES_STORED == TILES_STORED - 1 && i + 1 < t->steps;
     if (stored) RPI_TILE_STORE(4, spare, 64);
   }
