@@ -201,7 +201,7 @@ static bool moves_queries(const rp_attention *s) {
       return false;
     }
     if (!r->table) continue;
-    if (r->buckets || r->left != 0 || r->right != 0 || r->beyond != RP_BEYOND_CLIP) return false;
+    if (r->left != 0 || r->right != 0 || r->beyond != RP_BEYOND_CLIP) return false;
     moves = true;
   }
   return moves;
