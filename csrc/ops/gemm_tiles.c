@@ -15,6 +15,7 @@
 #define TILES_KEPT 1024
 #define TILES_PASSING_WORDS (2 * TILES_DEPTH / TILES_INNER * TILES_STEP)
 #define TILES_SMALL_DEPTH 64
+#define TILES_FEW 128
 
 /* Of fewer, the parts cost more than the products save. */
 #define TILES_LEAST 32
@@ -39,23 +40,27 @@ static void tiles_pack(tiles_source s, int64_t lines, int64_t depth, int64_t wor
 }
 
 /* A ragged part of C goes by way of whole tiles. */
-static void tiles_multiply(tiles_product t, int64_t rows, int64_t columns) {
+static void tiles_multiply(const tiles_product *t, int64_t rows, int64_t columns) {
   const tiles_sum_fn sum = tiles_sums[rows > RPI_TILE_SIDE][columns > RPI_TILE_SIDE];
+  if (t->packing != NULL && rows == TILES_SIDE && columns == TILES_SIDE) {
+    tiles_sum_packing(t);
+    return;
+  }
   if (rows % RPI_TILE_SIDE == 0 && columns % RPI_TILE_SIDE == 0) {
-    sum(&t);
+    sum(t);
     return;
   }
   _Alignas(64) real whole[TILES_SIDE * TILES_SIDE];
   const size_t bytes = (size_t)columns * sizeof(real);
   memset(whole, 0, sizeof whole);
-  for (int64_t r = 0; t.start != NULL && r < rows; r++) {
-    memcpy(whole + r * TILES_SIDE, t.start + r * t.start_stride, bytes);
+  for (int64_t r = 0; t->start != NULL && r < rows; r++) {
+    memcpy(whole + r * TILES_SIDE, t->start + r * t->start_stride, bytes);
   }
-  tiles_product part = t;
+  tiles_product part = *t;
   part.start = part.c = whole;
   part.start_stride = part.c_stride = TILES_SIDE;
   sum(&part);
-  for (int64_t r = 0; r < rows; r++) memcpy(t.c + r * t.c_stride, whole + r * TILES_SIDE, bytes);
+  for (int64_t r = 0; r < rows; r++) memcpy(t->c + r * t->c_stride, whole + r * TILES_SIDE, bytes);
 }
 
 /* `depth` of inner of a part of C that tiles cannot compute. */
@@ -83,18 +88,6 @@ static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inne
                         .stride = g->b_stride,
                         .along = g->transpose_b,
                         .turned = g->transpose_b};
-}
-
-/* A strip of A by one of B, and where in C that is. */
-static void tiles_pair(const rpi_gemm_args *g, gemm_block at, int64_t inner, tiles_product t) {
-  t.c = g->c + at.row * g->c_stride + at.column;
-  t.start = t.c;
-  t.start_stride = t.c_stride = g->c_stride;
-  if (inner == 0 && !g->accumulate) {
-    t.start = g->bias != NULL ? g->bias + at.column : NULL;
-    t.start_stride = 0;
-  }
-  tiles_multiply(t, at.rows, at.columns);
 }
 
 /* Where the next call of the kernel writes: beside the one of `line` and the strip that is kept
@@ -144,32 +137,43 @@ static void tiles_pass(const tiles_part *x, int64_t line, const uint32_t *strip,
       continue;
     }
     const uint32_t *const own = x->kept + i * x->words;
+    const rpi_gemm_args *const g = x->g;
+    real *const c = g->c + part.row * g->c_stride + part.column;
+    const bool begins = x->inner == 0 && !g->accumulate;
+    /* Never copied: a copy waits for the stores of C before it (docs/gemm.md). */
     const tiles_product t = {.a = x->keeps_b ? strip : own,
                              .b = x->keeps_b ? own : strip,
                              .steps = x->words / TILES_STEP,
-                             .next = tiles_next(x->g, at, x->keeps_b, line, (i + 1) * TILES_SIDE),
+                             .start = !begins           ? c
+                                      : g->bias != NULL ? g->bias + part.column
+                                                        : NULL,
+                             .start_stride = begins ? 0 : g->c_stride,
+                             .c = c,
+                             .c_stride = g->c_stride,
+                             .next = tiles_next(g, at, x->keeps_b, line, (i + 1) * TILES_SIDE),
                              .packing = packing};
-    tiles_pair(x->g, part, x->inner, t);
+    tiles_multiply(&t, part.rows, part.columns);
   }
 }
 
 /* While a strip passes by the next is packed, in the other half of `passing`. */
 static void tiles_pass_ahead(const tiles_part *x, tiles_source from) {
   const int64_t lines = tiles_lines_passing(x);
-  const int64_t kept = rpi_divide_up(tiles_lines_kept(x), TILES_SIDE);
-  tiles_packing next = tiles_packing_of(from, 0, lines, x->depth, x->passing);
+  const int64_t steps = rpi_divide_up(tiles_lines_kept(x), TILES_SIDE) * (x->words / TILES_STEP);
+  tiles_packing next;
+  tiles_pack_begin(from, 0, lines, x->depth, steps, x->passing, &next);
   for (int64_t line = 0; line < lines; line += TILES_SIDE) {
-    const uint32_t *const strip = next.to;
+    uint32_t *const strip = next.to;
     const bool fits = tiles_packed(&next);
-    next = tiles_packing_of(from, line + TILES_SIDE, lines, x->depth,
-                            strip == x->passing ? x->passing + x->words : x->passing);
-    next.each = rpi_divide_up(next.pieces, kept);
+    tiles_pack_begin(from, line + TILES_SIDE, lines, x->depth, steps,
+                     strip == x->passing ? x->passing + x->words : x->passing, &next);
     tiles_pass(x, line, strip, fits, &next);
   }
 }
 
-/* Strips that are to be turned: more than is free beside products. As many at once as there is room
- * for: they lie across rows of memory. */
+/* Strips that are to be turned, by more than TILES_FEW lines that are kept: what could be hidden is
+ * a small share then, and rows of memory are better read whole. As many at once as there is room
+ * for. */
 static void tiles_pass_turned(const tiles_part *x, tiles_source from, int64_t room) {
   bool fits[TILES_KEPT / TILES_SIDE];
   const int64_t lines = tiles_lines_passing(x);
@@ -202,7 +206,7 @@ static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uin
     const tiles_source a = tiles_a(g, at.row, inner), b = tiles_b(g, at.column, inner);
     const tiles_source passes = keeps_b ? a : b;
     tiles_pack(keeps_b ? b : a, tiles_lines_kept(&x), depth, x.words, kept, x.finite);
-    if (passes.turned) tiles_pass_turned(&x, passes, room);
+    if (passes.turned && tiles_lines_kept(&x) > TILES_FEW) tiles_pass_turned(&x, passes, room);
     else tiles_pass_ahead(&x, passes);
   }
 }

@@ -62,12 +62,13 @@ RPI_INLINE void tiles_put(tiles_parts x, tiles_parts y, uint32_t *to) {
   tiles_store(to + 2 * TILES_PART, x.part[2] >> 16 | (y.part[2] & TILES_UPPER));
 }
 
-/* A tile of each part. Row i of it has the numbers from[i * step ...] and, `partner` further, what
- * they are paired with. What is returned has a NaN in it where a number was not finite. */
-RPI_INLINE rpi_register tiles_split(const real *from, int64_t step, int64_t partner, int64_t ahead,
-                                    uint32_t *to) {
+/* Rows of a tile of each part. Row i of it has the numbers from[i * step ...] and, `partner`
+ * further, what they are paired with. What is returned has a NaN in it where a number was not
+ * finite. */
+RPI_INLINE rpi_register tiles_split(const int64_t rows, const real *from, int64_t step,
+                                    int64_t partner, int64_t ahead, uint32_t *to) {
   rpi_register odd = {0};
-  for (int64_t i = 0; i < RPI_TILE_SIDE; i++, from += step) {
+  for (int64_t i = 0; i < rows; i++, from += step) {
     rpi_prefetch(from, ahead);
     rpi_prefetch(from, ahead + partner);
     RPI_UNROLL(4) for (int64_t l = 0; l < RPI_TILE_SIDE; l += RPI_LANES) {
@@ -111,9 +112,9 @@ RPI_NOINLINE void tiles_pack_one(const real *from, int64_t step, int64_t partner
     _Alignas(64) real stage[2 * RPI_TILE_WORDS];
     tiles_turn(from, step, ahead, stage);
     tiles_turn(from + partner, step, ahead, stage + RPI_TILE_WORDS);
-    *odd += tiles_split(stage, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, to);
+    *odd += tiles_split(RPI_TILE_SIDE, stage, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, to);
   } else {
-    *odd += tiles_split(from, step, partner, ahead, to);
+    *odd += tiles_split(RPI_TILE_SIDE, from, step, partner, ahead, to);
   }
 }
 
@@ -128,23 +129,35 @@ static void tiles_pack_ragged(const real *from, tiles_source s, int64_t lines, i
   tiles_pack_one(whole, stride, s.along ? RPI_TILE_SIDE : RPI_TILE_WORDS, 0, s.turned, to, odd);
 }
 
+/* A piece: one tile of each part of a strip. How its numbers lie. */
+typedef struct tiles_piece {
+  const real *from;
+  int64_t partner;
+  uint32_t *to;
+} tiles_piece;
+
+/* Of line `first` and those after it, and of inner from k on; to: the strip. */
+static tiles_piece tiles_piece_at(const tiles_source *s, int64_t first, int64_t k, uint32_t *to) {
+  return (tiles_piece){
+      .from = s->along ? s->at + first * s->stride + k : s->at + k * s->stride + first,
+      .partner = s->along ? RPI_TILE_SIDE : RPI_TILE_SIDE * s->stride,
+      .to = to + k / TILES_INNER * TILES_STEP + first % TILES_SIDE * RPI_TILE_SIDE};
+}
+
 /* Of rows so far apart, or less, that run along inner the next tile's are asked for, else what is
  * next of the same. */
 #define TILES_NEAR 512
 
-/* One tile of each part of the strip `to`: `across` of its lines from `first` on, `inner` of inner
- * from k on. */
+/* `across` of its lines, `inner` of inner. */
 static void tiles_pack_at(tiles_source s, int64_t first, int64_t across, int64_t k, int64_t inner,
                           uint32_t *to, rpi_register *odd) {
-  const int64_t partner = s.along ? RPI_TILE_SIDE : RPI_TILE_SIDE * s.stride;
-  const real *const from = s.along ? s.at + first * s.stride + k : s.at + k * s.stride + first;
-  to += k / TILES_INNER * TILES_STEP + first % TILES_SIDE * RPI_TILE_SIDE;
+  const tiles_piece p = tiles_piece_at(&s, first, k, to);
   if (across == RPI_TILE_SIDE && inner == TILES_INNER) {
     const bool lines = s.along && s.stride <= TILES_NEAR;
-    tiles_pack_one(from, s.stride, partner, lines ? RPI_TILE_SIDE * s.stride : 2 * partner,
-                   s.turned, to, odd);
+    tiles_pack_one(p.from, s.stride, p.partner, lines ? RPI_TILE_SIDE * s.stride : 2 * p.partner,
+                   s.turned, p.to, odd);
   } else {
-    tiles_pack_ragged(from, s, s.along ? across : inner, s.along ? inner : across, to, odd);
+    tiles_pack_ragged(p.from, s, s.along ? across : inner, s.along ? inner : across, p.to, odd);
   }
 }
 
@@ -162,38 +175,46 @@ static bool tiles_pack_strip(tiles_source s, int64_t first, int64_t lines, int64
   return rpi_total(odd) == 0;
 }
 
-/* A strip that is packed piece by piece, one tile of each part at a time, while others are
- * multiplied: some 50 vector instructions for every four products of tiles are free (docs/gemm.md).
- */
+/* A strip that is packed slice by slice while others are multiplied: some 50 vector instructions
+ * for every four products of tiles are free, if they come no more at once (docs/gemm.md). A slice
+ * is TILES_SLICE rows of a piece, or half a piece turned. */
+#define TILES_SLICE 4
+#define TILES_GROUPS 6 /* of four products, in one step of the kernel */
 typedef struct tiles_packing {
   rpi_register odd;
+  _Alignas(64) real stage[2 * RPI_TILE_WORDS]; /* a piece, turned */
   tiles_source from;
   int64_t first, lines, depth; /* what of `from` it is */
-  int64_t line, k;             /* the next piece: of its lines, of inner */
+  int64_t line, k, slice;      /* the next slice: of its lines, of inner, of that piece */
   int64_t pieces;              /* that are left */
-  int64_t each, credit;        /* for every call of the kernel; of steps that have passed */
+  int64_t each, every, credit; /* slices in so many groups of products; those that are due */
   uint32_t *to;
 } tiles_packing;
 
-/* The strip from line `first` on, of `all`: none where there are no more. */
-static tiles_packing tiles_packing_of(tiles_source from, int64_t first, int64_t all, int64_t depth,
-                                      uint32_t *to) {
-  const int64_t lines = rpi_max(rpi_min(TILES_SIDE, all - first), 0);
-  return (tiles_packing){
-      .from = from,
-      .first = first,
-      .lines = lines,
-      .depth = depth,
-      .to = to,
-      .pieces = rpi_divide_up(lines, RPI_TILE_SIDE) * rpi_divide_up(depth, TILES_INNER)};
+static int64_t tiles_slices(const tiles_source *from) {
+  return RPI_TILE_SIDE / TILES_SLICE + (from->turned ? 2 : 0);
+}
+
+/* The strip from line `first` on, of `all`: none where there are no more. It is to be done when
+ * `steps` of the kernel are. */
+static void tiles_pack_begin(tiles_source from, int64_t first, int64_t all, int64_t depth,
+                             int64_t steps, uint32_t *to, tiles_packing *x) {
+  x->odd = (rpi_register){0};
+  x->from = from;
+  x->first = first;
+  x->lines = rpi_max(rpi_min(TILES_SIDE, all - first), 0);
+  x->depth = depth;
+  x->line = x->k = x->slice = x->credit = 0;
+  x->pieces = rpi_divide_up(x->lines, RPI_TILE_SIDE) * rpi_divide_up(depth, TILES_INNER);
+  x->each = x->pieces * tiles_slices(&from);
+  x->every = steps * TILES_GROUPS;
+  x->to = to;
 }
 
 /* In the order of memory. */
-static void tiles_pack_piece(tiles_packing *x) {
-  const int64_t line = x->line, k = x->k;
-  tiles_pack_at(x->from, x->first + line, rpi_min(RPI_TILE_SIDE, x->lines - line), k,
-                rpi_min(TILES_INNER, x->depth - k), x->to, &x->odd);
+static void tiles_next_piece(tiles_packing *x) {
   x->pieces--;
+  x->slice = 0;
   if (x->from.along) {
     x->k += TILES_INNER;
     if (x->k < x->depth) return;
@@ -207,9 +228,48 @@ static void tiles_pack_piece(tiles_packing *x) {
   }
 }
 
+/* From the numbers of the piece at work to those of the next, of this strip or the one after it. */
+static int64_t tiles_ahead(const tiles_packing *x) {
+  const int64_t stride = x->from.stride;
+  const bool ends = x->k + TILES_INNER >= x->depth;
+  if (x->from.along) return ends ? RPI_TILE_SIDE * stride - x->k : TILES_INNER;
+  if (x->line + RPI_TILE_SIDE < TILES_SIDE) return RPI_TILE_SIDE;
+  return (ends ? TILES_SIDE - x->k * stride : TILES_INNER * stride) - x->line;
+}
+
+RPI_NOINLINE void tiles_pack_slice(tiles_packing *x) {
+  if (x->pieces == 0) return;
+  const int64_t across = x->lines - x->line, inner = x->depth - x->k;
+  if (across < RPI_TILE_SIDE || inner < TILES_INNER) {
+    tiles_pack_at(x->from, x->first + x->line, rpi_min(RPI_TILE_SIDE, across), x->k,
+                  rpi_min(TILES_INNER, inner), x->to, &x->odd);
+    tiles_next_piece(x);
+    return;
+  }
+  const tiles_piece p = tiles_piece_at(&x->from, x->first + x->line, x->k, x->to);
+  const int64_t stride = x->from.stride, ahead = tiles_ahead(x), slice = x->slice++;
+  if (!x->from.turned) {
+    const int64_t row = slice * TILES_SLICE;
+    x->odd += tiles_split(TILES_SLICE, p.from + row * stride, stride, p.partner, ahead,
+                          p.to + row * RPI_TILE_SIDE);
+  } else if (slice < 2) {
+    tiles_turn(p.from + slice * p.partner, stride, ahead, x->stage + slice * RPI_TILE_WORDS);
+  } else {
+    const int64_t at = (slice - 2) * TILES_SLICE * RPI_TILE_SIDE;
+    x->odd += tiles_split(TILES_SLICE, x->stage + at, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, p.to + at);
+  }
+  if (x->slice == tiles_slices(&x->from)) tiles_next_piece(x);
+}
+
+/* After a group of products. */
+RPI_INLINE void tiles_pack_some(tiles_packing *x) {
+  x->credit += x->each;
+  for (; x->credit >= x->every; x->credit -= x->every) tiles_pack_slice(x);
+}
+
 /* The rest; whether the strip has parts. */
 static bool tiles_packed(tiles_packing *x) {
-  while (x->pieces > 0) tiles_pack_piece(x);
+  while (x->pieces > 0) tiles_pack_slice(x);
   return rpi_total(x->odd) == 0;
 }
 
@@ -255,7 +315,7 @@ typedef struct tiles_product {
   if (rows > 1 && columns > 1)                                                                     \
   move(3, (at) + RPI_TILE_SIDE * (stride) + RPI_TILE_SIDE, (stride) * RPI_REAL_BYTES)
 
-RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
+RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns, const bool beside,
                                            const tiles_product *t) {
   const uint32_t *a = t->a, *b = t->b;
   const real *const start = t->start;
@@ -282,17 +342,17 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
     }
     TILES_LEFT(2);
     TILES_DOTS_RIGHT(0);
+    if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_LEFT(1);
+    if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_RIGHT(1);
+    if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_LEFT(0);
+    if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_RIGHT(2);
+    if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_RIGHT(0);
-    if (t->packing != NULL) {
-      t->packing->credit += t->packing->each;
-      for (; t->packing->credit >= t->steps; t->packing->credit -= t->steps) {
-        if (t->packing->pieces > 0) tiles_pack_piece(t->packing);
-      }
-    }
+    if (beside) tiles_pack_some(t->packing);
     const bool stored = i % TILES_STORED == TILES_STORED - 1 && i + 1 < t->steps;
     if (stored) RPI_TILE_STORE(4, spare, 64);
   }
@@ -301,14 +361,15 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns,
 
 typedef void (*tiles_sum_fn)(const tiles_product *t);
 
-#define TILES_SUM_FN(rows, columns)                                                                \
-  RPI_TILES_TARGET RPI_NOINLINE void tiles_sum_##rows##_##columns(const tiles_product *t) {        \
-    tiles_sum(rows, columns, t);                                                                   \
+#define TILES_SUM_FN(name, rows, columns, beside)                                                  \
+  RPI_TILES_TARGET RPI_NOINLINE void tiles_sum_##name(const tiles_product *t) {                    \
+    tiles_sum(rows, columns, beside, t);                                                           \
   }
-TILES_SUM_FN(1, 1)
-TILES_SUM_FN(1, 2)
-TILES_SUM_FN(2, 1)
-TILES_SUM_FN(2, 2)
+TILES_SUM_FN(1_1, 1, 1, false)
+TILES_SUM_FN(1_2, 1, 2, false)
+TILES_SUM_FN(2_1, 2, 1, false)
+TILES_SUM_FN(2_2, 2, 2, false)
+TILES_SUM_FN(packing, 2, 2, true)
 
 static const tiles_sum_fn tiles_sums[2][2] = {{tiles_sum_1_1, tiles_sum_1_2},
                                               {tiles_sum_2_1, tiles_sum_2_2}};
