@@ -195,29 +195,33 @@ struct MixRows {
   const float *logits;
   float *mean;
   double share;
-  bool first, last;
+  bool first;
 };
 
-/* What is less than the least normal number counts as 0. Written so that a NaN stays. */
-__device__ inline float mix_log(float x) { return x < 1.17549435e-38f ? -INFINITY : logf(x); }
+constexpr float log2_e = 1.44269504088896340736f;
+
+/* log(e^a + e^b). What neither has stays -infinity, NaN stays. */
+__device__ inline float mix_add(float a, float b) {
+  const float most = a > b ? a : b, least = a > b ? b : a;
+  return most + log1pf(exp2f(log2_e * (a == b ? 0 : least - most)));
+}
 
 /* mean may be the logits: a number is read before its place is written, by one thread. */
 template <bool wide>
 __global__ void mix_row(MixRows a) {
-  const float factor = 1.44269504088896340736f;
   const float *const x = a.logits + blockIdx.x * a.stride;
   float *const to = a.mean + blockIdx.x * a.mean_stride;
   const float highest = highest_of<wide>(x, a.classes, no_limit()).value;
-  const double sum = exponential_sum<wide>(x, a.classes, highest, factor);
-  const float share = static_cast<float>(a.share / sum);
+  const double sum = exponential_sum<wide>(x, a.classes, highest, log2_e);
+  const float log_share = static_cast<float>(log(a.share / sum));
   for (int64_t c = 4 * threadIdx.x; c < a.classes; c += 4 * blockDim.x) {
     const int64_t count = a.classes - c;
-    Four four = load_four<wide>(x + c, count), before = {{0, 0, 0, 0}};
+    Four four = load_four<wide>(x + c, count), before = four;
     if (!a.first) before = load_four<wide>(to + c, count);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      four.x[i] = before.x[i] + share * exp2f(factor * (four.x[i] - highest));
-      if (a.last) four.x[i] = mix_log(four.x[i]);
+      const float own = four.x[i] - highest + log_share;
+      four.x[i] = a.first ? own : mix_add(before.x[i], own);
     }
     store_four<wide>(to + c, count, four);
   }
@@ -267,7 +271,7 @@ rp_status choose(const rpi_choose_args *args) {
 rp_status mix(const rpi_mix_args *args) {
   if (args->rows == 0 || args->classes == 0) return RP_OK;
   const MixRows a = {args->classes, args->stride, args->mean_stride, args->logits,
-                     args->mean,    args->share,  args->first,       args->last};
+                     args->mean,    args->share,  args->first};
   const bool wide = is_wide(a.logits, a.stride) && is_wide(a.mean, a.mean_stride);
   CUDA_TRY(launch(wide ? mix_row<true> : mix_row<false>,
                   {dim3(static_cast<unsigned>(args->rows)), dim3(threads_of_row(a.classes)), 0,

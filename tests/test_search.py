@@ -282,6 +282,26 @@ def test_an_ensemble_has_the_mean_probabilities() -> None:
     assert best.tokens.tolist() == [int(expected.argmax())] or int(expected.argmax()) == 2
 
 
+def test_an_ensemble_of_twins_is_the_twin() -> None:
+    """Also of what is left where all that is likely is suppressed: less than a float can hold."""
+    models = random_model(1), random_model(1)
+    for model in models:
+        model.parameters["output.weight"][...] *= 200
+    line = relpos.Batch(tokens("do da"), [0, 2])
+    one = log_softmax(next_logits(models[0], tokens("do da"), []))
+    likely = np.argsort(-one)
+    banned = [int(token) for token in likely if one[token] > -150]
+    search = Search(max_length=1, beam=2, n_best=2, suppressed=banned)
+    assert one[likely[len(banned)]] < -150 and len(banned) < VOCABULARY.size - 1
+    [alone], [together] = (
+        relpos.Decoder(*own).search(line, search) for own in (models[:1], models)
+    )
+    assert [t.tokens.tolist() for t in together] == [t.tokens.tolist() for t in alone]
+    assert len(together) == 2
+    for a, b in zip(alone, together, strict=True):
+        assert abs(a.log_probability - b.log_probability) < 1e-6 * abs(a.log_probability)
+
+
 def test_what_is_refused() -> None:
     model = random_model()
     with pytest.raises(ValueError, match="expected a model or several"):

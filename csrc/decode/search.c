@@ -108,8 +108,7 @@ static rp_status add_model(rp_decoder *d, int64_t k, int64_t first, int64_t coun
                              .mean = to,
                              .mean_stride = d->vocabulary,
                              .share = 1 / (double)d->count,
-                             .first = k == 0,
-                             .last = k == d->count - 1};
+                             .first = k == 0};
   return m->ops->mix(&args);
 }
 

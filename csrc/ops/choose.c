@@ -145,9 +145,8 @@ RPI_INLINE real mix_log(real x) { return log(x); }
 
 #else
 
-/* log of x >= 0, to 2e-7 of its size where that is above 1, in plain C that vectorises. x = 2^n m
- * with m from sqrt(1/2) to sqrt(2), log m by its series in (m - 1) / (m + 1). What is less than the
- * least normal number counts as 0. */
+/* log of x from 1 to 2, in plain C that vectorises. x = 2^n m with m from sqrt(1/2) to sqrt(2), log
+ * m by its series in (m - 1) / (m + 1). */
 RPI_INLINE real mix_log(real x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -160,29 +159,35 @@ RPI_INLINE real mix_log(real x) {
   series = series * ss + 0.2857142857f;
   series = series * ss + 0.4f;
   series = series * ss + 0.6666666667f;
-  float value = series * ss * s + 2 * s + 0.6931471805599453f * (float)n;
-  value = x < 1.17549435e-38f ? -(float)INFINITY : value;
+  const float value = series * ss * s + 2 * s + 0.6931471805599453f * (float)n;
   return x == x ? value : x;
 }
 
 #endif
 
+/* log(e^a + e^b). What neither has stays -infinity, NaN stays. */
+RPI_INLINE real mix_add(real a, real b) {
+  const real most = a > b ? a : b, least = a > b ? b : a;
+  const real apart = a == b ? 0 : least - most;
+  return most + mix_log(1 + rpi_exp2((real)1.44269504088896340736 * apart));
+}
+
+/* In logarithms: a probability that a float cannot hold would be lost, and may be all that is left
+ * where what is more likely is banned. */
 static void mix_row(const rpi_mix_args *a, int64_t row) {
   const real *const x = a->logits + row * a->stride;
   real *const to = a->mean + row * a->mean_stride;
   const real factor = (real)1.44269504088896340736, highest = cross_highest(x, a->classes);
-  const real share = (real)(a->share / choose_sum(x, a->classes, highest, factor));
+  const real log_share = (real)log(a->share / choose_sum(x, a->classes, highest, factor));
   if (a->first) {
     _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {
-      to[c] = share * rpi_exp2(factor * (x[c] - highest));
+      to[c] = x[c] - highest + log_share;
     }
   } else {
     _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {
-      to[c] += share * rpi_exp2(factor * (x[c] - highest));
+      to[c] = mix_add(to[c], x[c] - highest + log_share);
     }
   }
-  if (!a->last) return;
-  _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) to[c] = mix_log(to[c]);
 }
 
 static void mix_block(void *context, int64_t task, int worker) {

@@ -139,9 +139,8 @@ typedef struct rpi_choose_args {
   double *left;              /* [rows]: the probability of all that is not banned; or NULL */
 } rpi_choose_args;
 
-/* mean = share * softmax(logits) of every row, or (not `first`) added to what is there; then, where
- * it is the last, mean = log(mean), -inf where that is below the least normal number. mean may be
- * the logits of the first. */
+/* mean = log(share * softmax(logits)) of every row, or (not `first`) of that and of what there is
+ * the log of. mean may be the logits of the first. */
 typedef struct rpi_mix_args {
   int64_t rows, classes;
   const real *logits;
@@ -149,7 +148,7 @@ typedef struct rpi_mix_args {
   real *mean;
   int64_t mean_stride;
   double share;
-  bool first, last;
+  bool first;
 } rpi_mix_args;
 
 /* Where a device notes that a number is not finite: to look itself the host would have to wait.

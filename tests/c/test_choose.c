@@ -296,8 +296,7 @@ static void test_mix(const rp_ops *ops, int64_t rows, int64_t classes, double sc
                                .mean = m.logits[0].data,
                                .mean_stride = stride,
                                .share = 1.0 / MODELS,
-                               .first = k == 0,
-                               .last = k == MODELS - 1};
+                               .first = k == 0};
   }
   CHECK(has_same_bits(ops, run_mixture, &m, m.logits, MODELS));
   const long double u = 1.01L * UNIT, L = (long double)(classes < 1024 ? classes : 1024) / 2 + 3;
@@ -342,23 +341,27 @@ static void test_mix_values(const rp_ops *ops) {
   CHECK_INT(ops->mix(&a), RP_OK);
   a.logits = two;
   a.first = false;
-  a.last = true;
   CHECK_INT(ops->mix(&a), RP_OK);
   CHECK_NEAR((double)one[0], log((0.5 + 1.0 / 3) / 2), 8 * UNIT);
   CHECK(one[1] == -INFINITY);
   CHECK_NEAR((double)one[2], log(1.0 / 6), 8 * UNIT);
-  real far[] = {0, -95}; /* e^-95 is no normal float */
-  const rpi_mix_args c = {.rows = 1,
-                          .classes = 2,
-                          .logits = far,
-                          .stride = 2,
-                          .mean = far,
-                          .mean_stride = 2,
-                          .share = 1,
-                          .first = true,
-                          .last = true};
+  /* probabilities that no float can hold, of one model and of two */
+  real far[] = {0, -95, -300}, near[] = {-200, 0, -301};
+  rpi_mix_args c = {.rows = 1,
+                    .classes = 3,
+                    .logits = far,
+                    .stride = 3,
+                    .mean = far,
+                    .mean_stride = 3,
+                    .share = 0.5,
+                    .first = true};
   CHECK_INT(ops->mix(&c), RP_OK);
-  CHECK(far[0] == 0 && (IS_DOUBLE || far[1] == -INFINITY));
+  c.logits = near;
+  c.first = false;
+  CHECK_INT(ops->mix(&c), RP_OK);
+  CHECK_NEAR((double)far[0], log(0.5), 8 * UNIT);
+  CHECK_NEAR((double)far[1], log(0.5), 8 * UNIT);
+  CHECK_NEAR((double)far[2], -300 + log((1 + exp(-1)) / 2), 8 * 300 * UNIT);
   real bad[] = {0, (real)NAN, 1, (real)INFINITY};
   for (int at = 1; at < 4; at += 2) {
     real x[] = {0, 1, 2, 3};
@@ -370,8 +373,7 @@ static void test_mix_values(const rp_ops *ops) {
                             .mean = x,
                             .mean_stride = 4,
                             .share = 1,
-                            .first = true,
-                            .last = true};
+                            .first = true};
     CHECK_INT(ops->mix(&b), RP_OK);
     CHECK(isnan(x[at]));
   }
