@@ -306,6 +306,14 @@ static rp_status check_training(const rp_model *m) {
 
 /* ---- steps ------------------------------------------------------------- */
 
+/* Of all that was accumulated. */
+static rp_status update_all(rp_model *m, rp_result *result) {
+  RPI_TRY(rpi_step_update(m));
+  if (result) return rpi_outcomes_take(m, true, result);
+  rpi_outcomes_keep(m);
+  return RP_OK;
+}
+
 static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
@@ -323,8 +331,7 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
     rpi_set_ordinals(&batches[b], m->sentences, &run);
     RPI_TRY(rpi_step_accumulate(&run));
   }
-  RPI_TRY(rpi_step_update(m));
-  return result ? rpi_outcomes_take(m, true, result) : RP_OK;
+  return update_all(m, result);
 }
 
 rp_status rp_model_step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
@@ -352,8 +359,7 @@ static rp_status update(rp_model *m, rp_result *result) {
   RPI_TRY(check_result(result));
   RPI_CHECK(m->batches != 0, RP_ERROR_ORDER,
             "model: nothing is accumulated; rp_model_backward comes before rp_model_update");
-  RPI_TRY(rpi_step_update(m));
-  return result ? rpi_outcomes_take(m, true, result) : RP_OK;
+  return update_all(m, result);
 }
 
 rp_status rp_model_update(rp_model *m, rp_result *result) {

@@ -71,9 +71,10 @@ typedef struct rpi_scratch {
 /* The results of steps that nobody has asked for yet: a ring. A caller that never asks loses the
  * oldest. */
 #define RPI_OUTCOMES 8
+#define RPI_LETTERS (RPI_OUTCOMES + 1) /* and that of a step whose caller waits for it */
 typedef struct rpi_outcomes {
-  void *letter[RPI_OUTCOMES]; /* the outcome of step n is in letter n % RPI_OUTCOMES */
-  int64_t attempt[RPI_OUTCOMES];
+  void *letter[RPI_LETTERS]; /* the outcome of step n is in letter n % RPI_LETTERS */
+  int64_t attempt[RPI_LETTERS];
   int64_t first, next; /* results `first` to before `next` may be asked for */
 } rpi_outcomes;
 
@@ -227,6 +228,9 @@ rp_status rpi_outcomes_make(rp_model *m);
 
 /* Posts the outcome in the ledger as the result of an update. */
 rp_status rpi_outcomes_add(rp_model *m);
+
+/* Nobody waits for the newest: the oldest is lost where there are too many. */
+void rpi_outcomes_keep(rp_model *m);
 
 /* The result of the oldest update that can be asked for, or of the newest: waits for it, and it can
  * be asked for no more. There is one. */

@@ -7,7 +7,7 @@
 #include "model/model.h"
 
 rp_status rpi_outcomes_make(rp_model *m) {
-  for (int i = 0; i < RPI_OUTCOMES; i++) {
+  for (int i = 0; i < RPI_LETTERS; i++) {
     const rp_status status =
         m->ops->post(&m->outcomes.letter[i], &m->ledger->outcome, sizeof m->ledger->outcome);
     RPI_CHECK(status != RP_ERROR_MEMORY, RP_ERROR_MEMORY, "model: no memory for its results");
@@ -18,13 +18,18 @@ rp_status rpi_outcomes_make(rp_model *m) {
 
 rp_status rpi_outcomes_add(rp_model *m) {
   rpi_outcomes *const all = &m->outcomes;
-  const int64_t slot = all->next % RPI_OUTCOMES;
+  if (all->next - all->first == RPI_LETTERS) all->first++; /* its letter is needed */
+  const int64_t slot = all->next % RPI_LETTERS;
   RPI_TRY(m->ops->post(&all->letter[slot], &m->ledger->outcome, sizeof m->ledger->outcome));
   m->behind = true;
   all->attempt[slot] = m->attempt;
   all->next++;
-  if (all->next - all->first > RPI_OUTCOMES) all->first++;
   return RP_OK;
+}
+
+void rpi_outcomes_keep(rp_model *m) {
+  rpi_outcomes *const all = &m->outcomes;
+  while (all->next - all->first > RPI_OUTCOMES) all->first++;
 }
 
 static void report(const rp_model *m, const rpi_losses *losses, rp_result *result) {
@@ -51,7 +56,7 @@ rp_status rpi_outcomes_of_pass(rp_model *m, rp_result *result) {
 
 /* The outcome of update `number` of the ring. */
 static rp_status outcome_of(rp_model *m, int64_t number, rpi_outcome *outcome) {
-  RPI_TRY(m->ops->collect(m->outcomes.letter[number % RPI_OUTCOMES], outcome, sizeof *outcome));
+  RPI_TRY(m->ops->collect(m->outcomes.letter[number % RPI_LETTERS], outcome, sizeof *outcome));
   if (!m->behind || number != m->outcomes.next - 1) return RP_OK;
   m->step = outcome->step;
   m->behind = false;
@@ -70,7 +75,7 @@ rp_status rpi_outcomes_take(rp_model *m, bool newest, rp_result *result) {
   RPI_TRY(outcome_of(m, number, &o));
   report(m, &o.losses, result);
   result->step = o.step;
-  result->attempt = all->attempt[number % RPI_OUTCOMES];
+  result->attempt = all->attempt[number % RPI_LETTERS];
   result->gradient_norm = o.norm;
   result->learning_rate = o.rate;
   if (result->finite && !o.sound) {
@@ -88,7 +93,7 @@ void rpi_outcomes_count(const rp_model *m, int64_t *begun, int64_t *done) {
   const rpi_outcomes *const all = &m->outcomes;
   *begun = all->next - all->first;
   *done = 0;
-  while (*done < *begun && m->ops->arrived(all->letter[(all->first + *done) % RPI_OUTCOMES])) {
+  while (*done < *begun && m->ops->arrived(all->letter[(all->first + *done) % RPI_LETTERS])) {
     ++*done;
   }
 }

@@ -131,7 +131,7 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
   memory->gradients = training ? count * bytes : 0;
   memory->moments = training ? 2 * count * bytes : 0;
   memory->average = average ? count * bytes : 0;
-  const int64_t letters = training ? RPI_OUTCOMES * (int64_t)sizeof(rpi_outcome) : 0;
+  const int64_t letters = training ? RPI_LETTERS * (int64_t)sizeof(rpi_outcome) : 0;
   memory->constants = p->fixed.used + p->numbers.used - before + letters;
   memory->activations = p->step.used;
 }
@@ -381,7 +381,7 @@ void rpi_model_free(rp_model *m) {
   rpi_file_unmap(&m->mapping);
   rpi_release(m->fixed);
   if (m->ops) {
-    for (int i = 0; i < RPI_OUTCOMES; i++) m->ops->discard(m->outcomes.letter[i]);
+    for (int i = 0; i < RPI_LETTERS; i++) m->ops->discard(m->outcomes.letter[i]);
     m->ops->release(m->own_weights);
     m->ops->release(m->numbers);
     m->ops->release(m->step_memory);

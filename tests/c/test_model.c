@@ -320,6 +320,33 @@ static void test_arguments(void) {
   rp_model_free(model);
 }
 
+/* Of steps that nobody waits for the last eight are kept; one whose result is asked for at once
+ * takes none of them away. */
+static void test_results_that_are_kept(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  const rp_batch batch = batch_of();
+  rp_model *model = NULL;
+  rp_result result = {.struct_size = sizeof result};
+  int64_t begun = 0, ready = 0;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  for (int64_t steps = 1; steps <= 30; steps++) {
+    const bool waits = steps % 10 == 0;
+    CHECK_INT(rp_model_step(model, &batch, 1, waits ? &result : NULL), RP_OK);
+    if (waits) CHECK_INT(result.attempt, steps);
+    CHECK_INT(rp_model_results(model, &begun, &ready), RP_OK);
+    CHECK_INT(begun, steps < 8 ? steps : 8);
+    CHECK_INT(ready, begun);
+  }
+  for (int64_t attempt = 22; attempt <= 29; attempt++) {
+    CHECK_INT(rp_model_result(model, &result), RP_OK);
+    CHECK_INT(result.attempt, attempt);
+    CHECK_INT(result.step, attempt);
+  }
+  CHECK_INT(rp_model_result(model, &result), RP_ERROR_ORDER);
+  rp_model_free(model);
+}
+
 /* With the average: other figures, the same weights, also after a batch that is refused. */
 static void test_forward_average(void) {
   rp_config config = config_of("shaw");
@@ -425,6 +452,7 @@ int main(void) {
   test_files_without_memory();
   test_null();
   test_arguments();
+  test_results_that_are_kept();
   test_forward_average();
   test_profile();
   const double product = 2.0 * 16 * 16; /* C and H D, for each row of a table */
