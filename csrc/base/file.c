@@ -30,7 +30,7 @@
 #define LARGEST_TRANSFER ((int64_t)1 << 30)
 #define FIRST_READ ((int64_t)1 << 16)
 
-enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48 };
+enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48, LONGEST_NAME = 255 };
 
 /* ---- the system's calls ---------------------------------------------------- */
 
@@ -263,11 +263,15 @@ void rpi_file_unmap(rpi_mapping *mapping) {
 
 /* ---- writing --------------------------------------------------------------- */
 
-/* Creates a file that did not exist, beside path. Its name goes to `name`. */
+/* Creates a file that did not exist, beside path. Its name goes to `name`: that of path, as much of
+ * it as leaves room for more. */
 static int open_temporary(const char *path, char *name, size_t name_bytes) {
+  const char *const slash = strrchr(path, '/');
+  const int folder = slash == NULL ? 0 : (int)(slash + 1 - path);
   int descriptor = -1;
   for (int i = 0; i < TEMPORARY_NAMES; i++) {
-    snprintf(name, name_bytes, "%s.%ld.%d.tmp", path, (long)getpid(), i);
+    snprintf(name, name_bytes, "%.*s%.*s.%ld.%d.tmp", folder, path, LONGEST_NAME - SUFFIX_BYTES,
+             path + folder, (long)getpid(), i);
     descriptor = io_open(name, O_WRONLY | O_CREAT | O_EXCL);
     if (descriptor >= 0 || errno != EEXIST) break;
   }

@@ -9,6 +9,7 @@
 
 #include "base/file.h"
 
+#include <limits.h>
 #include <pthread.h>
 #include <sys/stat.h>
 
@@ -168,6 +169,18 @@ static void test_write_without_progress(void) {
   CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_FILE);
   CHECK(file_is("old", 3));
   CHECK_INT(count_entries(), 1);
+}
+
+/* The temporary file's is no longer. */
+static void test_the_longest_name(void) {
+  char longest[NAME_MAX + 1] = "", whole[PATH_MAX];
+  memset(longest, 'x', NAME_MAX);
+  snprintf(whole, sizeof whole, "%s", path);
+  char *const slash = strrchr(whole, '/');
+  snprintf(slash == NULL ? whole : slash + 1, sizeof whole - NAME_MAX, "%s", longest);
+  reset();
+  CHECK_INT(rpi_file_replace(whole, "new", 3), RP_OK);
+  CHECK_INT(remove(whole), 0);
 }
 
 /* Some file systems cannot sync a folder and say EINVAL. */
@@ -387,6 +400,7 @@ int main(void) {
   test_every_call_of_read_fails();
   test_every_call_of_replace_fails();
   test_write_without_progress();
+  test_the_longest_name();
   test_folder_that_cannot_be_synced();
   test_every_allocation_fails();
   test_replace_in_parts();
