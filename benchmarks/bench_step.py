@@ -25,11 +25,11 @@ from bench_attention import versions, write_output
 from bench_schemes import BUSY, Counted, Report, least_cpu_seconds
 from turns import Job, Json, Rounds, SideFailed, Worker
 
-OURS, ABSOLUTE, TORCH = "ours", "ours absolute", "torch: "
+OURS, ABSOLUTE, TORCH, TWIN = "ours", "ours absolute", "torch: ", "twin"
 MEMORY, PROFILE, PADDED = "memory: ", "profile", "ours padded"
 WRITTEN = "as written"
 MODELS = {"base": "paper-base", "small": "small"}
-SECTIONS = ("speed", "relative", "memory", "profile", "flat", "lengths")
+SECTIONS = ("speed", "relative", "memory", "profile", "flat", "lengths", "real")
 TOKENS, LENGTH = 2048, 32
 LENGTHS = (32, 128, 512)  # of relative over absolute
 BATCHES = (512, 1024, 2048, 4096, 8192)  # tokens, of the time per token
@@ -37,6 +37,10 @@ REMEMBERED = ("nn.Transformer", "nn.Transformer as written", "eager")  # peers w
 FASTER = {"base": 1.5, "small": 2.4}
 PRICE, PEAK_GB, GEMM_SHARE, FLAT = 1.02, 1.5, 0.70, 1.10
 BOS, EOS, PAD = 1, 2, 0
+REAL = {
+    "dropout": 0.25, "attention_dropout": 0.1, "activation_dropout": 0.1, "schedule": "noam",
+}  # as on Multi30k  # fmt: skip
+REAL_TOKENS, REAL_BATCHES = 4096, 8
 
 # Sentences of Multi30k's training set by their number of words, from 0 on: English, German.
 WORDS = (
@@ -65,14 +69,14 @@ def config_of(case: Json, absolute: bool = False) -> Any:
     import relpos
 
     config = relpos.Config.preset(MODELS[case["model"]])
-    changes: Json = {"max_length": max(config.max_length, case["length"])}
+    changes: Json = {"max_length": max(config.max_length, case["length"])} | case.get("config", {})
     for stack in ("encoder", "decoder") if absolute else ():
         changes |= {f"{stack}.position": "none", f"{stack}.absolute": "sinusoidal"}
     return config.replace(changes)
 
 
-def real_lengths(order: str, count: int) -> list[list[tuple[int, int]]]:
-    """Batches of about TOKENS target tokens, as (source, target) lengths of their sentences.
+def real_lengths(order: str, count: int, most: int) -> list[list[tuple[int, int]]]:
+    """Batches of up to `most` target tokens, as (source, target) lengths of their sentences.
 
     order: "random", or "sorted", sentences of one length beside each other. Long sentences are
     translations of long ones: the n-th longest of both sides go together.
@@ -85,7 +89,7 @@ def real_lengths(order: str, count: int) -> list[list[tuple[int, int]]]:
         tokens = np.random.default_rng(0).permutation(tokens)
     batches: list[list[tuple[int, int]]] = [[]]
     for source, target in tokens.tolist():
-        if sum(t + 1 for _, t in batches[-1]) + target + 1 > TOKENS:
+        if sum(t + 1 for _, t in batches[-1]) + target + 1 > most:
             batches.append([])
         batches[-1].append((source, target))
     whole = batches[:-1]
@@ -114,7 +118,7 @@ def build_ours(case: Json, absolute: bool = False, padded: bool = False) -> Job:
 
 def lengths_of(case: Json) -> list[list[tuple[int, int]]]:
     if "order" in case:
-        return real_lengths(case["order"], case["batches"])
+        return real_lengths(case["order"], case["batches"], case["tokens"])
     return [[(case["length"], case["length"] - 1)] * (case["tokens"] // case["length"])]
 
 
@@ -158,12 +162,47 @@ def build_torch(name: str, case: Json) -> Job:
     torch.set_num_threads(case["threads"])
     torch.set_flush_denormal(True)
     config = config_of(case)
+    if "order" in case:
+        return build_torch_real(name, case, config)
     shape = shape_of(config)
     size = (case["tokens"] // case["length"], case["length"])
     draw = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, shape.vocabulary, size, generator=draw) for _ in range(3)]
     step = PEERS[name](shape, Batch(*ids))
     return Job(step.step, first=case["model"] == "small")
+
+
+def build_torch_real(name: str, case: Json, config: Any) -> Job:
+    """The same sentences as ours, padded; of a peer that knows no padding its keys are not hidden."""
+    import torch
+
+    from peers.torch_step import PEERS
+    from peers.torch_training import Batch
+    from peers.torch_twin import Adam, Twin, padded_batch
+
+    packed = [batch_of(config, lengths, padded=False) for lengths in lengths_of(case)]
+    batches = [padded_batch(batch) for batch in packed]
+    if name == TWIN:
+        import relpos
+
+        initial = relpos.Transformer(config, tokens=64).parameters
+        twin = Twin(config, {key: x.copy() for key, x in initial.items()})
+        adam = Adam(twin)
+
+        def trained(*batch: Any) -> float:
+            loss = twin.loss(*batch)
+            loss.backward()
+            adam.step()
+            return float(loss.detach())
+    else:
+        step = PEERS[name](shape_of(config), Batch(*batches[0]))
+
+        def trained(*batch: Any) -> float:
+            counted = torch.nonzero(batch[2].flatten() >= 0)[:, 0]
+            step.batch = Batch(*batch[:2], batch[2].flatten()[counted], counted)
+            return step.step()
+
+    return Job(lambda: [trained(*batch) for batch in batches][-1])
 
 
 def shape_of(config: Any) -> Any:
@@ -393,13 +432,31 @@ def measure_lengths(report: Report, options: argparse.Namespace, model: str) -> 
     count = 1 if model == "base" else 4
     for order in ("random", "sorted"):
         case = make_case(options, model, order=order, batches=count)
-        real = sum(m + 1 for lengths in real_lengths(order, count) for _, m in lengths)
+        real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
         print(f"  sentences of real lengths, {order}")
         rounds = take_turns(report, options, [OURS, PADDED], case)
         name = f"{model}_packed_vs_padded_{order}"
         for side in rounds.times:
             report[f"{name}_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
         report.ratio(name, rounds, PADDED, OURS, None, least=True)
+
+
+def measure_real(report: Report, options: argparse.Namespace, model: str) -> None:
+    """Batches of real lengths, sorted, in real tokens a second: ours against the best PyTorch twin."""
+    if model != "small":
+        return
+    case = make_case(
+        options, model, order="sorted", batches=REAL_BATCHES, tokens=REAL_TOKENS, config=REAL
+    )
+    real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
+    peers = [TORCH + TWIN] + [TORCH + name for name in options.peers if name == "eager"]
+    rounds = take_turns(report, options, [OURS, *peers], case)
+    for side in rounds.times:
+        report[f"{model}_real_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
+    if found := {side: rounds.median(side) for side in peers if side in rounds.times}:
+        best = min(found, key=found.__getitem__)
+        report[f"{model}_real_vs_best_torch_is"] = best.removeprefix(TORCH)
+        report.ratio(f"{model}_real_vs_best_torch", rounds, best, OURS, FASTER[model], least=True)
 
 
 # ------------------------------------------------------------------------------------------ running
@@ -452,6 +509,7 @@ MEASURE = {
     "profile": measure_profile,
     "flat": measure_flat,
     "lengths": measure_lengths,
+    "real": measure_real,
 }
 
 

@@ -297,21 +297,26 @@ def names_of_relpos(parameters: Any) -> dict[str, Any]:
     return named
 
 
-def check_step_peer(name: str, shape: Any) -> None:
+def check_step_peer(name: str, shape: Any, lengths: tuple[int, ...] = (7, 7, 7, 7)) -> None:
+    """lengths: of the targets; what is beyond is padding."""
     from model_torch import Pair, TorchModel, gradients
 
     batch = step_batch()
+    counted = torch.tensor([7 * i + j for i, n in enumerate(lengths) for j in range(n)])
+    pairs = [
+        Pair(batch.source[i].tolist(), *(x[i, :n].tolist() for x in (batch.target, batch.labels)))
+        for i, n in enumerate(lengths)
+    ]
+    if min(lengths) < 7:
+        batch = replace(batch, labels=batch.labels.flatten()[counted], counted=counted)
     step = torch_step.PEERS[name](shape, batch)
     for parameter in step.parameters.values():  # away from ones and zeros
         parameter.data += 0.1 * torch.randn(parameter.shape)
     loss = float(step.gradients())
-    pairs = [
-        Pair(*(x[i].tolist() for x in (batch.source, batch.target, batch.labels))) for i in range(4)
-    ]
     settings = settings_of(shape, any("table" in name for name in step.parameters))
     weights = {n: p.detach().numpy() for n, p in names_of_relpos(step.parameters).items()}
     exact, count, expected = gradients(TorchModel(settings), weights, pairs, torch.float64)
-    assert count == batch.labels.numel()
+    assert count == len(counted)
     assert abs(loss - exact / count) < 1e-5 * loss
     got = names_of_relpos({n: p.grad for n, p in step.parameters.items()})
     assert set(got) == set(expected)
@@ -329,6 +334,10 @@ def step_peers(compiled: bool) -> list[str]:
 @pytest.mark.parametrize("name", step_peers(compiled=False))
 def test_step_peer_against_float64(name: str, shape: Any) -> None:
     check_step_peer(name, shape)
+
+
+def test_step_peer_with_padded_targets() -> None:
+    check_step_peer("eager", STEP, lengths=(7, 5, 1, 6))
 
 
 @pytest.mark.slow
@@ -395,7 +404,7 @@ def test_padded_batches_train_the_same_tokens(order: str) -> None:
     import relpos
 
     config = relpos.Config.preset("tiny")
-    (lengths,) = bench_step.real_lengths(order, 1)
+    (lengths,) = bench_step.real_lengths(order, 1, bench_step.TOKENS)
     packed, padded = (bench_step.batch_of(config, lengths, padded=p) for p in (False, True))
     assert len(packed.target) == sum(m + 1 for _, m in lengths) <= bench_step.TOKENS
     assert len(padded.target) == len(lengths) * (max(m for _, m in lengths) + 1)

@@ -65,11 +65,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """int64 [sentences, length] each."""
+    """int64 [sentences, length] each; where sentences are padded, the labels of the target's tokens
+    that are none, and which of all these are."""
 
     source: Tensor
     target: Tensor
     labels: Tensor
+    counted: Tensor | None = None
 
 
 # ------------------------------------------------------------------------------- the vocabulary
@@ -170,6 +172,8 @@ class Step:
             for ids in (self.batch.source, self.batch.target)
         )
         hidden = self.hidden(source, target).flatten(0, 1)
+        if self.batch.counted is not None:
+            hidden = hidden.index_select(0, self.batch.counted)
         loss, dhidden = self.output(hidden.detach(), self.batch.labels.flatten())
         hidden.backward(dhidden)
         return loss
