@@ -285,6 +285,8 @@ class Translator:
                 if progress is not None:
                     progress(done)
                 yield each
+        if prefixes is not None and next(forced, None) is not None:
+            raise ValueError(f"prefixes: expected one for each of {read:,} sentences, got more")
         if unknown > 0:
             _warn(
                 f"{unknown:,} {'token' if unknown == 1 else 'tokens'} in {touched:,} "
@@ -525,7 +527,10 @@ class Translator:
             labels, _ = _joined([line.target + eos for line in lines])
         elif self.generates or any(line.target for line in lines):
             target, target_offsets = _joined([line.target for line in lines])
-        return Batch(source, source_offsets, target, target_offsets, labels)
+        ordinals = [(line.line - 1) % (1 << 32) for line in lines]  # what draws depend on
+        return Batch(
+            source, source_offsets, target, target_offsets, labels, ordinals=np.array(ordinals)
+        )
 
     def __repr__(self) -> str:
         many = f"{len(self.models)} models" if len(self.models) > 1 else "a model"

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,16 @@ def test_n_best(translator: Translator) -> None:
         assert len(each.n_best) == 3 and each.text == each.n_best[0].text
         scores = [candidate.score for candidate in each.n_best]
         assert scores == sorted(scores, reverse=True) and each.score == scores[0]
+
+
+def test_draws_are_of_their_lines(translator: Translator) -> None:
+    """Not of the batch or the window that a line happens to be in; and no line's are another's."""
+    search = Search(sample=True, seed=3, max_length=8)
+    drawn = translator.translate(["ba be"] * 600, search=search)
+    assert drawn[:300] != drawn[300:] and len(set(drawn)) > 300
+    assert drawn == translator.translate(["ba be"] * 600, search=search, batch_tokens=20)
+    windows = translator.stream(["ba be"] * 600, search=search, window=7)
+    assert drawn == [each.text for each in windows]
 
 
 def test_a_beginning(translator: Translator) -> None:
@@ -423,6 +434,8 @@ def test_columns(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> No
     assert [row.split("\t")[0] for row in rows] == ["1", "1", "2", "3", "3"] and rows[2] == "2\t\t"
     scores = [float(row.split("\t")[2]) for row in rows if row != "2\t\t"]
     assert scores[0] >= scores[1] and scores[2] >= scores[3]
+    rows = relpos_says(capsys, *given, "--n-best", 2, "--align").out.splitlines()
+    assert [row.count("\t") for row in rows] == [3] * 5 and rows[2] == "2\t\t\t"
     rows = relpos_says(capsys, *given, "--score", "--align").out.splitlines()
     assert rows[1] == "\t\t"
     text, score, links = rows[0].split("\t")
@@ -443,6 +456,8 @@ def test_given_targets(models: SimpleNamespace, capsys: Capture, tmp_path: Path)
     assert relpos_says(capsys, *given).out.splitlines() == column
     both = [f"{x}\t{each.pharaoh}" for x, each in zip(column, links, strict=True)]
     assert relpos_says(capsys, *given, "--score", "--align").out.splitlines() == both
+    bad = ("translate", models.bad, *given[2:], "--align")
+    assert "not finite" in relpos_says(capsys, *bad, status=1).error
     (tmp_path / "target").write_text("ku ko\n")
     said = relpos_says(capsys, *given, status=1)
     assert said.error == "relpos: targets: expected 2 as in sources, got 1\n"
@@ -536,6 +551,19 @@ def test_lines_as_they_arrive() -> None:
     os.close(read)
 
 
+def test_a_pipe_that_does_not_wait() -> None:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    windows = cli_lines.arriving(read, "here", 3)
+    late = threading.Timer(0.2, os.write, (write, b"one\n"))
+    late.start()
+    assert next(windows) == ["one"]
+    late.join()
+    os.close(write)
+    assert list(windows) == []
+    os.close(read)
+
+
 def test_a_last_line_without_an_end() -> None:
     read, write = os.pipe()
     os.write(write, b"one\ntwo")
@@ -568,6 +596,12 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
         (("translate", "{run}", "{text}", "-o", "{text}"), "--output: .*text is read as well"),
         (("translate", "{run}", "{latin}"), "latin: line 2, byte 3 of it: 0xfc is not UTF-8"),
         (("translate", "{run}", "{text}", "--prefix", "{one}"), "prefixes: expected one for each"),
+        (
+            ("translate", "{run}", "{one}", "--prefix", "{text}"),
+            "prefixes: expected one for each of 1 sentences, got more",
+        ),
+        (("translate", "{run}", "--prefix", "-"), "--prefix, --target: standard input is the text"),
+        (("translate", "{run}", "{text}", "-o", "/dev/full"), "/dev/full: No space left on device"),
         (("translate", "{run}", "{text}", "--align", "--align-layer", "4"), "layer: expected"),
         (("translate", "{language}", "{text}"), "this model has no encoder.*relpos generate"),
         (("generate", "{run}", "{text}"), "this model has an encoder.*relpos translate"),

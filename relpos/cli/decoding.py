@@ -270,6 +270,8 @@ def _translate(options: argparse.Namespace) -> int:
     for file in (*files, *filter(None, (options.prefix, options.target))):
         if file != "-":
             os.stat(file)  # before the model is loaded
+    if "-" in (options.prefix, options.target) and (not files or "-" in files):
+        raise ValueError("--prefix, --target: standard input is the text already")
     translator = load(models, options)
     if translator.generates:
         raise ValueError("this model has no encoder, it goes on from text: relpos generate")
@@ -298,7 +300,8 @@ def _lines_of(translation: Translation, options: argparse.Namespace) -> list[str
     several = options.n_best is not None
     if not translation.n_best:
         return [
-            f"{translation.line}\t\t" if several else "" + "\t" * (options.score + options.align)
+            (str(translation.line) if several else "")
+            + "\t" * (2 * several + (options.score and not several) + options.align)
         ]
     shown = translation.n_best if several else translation.n_best[:1]
     return [_columns(each, translation.line if several else None, options) for each in shown]
@@ -336,6 +339,7 @@ def _with_targets(options: argparse.Namespace, translator: Translator, files: Se
             links = translator.align(
                 sources, targets, layer=options.align_layer, head=options.align_head
             )
+            failed |= any(each.failed for each in links)
             for column, link in zip(columns, links, strict=True):
                 column.append(link.pharaoh)
         for column in columns:

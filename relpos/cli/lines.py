@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from relpos.data.files import named
 from relpos.data.text import BYTE_ORDER_MARK, lines_of
 
 STANDARD = "-"  # standard input
@@ -48,6 +49,7 @@ def arriving(descriptor: int, name: str, most: int) -> Iterator[list[str]]:
     while not ended:
         lines: list[bytes] = []
         while not ended and (not lines or (len(lines) < most and _ready(descriptor))):
+            select.select((descriptor,), (), ())  # a pipe may be one that does not wait
             piece = os.read(descriptor, _CHUNK)
             ended = not piece
             *whole, rest = (rest + piece).split(b"\n")
@@ -83,14 +85,19 @@ _SPACES = {ord(each): " " for each in "\n\r\t"}
 
 
 class Writer:
-    """Writes lines as UTF-8, whatever the terminal thinks; each is there at once."""
+    """Writes lines as UTF-8, whatever the terminal thinks; each is there at once. file: its name."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: BinaryIO, file: Path | None = None) -> None:
+        self._stream, self._file = stream, file
 
     def __call__(self, line: str) -> None:
-        self._stream.write(f"{line}\n".encode())
-        self._stream.flush()
+        left = memoryview(f"{line}\n".encode())
+        try:
+            while left:
+                left = left[self._stream.write(left) :]
+            self._stream.flush()
+        except OSError as error:
+            raise error if self._file is None else named(error, self._file) from error
 
 
 @contextmanager
@@ -103,5 +110,5 @@ def written(output: Path | None, inputs: Sequence[str]) -> Iterator[Writer]:
     for file in inputs:
         if file != STANDARD and output.exists() and os.path.samefile(file, output):
             raise ValueError(f"--output: {output} is read as well")
-    with output.open("wb") as stream:
-        yield Writer(stream)
+    with output.open("wb", buffering=0) as stream:
+        yield Writer(stream, output)
