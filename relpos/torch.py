@@ -28,6 +28,7 @@ try:
 except ImportError:
     raise ImportError("relpos.torch: takes torch, `pip install 'relpos[torch]'`") from None
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from relpos.attention import attention_backward, attention_forward, context_of
 from relpos.device_array import DeviceArray
@@ -306,6 +307,11 @@ def _check(q: Any, k: Any, v: Any) -> None:
         if x.device != q.device:
             raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
         _check_type(name, x, q)
+        if x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: the numbers of its last axis lie {x.stride(-1)} apart, expected side by "
+                f"side; use {name}.contiguous()"
+            )
 
 
 def _check_type(name: str, x: Tensor, q: Tensor) -> None:
@@ -379,11 +385,20 @@ class Attention(torch.nn.Module):
         bool tensor for mask, best on the CPU. seed: below 2^63, another one every step."""
         _check(q, k, v)
         spec = self._training if self.training else self._evaluation
+        _check_tangents(q, k, v, *spec.tensors)
         out: Tensor = _operation(
             q, k, v, spec.tensors,
             lengths, key_lengths, offsets, key_offsets, query_start, mask, seed, spec.number,
         )[0]  # fmt: skip
         return out
+
+
+def _check_tangents(*tensors: Tensor) -> None:
+    """Forward-mode derivatives: torch would take them to be zero, and say nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("relpos.torch: has no forward-mode derivatives (jvp, jacfwd)")
 
 
 _disable: Any = torch.compiler.disable
@@ -444,6 +459,7 @@ def attention(
     given = (lengths, key_lengths, offsets, key_offsets, start)
     integers = [None if x is None else torch.as_tensor(x) for x in given]
     spec = _Spec(position, options)
+    _check_tangents(q, k, v, *spec.tensors)
     out: Tensor = _operation(
         q, k, v, spec.tensors, *integers,
         mask if isinstance(mask, Tensor) else None, seed, spec.number,

@@ -286,6 +286,37 @@ def test_refused(spoil: Any, sentence: str) -> None:
     assert str(caught.value) == sentence
 
 
+def test_strides_that_the_kernels_do_not_take() -> None:
+    q, k, v = qkv()
+    turned = k.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+    with pytest.raises(
+        ValueError, match=r"^k: the numbers of its last axis lie \d+ apart.*k\.cont"
+    ):
+        relpos.torch.attention(q, turned, v)
+    out = relpos.torch.attention(q, turned.contiguous(), v)
+    assert torch.equal(out, relpos.torch.attention(q, k, v))
+
+
+def test_forward_mode_is_refused() -> None:
+    """Torch would say that the derivatives are zero."""
+    q, k, v = (x.detach() for x in qkv())
+    key = tensor(5, D, grad=False)
+    with torch.autograd.forward_ad.dual_level():
+        for i in range(3):
+            given = [q, k, v]
+            given[i] = torch.autograd.forward_ad.make_dual(given[i], torch.ones_like(given[i]))
+            with pytest.raises(
+                RuntimeError, match=r"has no forward-mode derivatives \(jvp, jacfwd"
+            ):
+                relpos.torch.attention(*given)
+        table = torch.autograd.forward_ad.make_dual(key, torch.ones_like(key))
+        for position in (relpos.Shaw(table), relpos.Shaw(None, table)):
+            with pytest.raises(RuntimeError, match="no forward-mode"):
+                relpos.torch.attention(q, k, v, position=position)
+    with pytest.raises(RuntimeError, match="no forward-mode"):
+        torch.func.jvp(lambda x: relpos.torch.attention(x, k, v), (q,), (q,))
+
+
 def test_a_table_of_another_type_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"^key_table: expected float32 \(T, d\) or .*, got float64"
