@@ -225,6 +225,14 @@ def test_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         saved.restore(small_model())
 
 
+def test_what_was_cut_off_is_cleared_away(tmp_path: Path) -> None:
+    """But not a mean that another process may be writing here."""
+    for name in (".partial-4711-0", ".partial-average-9-4711"):
+        (tmp_path / name).mkdir()
+    checkpoint.save(tmp_path, trained(1))
+    assert [each.name for each in tmp_path.glob(".partial-*")] == [".partial-average-9-4711"]
+
+
 # ---- faults --------------------------------------------------------------------------------------
 
 CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "listdir", "scandir")

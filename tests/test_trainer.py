@@ -7,13 +7,16 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,7 @@ import text_files
 from relpos.data import TokenCache
 from relpos.train import checkpoint, newest
 from relpos.train.events import Events, crc32c
-from relpos.train.log import LOG, Log, read_log
+from relpos.train.log import LOG, Log, Sums, read_log
 from relpos.train.progress import Progress, clock_text, perplexity
 from relpos.train.trainer import Outcome, Trainer, TrainingError
 from small_model import assert_same_bits
@@ -100,6 +103,17 @@ def test_what_the_log_says_is_what_was_trained(tmp_path: Path) -> None:
         for name in ("loss", "nll", "accuracy"):
             mean = sum(getattr(each, name) * each.tokens for each in part) / tokens
             assert line[name] == pytest.approx(mean, rel=1e-12)
+
+
+def test_validation_takes_no_tokens_a_second() -> None:
+    figures = {"loss": 1.0, "nll": 1.0, "accuracy": 0.5, "gradient_norm": 1.0, "learning_rate": 1.0}
+    result: Any = SimpleNamespace(step=1, attempt=1, tokens=600, **figures)
+    sums = Sums()
+    for seconds, paused in ((10.0, 4.0), (20.0, 8.0)):
+        sums.add(result)
+        line = sums.figures(result, 0, seconds, paused)
+        sums.begin()
+    assert line["tokens_per_second"] == 100.0
 
 
 def test_the_door() -> None:
@@ -326,6 +340,26 @@ def test_two_in_one_folder(tmp_path: Path) -> None:
     assert came == [f"{tmp_path}: another process trains here"]
 
 
+def test_one_after_the_other_in_one_folder(tmp_path: Path) -> None:
+    """Both were begun before there was anything to see."""
+    one, other = (make(tmp_path, config=text_files.config(steps=3)) for _ in range(2))
+    saved = one.train().checkpoint
+    with pytest.raises(TrainingError, match="another run has saved here since this one was begun"):
+        other.train()
+    assert checkpoint.checkpoints(tmp_path) == [saved]
+
+
+def test_a_log_without_a_checkpoint(tmp_path: Path) -> None:
+    """What a run that died before it saved has written is not part of the next one."""
+    make(tmp_path, config=text_files.config(steps=20), validation=None).train()
+    for each in checkpoint.checkpoints(tmp_path):
+        shutil.rmtree(each.folder)
+    again = make(tmp_path, config=text_files.config(steps=10), validation=None, resume=True)
+    again.train()
+    assert kinds_in(tmp_path, "train") == [5, 10]
+    assert kinds_in(tmp_path, "resume") == [0]
+
+
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
@@ -426,6 +460,27 @@ def test_once_saves_and_leaves(tmp_path: Path, which: signal.Signals) -> None:
     assert more.train().step == saved.step + 1
 
 
+def test_twice_leaves_within_a_step(tmp_path: Path) -> None:
+    """A command, while a call of minutes does not let Python's handlers run."""
+    program = (
+        "import hashlib\n"
+        "from relpos.train.ending import interrupts, leaving_at_the_second_signal\n"
+        "with leaving_at_the_second_signal(), interrupts():\n"
+        "    print('ready', flush=True)\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment(), cwd=PACKAGE
+    )
+    assert run.stdout is not None and run.stdout.readline() == b"ready\n"
+    run.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.wait(1.0)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(30) == 130
+    run.stdout.close()
+
+
 def test_twice_leaves_at_once(tmp_path: Path) -> None:
     run = started(tmp_path, "slow")
     run.send_signal(signal.SIGINT)
@@ -450,6 +505,19 @@ def test_a_pipe_that_nobody_reads_saves_and_leaves(
     assert outcome.reason == "interrupted" and outcome.step == outcome.checkpoint.step == 1
 
 
+def test_a_full_disk_under_the_progress_is_no_reason_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relpos.train.progress.SECONDS_BETWEEN_LINES", 0.0)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        outcome = make(tmp_path, config=text_files.config(steps=5), progress="lines").train()
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert (outcome.reason, outcome.step) == ("steps", 5)
+
+
 # ---- progress ------------------------------------------------------------------------------------
 
 
@@ -472,6 +540,16 @@ def test_lines_come_now_and_then() -> None:
         "step 70 of 200  loss 1.000  perplexity 2.00  500 tokens/s  rate 0.002  left 2:10",
         "a line of its own",
     ]
+    now, stream = [100.0], io.StringIO()
+    progress = Progress(200, 50, "lines", stream, clock=lambda: now[0], seconds=30.0)
+    other = Progress(None, 50, "lines", stream, clock=lambda: now[0], seconds=30.0)
+    for step in range(51, 61):
+        now[0] += 1.0
+        progress.step(step, 1.0, math.log(2.0), 500, 0.002)
+        other.step(step, 1.0, math.log(2.0), 500, 0.002)
+    timed, open_ended = stream.getvalue().splitlines()
+    assert timed.endswith("left 0:20") and "of 200" in timed
+    assert open_ended.endswith("left 0:20") and " of " not in open_ended
     quiet = io.StringIO()
     Progress(10, 0, "none", quiet).say("nothing")
     assert quiet.getvalue() == ""

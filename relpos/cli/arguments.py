@@ -10,6 +10,7 @@ from typing import Any
 from relpos import library
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+LARGEST = 2**31 - 1  # of whole numbers that are given
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -33,8 +34,8 @@ def count(text: str) -> int:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 or more, got {text}")
+    if not 1 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 1 to {LARGEST:,}, got {text}")
     return value
 
 

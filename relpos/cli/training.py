@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from relpos.cli.arguments import (
     INTERRUPTED,
+    LARGEST,
     USAGE,
     add_command,
     add_device,
@@ -219,6 +221,7 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
 
     from relpos import data
     from relpos.profiling import profile
+    from relpos.train.ending import leaving_at_the_second_signal
     from relpos.train.trainer import Trainer
 
     if config.decoder.layers == 0:
@@ -263,7 +266,8 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
     if trainer.resumed is not None:
         say(f"going on from {trainer.resumed.folder}")
     with profile(trainer.model) if options.profile else nullcontext() as profiled:
-        outcome = trainer.train()
+        with leaving_at_the_second_signal():
+            outcome = trainer.train()
     best = ""
     if outcome.best_step is not None:
         best = f", best validation {outcome.best:.4f} at step {outcome.best_step:,}"
@@ -340,9 +344,11 @@ def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
         if name not in _LOOP:
             known = ", ".join(_LOOP)
             raise ValueError(f"{path}: train.{name}: no such option; there are {known}")
-        kind = int | float if _LOOP[name][0] is float else int
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            raise ValueError(f"{path}: train.{name}: expected a number above 0, got {value!r}")
+        whole = _LOOP[name][0] is not float
+        kind, most = (int, LARGEST) if whole else (int | float, math.inf)
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
+            said = f"a whole number, 1 to {LARGEST:,}" if whole else "a number above 0"
+            raise ValueError(f"{path}: train.{name}: expected {said}, got {value!r}")
     return dict(table)
 
 

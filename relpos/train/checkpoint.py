@@ -47,6 +47,7 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
 _PARTIAL = ".partial-"
+_OURS = re.compile(r"\.partial-\d+-\d+")  # not that of a mean, which another process may write
 _BUILD = ("version", "isa", "blas")  # what the bits of a run depend on
 
 
@@ -330,7 +331,7 @@ def _warn(message: str) -> None:
 def _remove_partial(folder: Path) -> None:
     """What runs that were cut off have left."""
     for name in os.listdir(folder):
-        if name.startswith(_PARTIAL):
+        if _OURS.fullmatch(name):
             shutil.rmtree(folder / name, ignore_errors=True)
 
 

@@ -33,6 +33,36 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def leaving_at_the_second_signal() -> Iterator[None]:
+    """The second SIGINT or SIGTERM ends the process, also within a step: Python's own handlers hear
+    of none before its end. For a command: what embeds Python is not to be ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        came = 0
+        while number := os.read(reading, 1):
+            came += number[0] in (signal.SIGINT, signal.SIGTERM)
+            if came == 2:
+                os._exit(128 + signal.SIGINT)
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+@contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Whether SIGINT or SIGTERM has come; the second of them raises KeyboardInterrupt.
 

@@ -36,7 +36,8 @@ class Log:
     ) -> None:
         self._events = None if events is None else Events(events)
         self._file = (Path(run) / LOG).open("a+b")
-        if self._file.tell() > 0:
+        self.has_lines = self._file.tell() > 0
+        if self.has_lines:
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
@@ -106,10 +107,13 @@ class Sums:
         self._hits += result.accuracy * result.tokens
         self.nll = self._nll / max(1, self.tokens)
 
-    def figures(self, result: StepResult, epoch: int, seconds: float) -> dict[str, Any]:
+    def figures(
+        self, result: StepResult, epoch: int, seconds: float, paused: float = 0.0
+    ) -> dict[str, Any]:
+        """paused: of the seconds, those of validation and checkpoints."""
         tokens = max(1, self.tokens)
-        passed = None if self._seconds is None else seconds - self._seconds
-        self._seconds = seconds
+        passed = None if self._seconds is None else seconds - paused - self._seconds
+        self._seconds = seconds - paused
         return {
             "step": result.step,
             "attempt": result.attempt,

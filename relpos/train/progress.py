@@ -63,12 +63,14 @@ class Progress:
         kind: str = "auto",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        seconds: float = math.inf,
     ) -> None:
         check_kind(kind)
         self._total, self._step, self._kind = total, start, kind
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._begun = self._shown = clock()
+        self._most = seconds  # that it may take
         self._start = start
         self._tokens = 0
         self._loss: float | None = None
@@ -90,7 +92,8 @@ class Progress:
         elif self._kind != "none" and now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             of = "" if self._total is None else f" of {self._total:,}"
-            left = "" if self._total is None else f"  left {clock_text(self._left(now))}"
+            open_ended = self._total is None and self._most == math.inf
+            left = "" if open_ended else f"  left {clock_text(self._left(now))}"
             self._print(f"step {step:,}{of}  {self._figures(now, nll, rate)}{left}")
 
     def say(self, line: str) -> None:
@@ -128,12 +131,14 @@ class Progress:
             yield
         except BrokenPipeError:
             self.unread, self._kind, self._bar = True, "none", None
+        except OSError:  # a full disk under a log of it
+            self._kind, self._bar = "none", None
 
     def _left(self, now: float) -> float:
-        made = self._step - self._start
-        if self._total is None or made <= 0:
-            return math.inf
-        return (self._total - self._step) * (now - self._begun) / made
+        made, passed, left = self._step - self._start, now - self._begun, math.inf
+        if self._total is not None and made > 0:
+            left = (self._total - self._step) * passed / made
+        return max(min(left, self._most - passed), 0.0)
 
     def _print(self, line: str) -> None:
         with self._until_unread():

@@ -171,11 +171,15 @@ class Trainer:
             config, tokens=tokens, sentences=sentences, recompute=recompute,
             device=device, precision=precision,
         )  # fmt: skip
+        check_count("tokens", tokens, 2)
+        if accumulate_tokens is not None:
+            check_count("accumulate_tokens", accumulate_tokens, tokens)
         look_at("data", data, config, throughout=False)
         look_at("validation", validation, config, throughout=True)
 
+        self._seen = checkpoint.checkpoints(self.folder)
         found = checkpoint.newest(self.folder) if resume else None
-        if not resume and checkpoint.checkpoints(self.folder):
+        if not resume and self._seen:
             raise ValueError(
                 f"folder: {self.folder} has checkpoints already: resume goes on from the newest; "
                 "a new run wants a folder of its own"
@@ -304,21 +308,31 @@ class Trainer:
     def train(self) -> Outcome:
         """Trains until something ends it, and saves.
 
-        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves at once. So
+        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves after it. So
         does the end of whoever reads the progress from a pipe.
         """
         log = None
         with alone(self.folder), interrupts() as interrupted:
             try:
+                if set(checkpoint.checkpoints(self.folder)) - set(self._seen):
+                    raise TrainingError(
+                        f"{self.folder}: another run has saved here since this one was begun: "
+                        "resume goes on from the newest"
+                    )
                 log = Log(self.folder, self.folder / "events" if self._tensorboard else None)
-                if self.resumed is not None:
+                if self.resumed is not None or log.has_lines:
                     log.write("resume", {"step": self.model.counters[0]})
-                with Progress(self._steps, self.model.counters[0], self._progress) as progress:
+                total = self._steps if self._epochs is None else None  # nobody knows it
+                left = 60 * self._minutes - self._seconds
+                with Progress(
+                    total, self.model.counters[0], self._progress, seconds=left
+                ) as progress:
                     return self._train(log, progress, interrupted)
             finally:
                 self._batches.close()
                 if log is not None:
                     log.close()
+                    self._seen = checkpoint.checkpoints(self.folder)
 
     def _train(self, log: Log, progress: Progress, interrupted: Callable[[], bool]) -> Outcome:
         run = _Run(self, log, progress)
@@ -420,6 +434,7 @@ class _Run:
         self._trainer, self._log, self._progress = trainer, log, progress
         self._epochs: deque[int] = deque()  # of the steps that have been begun
         self._bad = 0
+        self._paused = 0.0  # by validation and checkpoints
         self._before = trainer._seconds
         self._begun = self._saved = time.monotonic()
         while trainer.model.results[0] > 0:  # those of others
@@ -486,10 +501,12 @@ class _Run:
             result.step, result.loss, result.nll, result.tokens, result.learning_rate
         )
         if result.step % trainer._log_every == 0:
-            log.write("train", self.recent.figures(result, epoch, trainer._seconds))
+            log.write("train", self.recent.figures(result, epoch, trainer._seconds, self._paused))
             self.recent.begin()
         if self.behind == 0:
+            begun = time.monotonic()
             self._look_and_save(result.step)
+            self._paused += time.monotonic() - begun
 
     def _look_and_save(self, step: int) -> None:
         """Validation and checkpoint, where they are due; the model is that of this step."""
