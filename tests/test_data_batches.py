@@ -389,7 +389,7 @@ def test_no_more_is_made_ahead_than_asked(
     iterator = iter(made)
     next(iterator)
     time.sleep(0.2)
-    assert len(packed) == 1 + 3 + 1  # given, ready, and the one that waits
+    assert 1 + 3 <= len(packed) <= 1 + 3 + 1  # given, ready, and the one that waits
     made.close()
 
 

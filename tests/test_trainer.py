@@ -302,9 +302,15 @@ def test_a_run_that_goes_on_with_another_configuration(tmp_path: Path, capsys: A
 def test_what_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"got str; Config\.preset\('tiny'\) makes one$"):
         make(tmp_path, config="tiny")
-    for subwords in ("words", relpos.data.Words):
+    for subwords in ("words", relpos.data.Words, ["ba"], 5):
         with pytest.raises(TypeError, match="^subwords: expected Subwords, or what makes them"):
             make(tmp_path, subwords=subwords)
+    with pytest.raises(TypeError, match="^subwords: expected it to make Subwords, got int"):
+        make(tmp_path, subwords=lambda: 5)
+    with pytest.raises(
+        ValueError, match="^validation: max_length: no sentence fits into 16 tokens"
+    ):
+        make(tmp_path / "long", validation=[("ba " * 40, "ba " * 40)])
 
 
 def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
         bos: int | None = None,
         eos: int | None = None,
         epochs: int | None = None,
-        prefetch: int = 4,
+        prefetch: int = 8,
     ) -> None:
         self._packer = _Packer(cache, tokens, sentences, max_length, bos, eos)
         self._accumulate = 0
@@ -356,7 +356,9 @@ def _runs(begins: Places, lengths: Places) -> Places:
 class _Ahead(Generic[T]):
     """Items of an iterator, made by a thread a few in advance.
 
-    What goes wrong in the thread is raised where the item would have come.
+    It begins when half of them are used up, and makes several then: the fewer times it runs, the
+    fewer times it takes a core from a step. What goes wrong in it is raised where the item would
+    have come.
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
@@ -373,7 +375,8 @@ class _Ahead(Generic[T]):
         try:
             for item in self._items:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    if len(self._ready) >= self._depth:
+                        self._changed.wait_for(lambda: self._closed or self._is_low())
                     if self._closed:
                         return
                     self._ready.append(item)
@@ -385,6 +388,9 @@ class _Ahead(Generic[T]):
                 self._ended = True
                 self._changed.notify_all()
 
+    def _is_low(self) -> bool:
+        return len(self._ready) <= self._depth // 2
+
     def __iter__(self) -> Iterator[T]:
         return self
 
@@ -395,7 +401,8 @@ class _Ahead(Generic[T]):
                 raise RuntimeError("Batches: this iteration was closed, or another one begun")
             if self._ready:
                 item = self._ready.popleft()
-                self._changed.notify_all()
+                if self._is_low():
+                    self._changed.notify_all()
                 return item
         if self._error is not None:
             raise self._error

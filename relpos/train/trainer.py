@@ -149,7 +149,8 @@ class Trainer:
         if not isinstance(config, Config):
             made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
             raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
-        if isinstance(subwords, str | type):
+        made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
+        if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
             raise TypeError(f"subwords: expected Subwords, or what makes them, got {subwords!r}")
         self.folder = Path(folder)
         self._steps = config.steps if steps is None else check_count("steps", steps, 1)
@@ -197,10 +198,14 @@ class Trainer:
         )  # fmt: skip
         self._validation: InOrder | None = None
         if validation is not None:
-            self._validation = InOrder(
-                self._tokenised("validation", validation, "validation"),
-                tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
-            )  # fmt: skip
+            lines = self._tokenised("validation", validation, "validation")
+            try:
+                self._validation = InOrder(
+                    lines,
+                    tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
+                )  # fmt: skip
+            except ValueError as error:
+                raise ValueError(f"validation: {error}") from None
         self.model = Transformer(
             self.config, tokens=tokens, sentences=sentences, recompute=recompute,
             device=device, precision=precision,
@@ -243,6 +248,9 @@ class Trainer:
                 own = SentencePiece.train(data, config.target_vocabulary)
             else:
                 own = given()  # type: ignore[operator]
+                if not isinstance(own, Subwords):
+                    got = type(own).__name__
+                    raise TypeError(f"subwords: expected it to make Subwords, got {got}")
         own.save(self.folder / TOKENIZER)
         return own
 
