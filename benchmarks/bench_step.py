@@ -432,13 +432,17 @@ def measure_lengths(report: Report, options: argparse.Namespace, model: str) -> 
     count = 1 if model == "base" else 4
     for order in ("random", "sorted"):
         case = make_case(options, model, order=order, batches=count)
-        real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
         print(f"  sentences of real lengths, {order}")
         rounds = take_turns(report, options, [OURS, PADDED], case)
         name = f"{model}_packed_vs_padded_{order}"
-        for side in rounds.times:
-            report[f"{name}_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
+        report_real_tokens(report, name, case, rounds)
         report.ratio(name, rounds, PADDED, OURS, None, least=True)
+
+
+def report_real_tokens(report: Report, name: str, case: Json, rounds: Rounds) -> None:
+    real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
+    for side in rounds.times:
+        report[f"{name}_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
 
 
 def measure_real(report: Report, options: argparse.Namespace, model: str) -> None:
@@ -448,11 +452,9 @@ def measure_real(report: Report, options: argparse.Namespace, model: str) -> Non
     case = make_case(
         options, model, order="sorted", batches=REAL_BATCHES, tokens=REAL_TOKENS, config=REAL
     )
-    real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
     peers = [TORCH + TWIN] + [TORCH + name for name in options.peers if name == "eager"]
     rounds = take_turns(report, options, [OURS, *peers], case)
-    for side in rounds.times:
-        report[f"{model}_real_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
+    report_real_tokens(report, f"{model}_real", case, rounds)
     if found := {side: rounds.median(side) for side in peers if side in rounds.times}:
         best = min(found, key=found.__getitem__)
         report[f"{model}_real_vs_best_torch_is"] = best.removeprefix(TORCH)

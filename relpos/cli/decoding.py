@@ -297,25 +297,21 @@ def _translate(options: argparse.Namespace) -> int:
 
 def _lines_of(translation: Translation, options: argparse.Namespace) -> list[str]:
     """What is written of a translation: a line, or one for each of its n best."""
-    several = options.n_best is not None
-    if not translation.n_best:
-        return [
-            (str(translation.line) if several else "")
-            + "\t" * (2 * several + (options.score and not several) + options.align)
-        ]
-    shown = translation.n_best if several else translation.n_best[:1]
-    return [_columns(each, translation.line if several else None, options) for each in shown]
+    number = None if options.n_best is None else translation.line
+    found = translation.n_best or (None,)
+    return [_columns(each, number, options) for each in (found[:1] if number is None else found)]
 
 
-def _columns(candidate: Candidate, number: int | None, options: argparse.Namespace) -> str:
+def _columns(candidate: Candidate | None, number: int | None, options: argparse.Namespace) -> str:
+    """Empty ones where there is no candidate."""
     from relpos.cli.lines import one_line
 
     columns = [] if number is None else [str(number)]
-    columns.append(one_line(candidate.text))
+    columns.append(one_line(candidate.text) if candidate else "")
     if number is not None or options.score:
-        columns.append(f"{candidate.score:.4f}")
+        columns.append(f"{candidate.score:.4f}" if candidate else "")
     if options.align:
-        columns.append(candidate.pharaoh)
+        columns.append(candidate.pharaoh if candidate else "")
     return "\t".join(columns)
 
 

@@ -47,7 +47,9 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _NAME = re.compile(r"step-(\d{9,})(?:\.(\d+))?")
 _PARTIAL = ".partial-"
-_OURS = re.compile(r"\.partial-\d+-\d+")  # not that of a mean, which another process may write
+_OURS = re.compile(
+    re.escape(_PARTIAL) + r"\d+-\d+"
+)  # not that of a mean, which another process may write
 _BUILD = ("version", "isa", "blas")  # what the bits of a run depend on
 
 

@@ -108,7 +108,7 @@ class Sums:
         self.nll = self._nll / max(1, self.tokens)
 
     def figures(
-        self, result: StepResult, epoch: int, seconds: float, paused: float = 0.0
+        self, result: StepResult, epoch: int, seconds: float, paused: float
     ) -> dict[str, Any]:
         """paused: of the seconds, those of validation and checkpoints."""
         tokens = max(1, self.tokens)

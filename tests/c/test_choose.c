@@ -327,38 +327,31 @@ static void test_mix(const rp_ops *ops, int64_t rows, int64_t classes, double sc
   }
 }
 
+/* A row of logits into the mean of as many models as `share` says. */
+static void mix_row(const rp_ops *ops, real *logits, int64_t classes, double share, real *mean) {
+  const rpi_mix_args a = {.rows = 1,
+                          .classes = classes,
+                          .logits = logits,
+                          .stride = classes,
+                          .mean = mean,
+                          .mean_stride = classes,
+                          .share = share,
+                          .first = mean == logits};
+  CHECK_INT(ops->mix(&a), RP_OK);
+}
+
 /* What has no probability in any model has none; NaN stays where it is. */
 static void test_mix_values(const rp_ops *ops) {
   real one[] = {0, (real)-INFINITY, (real)-INFINITY, 0}, two[] = {0, (real)-INFINITY, 0, 0};
-  rpi_mix_args a = {.rows = 1,
-                    .classes = 4,
-                    .logits = one,
-                    .stride = 4,
-                    .mean = one,
-                    .mean_stride = 4,
-                    .share = 0.5,
-                    .first = true};
-  CHECK_INT(ops->mix(&a), RP_OK);
-  a.logits = two;
-  a.first = false;
-  CHECK_INT(ops->mix(&a), RP_OK);
+  mix_row(ops, one, 4, 0.5, one);
+  mix_row(ops, two, 4, 0.5, one);
   CHECK_NEAR((double)one[0], log((0.5 + 1.0 / 3) / 2), 8 * UNIT);
   CHECK(one[1] == -INFINITY);
   CHECK_NEAR((double)one[2], log(1.0 / 6), 8 * UNIT);
   /* probabilities that no float can hold, of one model and of two */
   real far[] = {0, -95, -300}, near[] = {-200, 0, -301};
-  rpi_mix_args c = {.rows = 1,
-                    .classes = 3,
-                    .logits = far,
-                    .stride = 3,
-                    .mean = far,
-                    .mean_stride = 3,
-                    .share = 0.5,
-                    .first = true};
-  CHECK_INT(ops->mix(&c), RP_OK);
-  c.logits = near;
-  c.first = false;
-  CHECK_INT(ops->mix(&c), RP_OK);
+  mix_row(ops, far, 3, 0.5, far);
+  mix_row(ops, near, 3, 0.5, far);
   CHECK_NEAR((double)far[0], log(0.5), 8 * UNIT);
   CHECK_NEAR((double)far[1], log(0.5), 8 * UNIT);
   CHECK_NEAR((double)far[2], -300 + log((1 + exp(-1)) / 2), 8 * 300 * UNIT);
@@ -366,15 +359,7 @@ static void test_mix_values(const rp_ops *ops) {
   for (int at = 1; at < 4; at += 2) {
     real x[] = {0, 1, 2, 3};
     x[at] = bad[at];
-    const rpi_mix_args b = {.rows = 1,
-                            .classes = 4,
-                            .logits = x,
-                            .stride = 4,
-                            .mean = x,
-                            .mean_stride = 4,
-                            .share = 1,
-                            .first = true};
-    CHECK_INT(ops->mix(&b), RP_OK);
+    mix_row(ops, x, 4, 1, x);
     CHECK(isnan(x[at]));
   }
 }
