@@ -167,11 +167,17 @@ $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 	$(CC) $(CPPFLAGS) $(CFLAGS) -Icsrc/include -std=c11 -O2 $(CORE_WARNINGS) $(VARIANT_FLAGS) \
 	  -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
+# With -j several run at once, the longest first; what one says comes when it ends. All run, whatever
+# fails.
+LONGEST := %/test_attention_terms %/test_attention_terms_tiles %/test_attention \
+  %/test_attention_tiles %/test_tiles %/test_attention_maps %/test_gemm
+RUNS := $(addsuffix .run,$(filter $(LONGEST),$(TESTS)) $(filter-out $(LONGEST),$(TESTS)))
+.PHONY: $(RUNS)
+$(RUNS): %.run: %
+	@said=$$($(RUN) $< 2>&1); status=$$?; printf '%-28s %s\n' $(notdir $<) "$$said"; exit $$status
+
 test: $(TESTS)
-	@failed=; for t in $(TESTS); do \
-	  printf '%-28s ' $$(basename $$t); $(RUN) $$t || failed="$$failed $$(basename $$t)"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+	@$(MAKE) --no-print-directory --keep-going TESTS="$(TESTS)" $(RUNS)
 
 # After f64: two makes at once in one folder would write the same objects.
 test-f64: f64
