@@ -42,7 +42,8 @@ class Stack:
     beyond: "clip" or "none", what pairs farther away have.
     key, value: bool. Whether keys, values have relations.
     tied: bool. One table for keys and values.
-    per_layer, per_head: bool. Whether every layer, every head has tables of its own.
+    per_layer, per_head: bool. Whether every layer, every head has tables of its own. DeBERTa's layers
+        share theirs; per_head is Shaw's, Music's, relative-key's and the graphs'.
     relations: int. Kinds of labels in the batch's graphs; 0: no graphs.
     relation_key, relation_value: bool. Which terms the labels have.
     buckets, max_distance: int. T5's and DeBERTa's.
@@ -100,7 +101,7 @@ class Config:
     bias: bool. Linear layers have biases, norms shifts.
     activation: "relu", "gelu" or "swiglu".
     encoder, decoder: Stack.
-    dropout, attention_dropout, activation_dropout: float, rates.
+    dropout, attention_dropout, activation_dropout: float, rates, taken to the nearest 1/256.
     label_smoothing: float. smoothing: "all" or "others", the classes that share it.
     schedule: "constant", "noam", "inverse-sqrt", "cosine" or "linear".
     learning_rate: float, the schedule's factor. warmup, steps: int. final_rate: float.

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import no_matplotlib
@@ -77,6 +78,35 @@ def test_help_reads_well(capsys: Capture, command: tuple[str, ...]) -> None:
         assert re.search(r"[a-z]{3}", option[1]), f"{option[0]}: no help"
     if not command:
         assert all(each in text for each in ("demo", "train", "translate", "plot", "--cflags"))
+
+
+def test_a_run_that_starts_with_another(run: SimpleNamespace, capsys: Capture) -> None:
+    """The other's configuration and vocabulary, unless told otherwise; its weights."""
+    made, output = run.made, run.folder / "tuned"
+    given = ("train", *run.files, "--start", made, "--output", output, "--progress", "none")
+    assert "--vocabulary: --start brings" in relpos_says(
+        capsys, *given, "--vocabulary", 50, status=1
+    )
+    assert "--subwords: --start brings" in relpos_says(
+        capsys, *given, "--subwords", "bpe", status=1
+    )
+    assert "config: not that of start: width=64, and 32 before" in relpos_says(
+        capsys, *given, "--preset", "tiny", status=1
+    )
+    assert "--text: this model has an encoder" in relpos_says(
+        capsys, "train", "--text", run.files[1], *given[5:], status=1
+    )
+    given = (*given[:-1], "lines", "--steps", "2", "--set", "learning_rate=0.0001")
+    said = relpos_says(capsys, *given)
+    assert f"beginning with {made / 'step-000000030' / 'model.safetensors'}" in said
+    first, tuned = (newest(folder) for folder in (made, output))
+    assert first is not None and tuned is not None and tuned.step == 2
+    changed = {"steps": 2, "learning_rate": 0.0001}
+    assert tuned.config == first.config.replace(changed)
+    models = [relpos.Transformer.load(each.folder / checkpoint.MODEL) for each in (first, tuned)]
+    for name, weights in models[1].parameters.items():
+        moved = np.abs(weights - models[0].parameters[name]).max()
+        assert 0 < moved < 3 * 0.0001  # Adam: twice a rate at most
 
 
 def test_nothing_asked_is_help(capsys: Capture) -> None:

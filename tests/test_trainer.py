@@ -277,7 +277,7 @@ def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
     make(tmp_path, config=text_files.config(steps=2)).train()
     with pytest.raises(ValueError, match="has checkpoints already: resume goes on"):
         make(tmp_path)
-    with pytest.raises(ValueError, match="subwords: not those of this run"):
+    with pytest.raises(ValueError, match=f"^subwords: not those of {tmp_path}"):
         make(tmp_path, resume=True, subwords=relpos.data.Words(["a", "b"]))
     with pytest.raises(ValueError, match="state: seed: it was 1, is 5 now"):
         make(tmp_path, resume=True, seed=5)
@@ -297,6 +297,55 @@ def test_a_run_that_goes_on_with_another_configuration(tmp_path: Path, capsys: A
     sentence = f"^config: not that of this run: width={wider.width}, and {config.width} before"
     with pytest.raises(ValueError, match=sentence):
         make(tmp_path, config=wider, resume=True)
+
+
+def test_a_run_that_starts_with_the_weights_of_another(tmp_path: Path, capsys: Any) -> None:
+    """Weights and subwords are those of the other; moments, counters and folder are its own."""
+    config = text_files.config(steps=3).replace({"ema": 0.9})
+    first = make(tmp_path / "first", config=config)
+    outcome = first.train()
+    averages = first.model.averages
+    for start in (tmp_path / "first", outcome.checkpoint.folder):
+        second = make(
+            tmp_path / f"from-{start.name}", start=start, subwords=None, progress="lines",
+            config=config.replace({"dropout": 0.25, "steps": 2}), data=VALID,
+        )  # fmt: skip
+        said = capsys.readouterr().err
+        assert f"goes on with dropout=0.25, and {config.dropout} before; steps=2, and 3" in said
+        assert second.started == outcome.checkpoint.folder / "average.safetensors"
+        assert second.resumed is None and second.model.counters == (0, 0)
+        assert second.subwords.fingerprint() == first.subwords.fingerprint()
+        assert_same_bits(dict(second.model.parameters), dict(averages))
+        assert_same_bits(dict(second.model.averages), dict(averages))
+        assert not any(each.any() for each in second.model.first_moments.values())
+    assert second.train().step == 2
+    again = make(
+        second.folder, start=tmp_path / "first", config=second.config, data=VALID, resume=True
+    )
+    assert again.started is None and again.resumed == newest(second.folder)
+    whole = Trainer(
+        None, VALID, folder=tmp_path / "third", start=outcome.checkpoint.folder / "model.safetensors",
+        tokens=256, sentences=32, progress="none",
+    )  # fmt: skip
+    assert whole.config == first.config
+
+
+def test_what_cannot_be_started_with(tmp_path: Path) -> None:
+    config = text_files.config(steps=1)
+    make(tmp_path / "first", config=config).train()
+    start, folder = tmp_path / "first", tmp_path / "second"
+    with pytest.raises(FileNotFoundError, match="nowhere: there is no such model"):
+        make(folder, start=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"^subwords: not those of {start}"):
+        make(folder, start=start, subwords=relpos.data.Words(["a", "b"]))
+    wider = config.replace({"width": 2 * config.width})
+    with pytest.raises(ValueError, match=f"^config: not that of start: width={wider.width}, and "):
+        make(folder, start=start, config=wider)
+    (start / "step-000000001" / "tokenizer").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError, match="tokenizer"):
+        make(folder, start=start / "step-000000001" / "model.safetensors")
+    with pytest.raises(TypeError, match="^config: expected relpos.Config, got NoneType"):
+        Trainer(None, VALID, folder=folder)
 
 
 def test_what_is_no_configuration(tmp_path: Path) -> None:

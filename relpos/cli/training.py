@@ -139,7 +139,6 @@ def _add_train(commands: Any) -> None:
         data.add_argument(f"--{name}", nargs="+", default=[], metavar="FILE", help=what)
     data.add_argument(
         "--subwords",
-        default="bpe",
         metavar="KIND",
         help="bpe or unigram of sentencepiece, words, or the folder of a saved vocabulary (bpe)",
     )
@@ -148,14 +147,21 @@ def _add_train(commands: Any) -> None:
     )
     model = command.add_argument_group("model")
     model.add_argument(
-        "--preset", metavar="NAME", help="what to start from (small); see --list-presets"
+        "--preset", metavar="NAME", help="the configuration to change (small); see --list-presets"
+    )
+    model.add_argument(
+        "--start",
+        metavar="MODEL",
+        help="a run, checkpoint or file of weights whose weights and vocabulary to begin with, and\n"
+        "whose configuration, where no preset is named",
     )
     model.add_argument("--list-presets", action="store_true", help="their names, and no training")
     model.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML: preset, fields of the configuration, and a table [train] with the options below",
+        help="TOML: preset, fields of the configuration, and a table [train] with the options of\n"
+        "training, below",
     )
     model.add_argument(
         "--set",
@@ -253,7 +259,7 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
             validation = data.read_pairs(options.validation_source, options.validation_target)
     trainer = Trainer(
         config, text,
-        folder=options.output, validation=validation, resume=options.resume,
+        folder=options.output, validation=validation, start=options.start, resume=options.resume,
         subwords=_subwords(options, config, text),
         seed=config.seed, progress=options.progress, recompute=options.recompute,
         device=options.device, precision=options.precision,
@@ -265,6 +271,8 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
     say(f"{numbers:,} weights: {trainer.config!r}")
     if trainer.resumed is not None:
         say(f"going on from {trainer.resumed.folder}")
+    if trainer.started is not None:
+        say(f"beginning with {trainer.started}")
     with profile(trainer.model) if options.profile else nullcontext() as profiled:
         with leaving_at_the_second_signal():
             outcome = trainer.train()
@@ -290,10 +298,15 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
     """A saved vocabulary, or how a new one is made, where the run has none yet."""
     from relpos import data
 
-    kind = options.subwords
+    kind: Any = options.subwords or "bpe"
     size = options.vocabulary or config.target_vocabulary
     if kind not in ("words", "bpe", "unigram"):
         return data.load_subwords(kind)
+    if options.start is not None:
+        for name in ("subwords", "vocabulary"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name}: --start brings a vocabulary")
+        return None
 
     def train() -> Any:
         try:
@@ -313,11 +326,16 @@ def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from relpos.config import Config
 
     told = _read_toml(options.config) if options.config is not None else {}
-    preset = options.preset or told.pop("preset", "small")
-    told.pop("preset", None)
-    if not isinstance(preset, str):
+    named = told.pop("preset", None)
+    preset = options.preset or named
+    if not isinstance(preset, str | None):
         raise ValueError(f"{options.config}: preset: expected a name, got {preset!r}")
-    config = Config.preset(preset)
+    if preset is None and options.start is not None:
+        from relpos.saved import find_model
+
+        config = Config.load(find_model(options.start).weights[-1])
+    else:
+        config = Config.preset(preset or "small")
     loop = _loop_of(told.pop("train", {}), options.config)
     if told:
         try:
@@ -428,7 +446,8 @@ def _add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the curves of runs",
-        "Loss in training and validation, and the learning rate, from the logs. Takes matplotlib.",
+        "-log p of a token in training and validation, and the learning rate, from the logs. Takes\n"
+        "matplotlib.",
         _plot,
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or log files")

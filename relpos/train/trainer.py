@@ -40,6 +40,7 @@ from relpos.data import (
 )
 from relpos.model import Precision, Transformer, model_memory
 from relpos.position.arrays import check_count
+from relpos.saved import find_model
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
@@ -88,7 +89,7 @@ class Outcome:
 class Trainer:
     """Trains a Transformer on text, in a folder of its own.
 
-    config: Config. The vocabularies take the size of the subwords.
+    config: Config. The vocabularies take the size of the subwords. None: that of `start`.
     data: pairs of str for an encoder and a decoder, or str for a decoder alone: what
         `relpos.data.read_pairs` and `read_lines` give, or any iterable that may be gone through
         more than once; or a TokenCache.
@@ -98,6 +99,9 @@ class Trainer:
     subwords: Subwords, or a function that makes them, which is called where the run has none yet.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size.
+    start: str or PathLike. A model, named as for `Translator.load`, whose weights and subwords the
+        run begins with; what its configuration has otherwise than `config` is told. Moments and
+        schedule begin anew.
     resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one; what its
         configuration has otherwise than `config` is told. False: a folder with checkpoints is
         refused.
@@ -106,7 +110,8 @@ class Trainer:
     accumulate_tokens: int. The most of an update on each side, in several batches; None: one batch.
     seed: int. Of the order of the data; the configuration has that of weights and dropout.
 
-    steps: int. Training ends after so many updates; None: config.steps.
+    steps: int. Training ends after so many updates; None: config.steps, which alone is the
+        schedule's length.
     epochs, minutes, patience: end it earlier: passes over the data, minutes in all, validations
         in a row without a better one. None: they don't.
 
@@ -120,12 +125,13 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None,
         data: Text | TokenCache,
         *,
         folder: str | os.PathLike[str],
         validation: Text | TokenCache | None = None,
         subwords: Subwords | Callable[[], Subwords] | None = None,
+        start: str | os.PathLike[str] | None = None,
         resume: bool = False,
         tokens: int = 4096,
         sentences: int = 512,
@@ -146,6 +152,9 @@ class Trainer:
         precision: Precision = "f32",
         tensorboard: bool = False,
     ) -> None:
+        begin = None if start is None else find_model(start)
+        if config is None and begin is not None:
+            config = Config.load(begin.weights[-1])
         if not isinstance(config, Config):
             made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
             raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
@@ -186,7 +195,11 @@ class Trainer:
                 "a new run wants a folder of its own"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.subwords = self._find_subwords(found, subwords, data, config)
+        if found is None and begin is not None:
+            self.subwords = _subwords_of(begin.tokenizer, subwords)
+            self.subwords.save(self.folder / TOKENIZER)
+        else:
+            self.subwords = self._find_subwords(found, subwords, data, config)
         size = self.subwords.size
         self.config = config.replace({"source_vocabulary": size, "target_vocabulary": size})
         check_vocabulary(self.subwords, self.config)
@@ -216,8 +229,13 @@ class Trainer:
         self._stale = 0
         self._seconds = 0.0
         self.resumed = found
+        self.started: Path | None = None
         if found is not None:
             self._resume(found)
+        elif begin is not None:
+            [weights] = begin.weights
+            self._restored(Config.load(weights), lambda m: m.restore(weights), weights, "start")
+            self.started = weights
 
     @property
     def report(self) -> Report:
@@ -234,12 +252,9 @@ class Trainer:
         config: Config,
     ) -> Subwords:
         """Those of the checkpoint, or given, or new ones; saved in the folder."""
-        own = given if isinstance(given, Subwords) else None
         if found is not None and found.tokenizer is not None:
-            subwords = load_subwords(found.tokenizer, tokenizer=own)
-            if own is not None and own.fingerprint() != subwords.fingerprint():
-                raise ValueError(f"subwords: not those of this run, which are in {found.tokenizer}")
-            return subwords
+            return _subwords_of(found.tokenizer, given)
+        own = given if isinstance(given, Subwords) else None
         if own is None:
             if isinstance(data, TokenCache):
                 raise ValueError("subwords: expected those that the token cache was made with")
@@ -285,21 +300,28 @@ class Trainer:
         check_sides(name, cache.sides, self.config)
         return cache
 
-    def _resume(self, found: Checkpoint) -> None:
-        then = dict(found.config.pairs())
+    def _restored(
+        self, then: Config, restore: Callable[[Transformer], Any], where: Path, whose: str
+    ) -> Any:
+        """What restore returns; what the configuration has otherwise is told, or why it fails."""
+        before = dict(then.pairs())
         changed = "; ".join(
-            f"{name}={value}, and {then[name]} before"
+            f"{name}={value}, and {before[name]} before"
             for name, value in self.config.pairs()
-            if then[name] != value
+            if before[name] != value
         )
         try:
-            state = found.restore(self.model)
+            state = restore(self.model)
         except OSError as error:
             if changed:
-                raise ValueError(f"config: not that of this run: {changed}: {error}") from None
+                raise ValueError(f"config: not that of {whose}: {changed}: {error}") from None
             raise
         if changed:
-            self._say(f"{found.folder}: goes on with {changed}")
+            self._say(f"{where}: goes on with {changed}")
+        return state
+
+    def _resume(self, found: Checkpoint) -> None:
+        state = self._restored(found.config, found.restore, found.folder, "this run")
         try:
             run = state["run"]
             self._batches.resume(run["data"])
@@ -530,3 +552,12 @@ def _check_minutes(name: str, value: float) -> float:
     if not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value!r}")
     return float(value)
+
+
+def _subwords_of(folder: Path, given: Subwords | Callable[[], Subwords] | None) -> Subwords:
+    """Those that were saved, which what is given must not contradict."""
+    own = given if isinstance(given, Subwords) else None
+    subwords = load_subwords(folder, tokenizer=own)
+    if own is not None and own.fingerprint() != subwords.fingerprint():
+        raise ValueError(f"subwords: not those of {folder}")
+    return subwords
