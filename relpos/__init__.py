@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-attention with relative position representations, forward and backward, and the Transformer
-around it, on the CPU.
+around it.
 
     out = relpos.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
 
@@ -18,7 +18,7 @@ around it, on the CPU.
 
 Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
 one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
-`relpos.reference` is the same in a few lines of float64 NumPy.
+`relpos.reference` is the same in plain float64 NumPy.
 """
 
 import importlib
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from relpos import data as data
     from relpos import evaluation as evaluation
     from relpos import plots as plots
+    from relpos import torch as torch
     from relpos import train as train
     from relpos.train.trainer import Trainer
     from relpos.translation import Alignment as Alignment
@@ -166,7 +167,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "evaluation", "plots", "train"):
+    if name in ("data", "evaluation", "plots", "torch", "train"):
         return importlib.import_module(f"relpos.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(_LATER[name]), name)

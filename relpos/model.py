@@ -155,7 +155,7 @@ class Transformer:
     config: Config. What it is; its seed decides the initial weights.
     tokens: int. The most of a batch, on each side.
     sentences: int. The most of a batch.
-    training: bool. False: no gradients and no moments; forward, scores and maps alone.
+    training: bool. False: no gradients and no moments; forward, scores, maps and decoding.
     recompute: bool. Activations are computed again in backward, layer by layer: less memory.
     device: str. Where it lies and is computed: "cpu", "cuda" or "cuda:1"; `relpos.devices` says
         what there is. Batches and results are NumPy arrays everywhere.

@@ -50,12 +50,13 @@ class Search:
     coverage: float. Adds coverage sum_i log(min(sum_j a_ji, 1)) to the score, a_ji being what
         target place j pays to source place i in the last layer, mean over its heads; 0: nothing.
     min_length: int. Tokens before the end, at least.
-    max_length: int. At most; 0: source tokens + max_more, or max_more without a source.
+    max_length: int. At most, those of a beginning that is given among them; 0: source tokens +
+        max_more, or without a source those of the beginning + max_more.
     max_more: int.
     no_repeat: int. No n-gram of so many tokens comes twice; 0: they may.
     suppressed: int each. Tokens that are never said.
     sample: bool. n_best independent draws a sentence, and no beam.
-    temperature: float. Logits are divided by it.
+    temperature: float. Logits are divided by it; log-probabilities of draws are those then.
     top_k: int. Draws from so many most likely tokens; 0: from all.
     top_p: float. And from the fewest that have this probability together; 1: all.
     seed: int. Of the draws.

@@ -73,7 +73,7 @@ class Score:
     line: int. Its number, from 1.
     log_probability: float. Of the whole.
     tokens: float32 (n + 1,). log p of each token.
-    hits: bool (n + 1,). Whether it had the highest score of all.
+    hits: bool (n + 1,). Whether it had the highest score of all; of an ensemble in its first model.
     """
 
     line: int
@@ -94,8 +94,8 @@ class Alignment:
     line: int. Its number, from 1.
     weights: float32 (n + 1, m). Row j: where it looks when it says target token j; the last row is
         that of the end.
-    links: (i, j) each. Source word i, which target word j looks at most; words are numbered from 0
-        and stand between white space. With a vocabulary of your own they are tokens.
+    links: (i, j) each. A token of target word j looks at one of source word i most; words are
+        numbered from 0 and stand between white space. With a vocabulary of your own they are tokens.
     source_words, target_words: int (m,), int (n,). The word that each token belongs to.
     """
 

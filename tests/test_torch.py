@@ -12,6 +12,7 @@ import copy
 import importlib
 import io
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ import relpos
 from capi import Core
 from double_core import double_core
 from stand_in import stand_in
+from test_readme import BLOCKS, IN_TORCH, LEFT_OUT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 import relpos.torch  # noqa: E402
 
+PACKAGE = Path(relpos.__file__).parent.parent
 B, H, N, D = 2, 2, 4, 2
 LABELS = np.random.default_rng(0).integers(-1, 3, (B, 1, N, N)).astype(np.int8)
 
@@ -415,6 +418,12 @@ def test_nothing_is_kept() -> None:
     for _ in range(20):
         relpos.torch.attention(q, k, v, position=relpos.Shaw(table)).sum().backward()
     assert len(_specs) == before
+
+
+def test_what_the_page_shows() -> None:
+    """docs/schemes.md; the other tests of pages do without torch. relpos.torch needs no import."""
+    [block] = [each for each in BLOCKS if each.remark == LEFT_OUT + IN_TORCH]
+    subprocess.run([sys.executable, "-c", block.text], check=True, cwd=PACKAGE)
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,12 @@ from relpos.cli import aligning, decoding, evaluating, inspecting, training
 from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command
 
 _DESCRIPTION = """\
-Transformers with relative positions: trains them, and says how to link with libcore.
+Transformers with relative positions: trains them, translates, and says how to link with libcore.
 
   relpos demo                                     see it work, in about a minute
   relpos train --source train.en --target train.de --output run
   relpos translate run test.en                    a translation for each line
+  relpos generate run                             goes on from a beginning: language models
   relpos evaluate run --source test.en --reference test.de
   relpos align run --source test.en --target test.de
   relpos inspect run --source "Two dogs run." --out maps.html

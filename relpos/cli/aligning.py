@@ -31,7 +31,8 @@ def add_commands(commands: Any) -> None:
         "link the words of sentences with those of their translations",
         "Writes a line for each pair of lines, the links of words in Pharaoh's format: 0-0 1-2 links\n"
         "the first word of the source with the first of the target, and the second with the third.\n"
-        "A target word is linked to the source word that the decoder looks at most when it says it.\n"
+        "Every token of the target is linked to the source token that the decoder looks at most when\n"
+        "it says it; links are those of their words.\n"
         "An empty line gives an empty line. Files are read side by side and answered as they arrive.",
         _align,
         usage="relpos align MODEL... --source FILE --target FILE [options]",

@@ -60,7 +60,10 @@ def add_progress(command: Any, elsewhere: str = "lines") -> None:
 
 def add_threads(command: Any) -> None:
     command.add_argument(
-        "--threads", type=count, metavar="N", help="threads to compute with (all cores)"
+        "--threads",
+        type=count,
+        metavar="N",
+        help="threads to compute with (RELPOS_NUM_THREADS, OMP_NUM_THREADS, or all cores)",
     )
 
 

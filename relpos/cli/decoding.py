@@ -365,7 +365,7 @@ def _add_generate(commands: Any) -> None:
     add_search(
         command,
         several="so many draws or results a line, as number, text and score",
-        lengths="--max-more",
+        lengths="those of the beginning and --max-more",
         source=False,
     )
     add_running(command)

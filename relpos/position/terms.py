@@ -10,7 +10,7 @@ the call can meet, and each term knows the way back: how the gradient of its tab
 gradient of the parameters, by name. So a new scheme is one small file: a frozen dataclass with
 `parameters`, checks, and `lower`.
 
-Distances are key minus query, d = j - (i + start), everywhere (SEMANTICS, convention 1). A band
+Distances are key minus query, d = j - (i + start), everywhere (docs/schemes.md). A band
 maps them to rows, left and right >= 0:
 
     row   0                 left      left + right

@@ -54,7 +54,7 @@ typedef struct rp_search {
   int64_t max_length;
   int64_t max_more;
 
-  /* What is ruled out keeps its share of the probability. */
+  /* The probabilities of what is left are as they were: they add up to less than 1 then. */
   int64_t no_repeat;         /* no n-gram of so many tokens comes twice in a target; 0: they may */
   const int32_t *suppressed; /* tokens that are never said, [suppressed_count], or NULL */
   int64_t suppressed_count;
@@ -84,8 +84,9 @@ static inline rp_search rp_search_default(void) {
 
 typedef struct rp_decoder rp_decoder;
 
-/* One model, or an ensemble: several of one vocabulary, whose probabilities are averaged. *decoder
- * is NULL where it fails. */
+/* One model, or an ensemble, whose probabilities are averaged: models of one vocabulary, on one
+ * device, each once, all with an encoder or all without; decoder.relations is 0. *decoder is NULL
+ * where it fails. */
 RP_API rp_status rp_decoder_create(rp_model *const *models, int64_t count, rp_decoder **decoder);
 RP_API void rp_decoder_free(rp_decoder *decoder); /* takes NULL */
 

@@ -47,7 +47,7 @@ static inline rp_placement rp_placement_default(void) {
 typedef struct rp_device {
   size_t struct_size;  /* to be set by the caller */
   const char *name;    /* "cpu", "cuda:0", ... */
-  const char *title;   /* "NVIDIA H100 80GB HBM3", "AVX-512" */
+  const char *title;   /* "NVIDIA H100 80GB HBM3"; of the CPU its table: "avx512" */
   int64_t memory;      /* bytes; 0: unknown */
   int64_t memory_free; /* bytes, now; 0: unknown, as of a GPU that this process does not use */
   const char *problem; /* NULL: it can be used; else a sentence that says why not */

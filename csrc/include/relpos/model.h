@@ -89,9 +89,11 @@ typedef struct rp_stack {
   int64_t k_right; /* shaw: to the right; -1: as k */
   int beyond;      /* shaw: RP_BEYOND_CLIP: clip; RP_BEYOND_NONE: none */
   int key, value;  /* shaw, music: keys, values have relations; deberta: c2p, p2c */
-  int tied;        /* shaw, and relations below: one table for keys and values */
-  int per_layer;   /* every layer has tables of its own; 0: one set for all layers of the stack */
-  int per_head;    /* every head has a table of its own; 0: shared. t5, alibi: without effect */
+  int tied;        /* shaw, music, and relations below: one table for keys and values */
+  int per_layer;   /* every layer has tables of its own; 0: one set for all layers of the stack, as
+                      deberta always has */
+  int per_head;    /* every head has a table of its own; 0: shared. Without effect on t5, alibi,
+                      transformer-xl, deberta */
 
   int64_t relations;                /* kinds of labels in the batch's graphs; 0: no graphs */
   int relation_key, relation_value; /* which terms the labels have */
@@ -131,6 +133,7 @@ typedef struct rp_config {
   int activation; /* RP_RELU, ... */
   rp_stack encoder, decoder;
 
+  /* Rates, taken to the nearest 1/256; at most 255/256. */
   double dropout; /* of embeddings and of what a layer adds to the stream */
   double attention_dropout, activation_dropout;
 
@@ -177,7 +180,7 @@ typedef struct rp_limits {
   size_t struct_size;
   int64_t tokens;     /* the most of a batch, on each side */
   int64_t sentences;  /* the most of a batch */
-  int training;       /* 0: no gradients and no moments; forward, scores and maps alone */
+  int training;       /* 0: no gradients and no moments; forward, scores, maps, decoding */
   int recompute;      /* activations are computed again in backward, layer by layer, not stored */
   const char *device; /* where the model lies and is computed (device.h); NULL: "cpu" */
   int precision;      /* of products: RP_F32, or on GPUs RP_BF16 */
