@@ -12,8 +12,6 @@
 #include "ops/dropout.h"
 #include "ops/exp2.h"
 
-#define LOG2_E ((real)1.44269504088896340736)
-
 /* The share of the standard normal distribution below x, P(x), and e^(-x^2 / 2). */
 typedef struct normal_share {
   real below, bell;
@@ -24,7 +22,7 @@ typedef struct normal_share {
  * relative to itself, where 1 + erf would cancel. */
 RPI_INLINE normal_share normal_below(real x) {
   const real size = x < 0 ? -x : x;
-  const real bell = rpi_exp2((real)-0.5 * LOG2_E * size * size);
+  const real bell = rpi_exp2((real)-0.5 * (real)RPI_LOG2_E * size * size);
 #ifdef RP_REAL_IS_DOUBLE
   const real beyond = 0.5 * erfc(size * 0.70710678118654752440);
 #else
@@ -45,7 +43,7 @@ RPI_INLINE normal_share normal_below(real x) {
 
 /* By the exponential of something negative: nothing overflows. */
 RPI_INLINE real logistic(real x) {
-  const real e = rpi_exp2(-LOG2_E * (x < 0 ? -x : x));
+  const real e = rpi_exp2(-(real)RPI_LOG2_E * (x < 0 ? -x : x));
   return (x < 0 ? e : 1) / (1 + e);
 }
 

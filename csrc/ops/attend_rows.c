@@ -147,7 +147,7 @@ static void attend_scores(const attend_head *h, const real *q, const real *const
   if (h->softcap != 0) {
     for (int64_t j = 0; j < count; j++) s[j] = h->softcap * rpi_tanh(s[j] / h->softcap);
   }
-  for (int64_t j = 0; j < count; j++) s[j] *= LOG2_E;
+  for (int64_t j = 0; j < count; j++) s[j] *= (real)RPI_LOG2_E;
 }
 
 /* So many vectors of `to` += sum of weights * what lies at[...] + shift. */

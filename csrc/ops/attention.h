@@ -44,8 +44,6 @@
 
 #define RPI_RAISE 8 /* log2 of the factor a score may exceed the running maximum by */
 
-static const real LOG2_E = (real)1.4426950408889634074;
-
 /* Rows for a product: their own memory where that is dense and whole, aligned vectors, else a
  * padded copy. Copying pays by itself: 64 rows at a stride of 2 KiB share 8 sets of the first
  * cache, and every vector that lies across two lines is read twice (5 % of forward; NumPy's arrays

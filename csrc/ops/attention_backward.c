@@ -462,7 +462,7 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const int64_t at = seq->query_row + block->row0 + i;
     const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
     const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
-    const double own = -(double)lse[i] * 1.4426950408889634074;
+    const double own = -(double)lse[i] * RPI_LOG2_E;
     const int64_t keys = rpi_max(keys_of_row(item, block->row0 + i), 1);
     if (keys != known) rest = log2((double)keys);
     known = keys;
@@ -519,7 +519,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
       reach_of(&item->seq, &item->sees, item->r.query, item->r.rows, item->r.key, item->r.keys);
   const window whole = window_of(t, all.nearest, all.farthest);
   const window packed = window_to_pack(&x->table, &x->w, &whole);
-  pack_window(t, &packed, item->factor[which], LOG2_E, padded, item->n.tiles, &x->table);
+  pack_window(t, &packed, item->factor[which], (real)RPI_LOG2_E, padded, item->n.tiles, &x->table);
   begin_strip(&x->table, &x->w);
   band_scores(t, &x->w, &x->table, x->x.data, x->x.stride,
               item->n.tiles && x->fits ? &x->rows : NULL, &at, item->factor[which], zeros, &x->e);

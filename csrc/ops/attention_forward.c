@@ -390,10 +390,11 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
     }
   }
   if (!window_empty(kw)) {
-    const real factor = scale_of(s) * LOG2_E;
+    const real factor = scale_of(s) * (real)RPI_LOG2_E;
     const window whole = window_of(&item->key, all.nearest, all.farthest);
     const window packed = window_to_pack(&w->key_table, kw, &whole);
-    pack_window(&item->key, &packed, factor, LOG2_E, item->n.width, item->n.tiles, &w->key_table);
+    pack_window(&item->key, &packed, factor, (real)RPI_LOG2_E, item->n.width, item->n.tiles,
+                &w->key_table);
     begin_strip(&w->key_table, kw);
     band_scores(&item->key, kw, &w->key_table, view.q, view.q_stride,
                 item->n.tiles ? related : NULL, &view.at, factor, w->zeros, &w->e);
@@ -616,8 +617,7 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
     if (lse && sum == 0) {
       lse[item->query + i] = (real)-INFINITY;
     } else if (lse) { /* in double: this one number scales every weight of backward */
-      lse[item->query + i] =
-          (real)(((double)state->max[i] + log2((double)sum)) * 0.69314718055994530942);
+      lse[item->query + i] = (real)(((double)state->max[i] + log2((double)sum)) * RPI_LN2);
     }
   }
 }
@@ -627,7 +627,7 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   const rpi_sequence *const seq = &item->seq;
   const rp_rows *const k = &item->args->k;
   const int64_t D = item->args->shape->D;
-  const real factor = scale_of(item->args->shape) * LOG2_E;
+  const real factor = scale_of(item->args->shape) * (real)RPI_LOG2_E;
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
     rpi_pack_transposed(row_of(k, seq->key_batch, item->head, seq->key_row + key + j),
                         k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,

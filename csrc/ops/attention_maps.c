@@ -34,7 +34,7 @@ static rp_attention shown_of(const rp_attention *s, int what) {
 
 /* Scores in units of log 2 to what is shown. */
 static void show_row(real *row, int64_t keys, int what) {
-  const real ln2 = (real)0.69314718055994530942;
+  const real ln2 = (real)RPI_LN2;
   if (what == RP_SHOW_PROBABILITIES) {
     real most = (real)-INFINITY, sum = 0;
     for (int64_t j = 0; j < keys; j++) most = row[j] > most ? row[j] : most;

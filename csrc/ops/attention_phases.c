@@ -53,7 +53,7 @@ static void backward_task(void *context, int64_t task, int worker) {
         .term = {key_term(s, at->head), value_term(s, at->head)},
         .width = {s->D, s->Dv},
         .padded = {call->n.width, call->n.value_width},
-        .factor = {scale_of(s) * LOG2_E, 1},
+        .factor = {scale_of(s) * (real)RPI_LOG2_E, 1},
         .to = {at->sums[SUM_OF_KEYS], at->sums[SUM_OF_VALUES]},
     };
     /* dk has other parts then, or is of moved queries, and dq is to be ds . k */

@@ -93,7 +93,7 @@ static void choose_row(const rpi_choose_args *a, int64_t row) {
   const double inverse = 1 / a->temperature;
   /* A factor beyond 2^64 is no different from infinity, and 0 times it stays 0; one below 2^-126 is
    * no different from 0, and times -infinity, what is banned, stays that. */
-  const real factor = (real)fmax(fmin(1.44269504088896340736 * inverse, 0x1p64), 0x1p-126);
+  const real factor = (real)fmax(fmin(RPI_LOG2_E * inverse, 0x1p64), 0x1p-126);
   const real highest = cross_highest(x, a->classes);
   const double sum = choose_sum(x, a->classes, highest, factor);
   for (int64_t i = 0; i < a->most; i++) {
@@ -159,7 +159,7 @@ RPI_INLINE real mix_log(real x) {
   series = series * ss + 0.2857142857f;
   series = series * ss + 0.4f;
   series = series * ss + 0.6666666667f;
-  const float value = series * ss * s + 2 * s + 0.6931471805599453f * (float)n;
+  const float value = series * ss * s + 2 * s + (float)RPI_LN2 * (float)n;
   return x == x ? value : x;
 }
 
@@ -169,7 +169,7 @@ RPI_INLINE real mix_log(real x) {
 RPI_INLINE real mix_add(real a, real b) {
   const real most = a > b ? a : b, least = a > b ? b : a;
   const real apart = a == b ? 0 : least - most;
-  return most + mix_log(1 + rpi_exp2((real)1.44269504088896340736 * apart));
+  return most + mix_log(1 + rpi_exp2((real)RPI_LOG2_E * apart));
 }
 
 /* In logarithms: a probability that a float cannot hold would be lost, and may be all that is left
@@ -177,7 +177,7 @@ RPI_INLINE real mix_add(real a, real b) {
 static void mix_row(const rpi_mix_args *a, int64_t row) {
   const real *const x = a->logits + row * a->stride;
   real *const to = a->mean + row * a->mean_stride;
-  const real factor = (real)1.44269504088896340736, highest = cross_highest(x, a->classes);
+  const real factor = (real)RPI_LOG2_E, highest = cross_highest(x, a->classes);
   const real log_share = (real)log(a->share / choose_sum(x, a->classes, highest, factor));
   if (a->first) {
     _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {

@@ -58,7 +58,7 @@ RPI_INLINE cross_sums cross_sum(real *logits, int64_t classes, real highest, con
     _Pragma("omp simd reduction(+ : exponentials, distances)") for (int64_t c = first; c < end;
                                                                     c++) {
       const real x = logits[c] - highest;
-      const real e = rpi_exp2((real)1.44269504088896340736 * x);
+      const real e = rpi_exp2((real)RPI_LOG2_E * x);
       exponentials += e;
       distances += x;
       if (replace) logits[c] = e;

@@ -64,7 +64,7 @@ static inline real rpi_tanh(real x) {
   near = near * xx + 0.13331442377685934f;
   near = near * xx - 0.33333281950269694f;
   near = near * xx * size + size;
-  const float e = rpi_exp2(-2.8853900817779268f * size); /* e^(-2 size) */
+  const float e = rpi_exp2(-2 * (float)RPI_LOG2_E * size); /* e^(-2 size) */
   const float far = (1.0f - e) / (1.0f + e);
   const float value = size < 0.625f ? near : far;
   return x < 0 ? -value : value;

@@ -123,7 +123,7 @@ static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) 
   add_lookups(&p, s->query, PAIR_QUERY, s->D);
   add_lookups(&p, s->value, PAIR_VALUE, s->Dv);
   p.any = p.scores || p.values;
-  p.softcap = (real)s->softcap * LOG2_E;
+  p.softcap = (real)s->softcap * (real)RPI_LOG2_E;
   p.mask = s->mask.data ? &s->mask : NULL;
   p.dropout = dropout_of(s->dropout, s->dropout_key);
   p.site = s->dropout_site + (uint32_t)head;

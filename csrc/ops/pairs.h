@@ -54,12 +54,13 @@ static void pack_lookup(const pair_terms *p, int i, pair_scratch *w) {
     memset(at->e, 0, RPI_LANES * sizeof(real));
     for (int64_t c = 0; c < columns; c++) {
       const int64_t row = c < rows ? met_row(leader, c) : -1;
-      at->e[RPI_LANES + c] = row >= 0 ? LOG2_E * x->table[row * x->relation->row_stride] : 0;
+      at->e[RPI_LANES + c] =
+          row >= 0 ? (real)RPI_LOG2_E * x->table[row * x->relation->row_stride] : 0;
     }
     return;
   }
   pack_met(x, leader, at);
-  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(s) * LOG2_E;
+  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(s) * (real)RPI_LOG2_E;
   if (at->across) {
     rpi_pack_transposed(at->down, padded, rows, x->width, factor, at->across, columns, columns);
   }
@@ -327,7 +328,7 @@ static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w
                      const rpi_sequence *seq, const pair_rows *rows, int64_t key, int64_t tile_keys,
                      const dense *k, real *scores) {
   const int64_t stride = x->relation->row_stride, padded = rpi_round_up(x->width, RPI_LANES);
-  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(p->shape) * LOG2_E;
+  const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(p->shape) * (real)RPI_LOG2_E;
   for (int64_t r = 0; r < rows->rows; r++) {
     real *const to = scores + r * RPI_TILE;
     const real *const own =
@@ -335,7 +336,7 @@ static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w
     pair_walk left = walk_pairs(p, x, w, seq, rows->row0, r, key, tile_keys);
     for (pair_list l; list_pairs(&left, NULL, &l);) {
       for (int n = 0; x->kind == PAIR_BIAS && n < l.count; n++) {
-        to[l.key[n]] += LOG2_E * x->table[l.row[n] * stride];
+        to[l.key[n]] += (real)RPI_LOG2_E * x->table[l.row[n] * stride];
       }
       for (int n = 0; x->kind != PAIR_BIAS && n < l.count; n += RPI_PAIRS) {
         const real *a[RPI_PAIRS], *b[RPI_PAIRS];

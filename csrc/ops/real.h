@@ -16,4 +16,8 @@ typedef rp_real real;
 #define RPI_REAL_BYTES 4
 #endif
 
+/* double, whatever `real` is: who wants them as real says so */
+#define RPI_LOG2_E 1.44269504088896340736 /* log2(e) */
+#define RPI_LN2 0.69314718055994530942    /* log(2) */
+
 #endif
