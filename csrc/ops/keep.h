@@ -146,16 +146,4 @@ RPI_INLINE void keep_apply(const keep_mask *mask, int64_t rows, real factor, con
   }
 }
 
-/* The mask as factors, 0 or scale: factor[rows][RPI_TILE]. */
-RPI_INLINE void keep_strip(const dropout *d, uint32_t ordinal, uint32_t site, int64_t row,
-                           int64_t rows, int64_t column, real *factor) {
-  keep_mask mask;
-  keep_make(d, ordinal, site, row, rows, column, &mask);
-  for (int64_t r = 0; r < rows; r++) {
-    _Pragma("omp simd") for (int c = 0; c < RPI_TILE; c++) {
-      factor[r * RPI_TILE + c] = mask.of[r][c] < 0 ? d->scale : (real)0;
-    }
-  }
-}
-
 #endif

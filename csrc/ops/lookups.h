@@ -317,8 +317,7 @@ typedef struct lookup_scratch {
 
 typedef struct pair_scratch {
   int64_t packed_head; /* whose tables are packed; -1: none */
-  int64_t kept;        /* rows of E and buckets: a chunk of queries (forward), or a block */
-  int64_t base;        /* the current block's first row among them */
+  int64_t base;        /* the current block's first row in E and buckets of whole tables */
   skew_scratch query;
   lookup_scratch list[RPI_LOOKUPS];
   real *scores; /* [block][TILE] */
@@ -403,9 +402,10 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
                        pair_scratch *w) {
   const pair_terms p = pair_terms_of(s, 0, 0);
   const int64_t real_bytes = sizeof(real);
+  /* rows of E and buckets of whole tables */
+  const int64_t whole = backward ? n->block : n->queries;
   bool met = false;
   w->packed_head = -1;
-  w->kept = backward ? n->block : n->queries;
   if (p.scores) w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   if (p.values && backward) w->values = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   if (p.query.present) {
@@ -413,7 +413,7 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
   }
   if (p.biased) w->biased = rpi_arena_take(arena, n->block, n->width * real_bytes);
   for (int x = 0; x < p.count; x++) {
-    take_lookup(arena, n, &p.list[x], backward, w->kept, &w->list[x]);
+    take_lookup(arena, n, &p.list[x], backward, whole, &w->list[x]);
     if (p.list[x].way != LOOKUP_MET) continue;
     if (p.list[x].map == x) take_met(arena, n, &p.list[x], &w->list[x]);
     met = true;

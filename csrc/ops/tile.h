@@ -48,8 +48,6 @@ typedef real rpi_vector
     __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES), aligned(RPI_REAL_BYTES), may_alias));
 typedef real rpi_register __attribute__((vector_size(RPI_LANES * RPI_REAL_BYTES)));
 
-#define RPI_PANEL (RPI_LANES * RPI_VECTORS)
-
 RPI_INLINE rpi_register rpi_load(const real *from) { return *(const rpi_vector *)from; }
 RPI_INLINE void rpi_store(real *to, rpi_register value) { *(rpi_vector *)to = value; }
 

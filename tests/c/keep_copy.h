@@ -2,7 +2,7 @@
  *
  * keep_copy.h: ops/keep.h once more, for vectors of KEEP_COPY_BYTES bytes, its names
  * ending in KEEP_COPY; test_keep.c includes this once for every instruction set, which
- * it chooses itself. The copy is a function that makes the factors of a strip in both ways.
+ * it chooses itself. The copy is a function that makes the factors of a strip.
  */
 #undef RPI_KEEP_H
 #undef RPI_LANES
@@ -26,18 +26,16 @@
 #define keep_make KEEP_JOIN(keep_make, KEEP_COPY)
 #define keep_row KEEP_JOIN(keep_row, KEEP_COPY)
 #define keep_apply KEEP_JOIN(keep_apply, KEEP_COPY)
-#define keep_strip KEEP_JOIN(keep_strip, KEEP_COPY)
 
 #include "ops/keep.h"
 
-/* factor as keep_strip makes it, product as keep_apply makes it from ones. */
-static void KEEP_JOIN(factors, KEEP_COPY)(const place *p, real *factor, real *product) {
+/* What keep_apply makes of ones. */
+static void KEEP_JOIN(factors, KEEP_COPY)(const place *p, real *factor) {
   const dropout d = dropout_of(p->rate, p->key);
   keep_mask mask;
-  keep_strip(&d, p->ordinal, p->site, p->row, p->rows, p->column, factor);
   keep_make(&d, p->ordinal, p->site, p->row, p->rows, p->column, &mask);
-  for (int i = 0; i < RPI_STRIP * RPI_TILE; i++) product[i] = 1;
-  keep_apply(&mask, p->rows, d.scale, product, product);
+  for (int i = 0; i < RPI_STRIP * RPI_TILE; i++) factor[i] = 1;
+  keep_apply(&mask, p->rows, d.scale, factor, factor);
 }
 
 #undef keep_lanes
@@ -49,4 +47,3 @@ static void KEEP_JOIN(factors, KEEP_COPY)(const place *p, real *factor, real *pr
 #undef keep_make
 #undef keep_row
 #undef keep_apply
-#undef keep_strip
