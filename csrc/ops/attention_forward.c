@@ -6,6 +6,7 @@
  * chunk of keys is packed once (transposed, scaled); then every block of queries walks
  * its tiles, strip by strip: scores, mask, maximum, weights, buckets, weighted values.
  */
+#include "base/threads.h"
 #include "ops/attention.h"
 #include "ops/attention_tiles.h"
 #include "ops/pair_masks.h"

@@ -7,6 +7,7 @@
  * sequence whichever rows are asked for: so the bits of a row do not depend on its neighbours.
  * Strips without a row that is asked for are left out, and nothing else is stored.
  */
+#include "base/threads.h"
 #include "ops/attention.h"
 
 typedef struct map_call {

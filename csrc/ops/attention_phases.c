@@ -3,6 +3,7 @@
  * attention_phases.c: backward as a whole: phases, slots and items (attention_plan.h,
  * table_sums.h), and the workspace of both passes.
  */
+#include "base/threads.h"
 #include "ops/attention.h"
 #include "ops/table_sums.h"
 

@@ -24,7 +24,6 @@
 #define RPI_ATTENTION_PLAN_H
 
 #include "base/memory.h"
-#include "base/threads.h"
 #include "ops/band.h"
 
 #define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */

@@ -42,9 +42,6 @@
 
 #include "ops/operands.h"
 #include "ops/ops.h"
-
-#define RPI_TILE 64 /* keys in a tile */
-
 #include "ops/runs.h"
 
 /* One vector of sums, whatever the width: GCC's own reduction over a width it does not

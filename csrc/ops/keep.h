@@ -31,8 +31,6 @@
 #include "base/rng.h"
 #include "ops/tile.h"
 
-#define RPI_TILE 64 /* as in band.h */
-
 #define KEEP_BYTES (RPI_LANES * RPI_REAL_BYTES) /* of a vector */
 #define KEEP_LANES (KEEP_BYTES / 8)
 #define KEEP_STEPS (8 / KEEP_LANES) /* vectors that hold the eight blocks of two rows */

@@ -14,6 +14,8 @@
 #ifndef RPI_RUNS_H
 #define RPI_RUNS_H
 
+#include <string.h>
+
 #include "ops/tile.h"
 
 typedef struct runs {

@@ -17,6 +17,7 @@
 #ifndef RPI_TABLE_SUMS_H
 #define RPI_TABLE_SUMS_H
 
+#include "base/threads.h"
 #include "ops/attention.h"
 #include "ops/pairs.h"
 

@@ -27,6 +27,7 @@
 #include "ops/real.h"
 
 #define RPI_STRIP 6
+#define RPI_TILE 64 /* keys that a strip of attention meets at once, numbers of a row in a mask */
 
 #define RPI_INLINE static inline __attribute__((always_inline))
 #define RPI_NOINLINE static __attribute__((noinline))

@@ -22,8 +22,6 @@
 #pragma GCC diagnostic ignored "-Wunused-variable"
 #include "ops/tile.h"
 
-#define RPI_TILE 64
-
 /* Where a strip stands. */
 typedef struct place {
   uint32_t key[2], ordinal, site;
