@@ -76,7 +76,7 @@ static rp_status adam(const rpi_adam_args *args) {
                   .epsilon = (real)args->epsilon,
                   .decay = (real)args->decay,
                   .rest = (real)(1 - args->ema)};
-  rpi_parallel_for((args->count + ADAM_BLOCK - 1) / ADAM_BLOCK, rpi_threads_get(),
+  rpi_parallel_for(rpi_divide_up(args->count, ADAM_BLOCK), rpi_threads_get(),
                    o->moves ? adam_block : adam_rest, &job);
   return RP_OK;
 }

@@ -148,7 +148,7 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 static void score_strip(const window *w, int meets, const band_e *e, int64_t e_stride, int64_t i,
                         int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
                         const real *row_start, const real *more, bool multiplied) {
-  const int64_t vectors = (keys + RPI_LANES - 1) / RPI_LANES;
+  const int64_t vectors = rpi_divide_up(keys, RPI_LANES);
   real moved[RPI_TILED_ROWS];
   rpi_start start = {.row = row_start};
   if (meets == MEETS_BAND) {

@@ -332,7 +332,7 @@ static walk walk_of(const forward_item *item, int64_t query, int64_t rows, int64
                     int64_t end, int64_t size) {
   const int64_t from = begin / RPI_TILE * RPI_TILE, last = query + rows - 1 + item->seq.start;
   const int64_t stands = item->sees.right <= 0 ? last : last - rows / 2;
-  const int64_t count = end > begin ? (end - from + size - 1) / size : 0;
+  const int64_t count = end > begin ? rpi_divide_up(end - from, size) : 0;
   return (walk){.begin = from,
                 .size = size,
                 .count = count,

@@ -134,7 +134,7 @@ static rp_status attention_map(const rpi_attention_map_args *args, int64_t *byte
     return RP_OK;
   }
   const int64_t before = args->row / call.n.block; /* blocks */
-  const int64_t behind = (args->row + args->rows + call.n.block - 1) / call.n.block;
+  const int64_t behind = rpi_divide_up(args->row + args->rows, call.n.block);
   if (args->rows > 0) rpi_parallel_for(behind - before, workers, map_task, &call);
   return RP_OK;
 }

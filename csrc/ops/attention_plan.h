@@ -75,9 +75,9 @@ static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
  * rows, so that some sixteen items exist for the threads. */
 static int64_t chunk_rows(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
   const int64_t heads = rpi_max(s->B * s->H, 1);
-  const int64_t wanted = rpi_min((rows + 127) / 128, (16 + heads - 1) / heads);
-  const int64_t count = rpi_max(rpi_max((rows + most - 1) / most, wanted), 1);
-  return rpi_max(rpi_round_up((rows + count - 1) / count, step), step);
+  const int64_t wanted = rpi_min(rpi_divide_up(rows, 128), rpi_divide_up(16, heads));
+  const int64_t count = rpi_max(rpi_max(rpi_divide_up(rows, most), wanted), 1);
+  return rpi_max(rpi_round_up(rpi_divide_up(rows, count), step), step);
 }
 
 typedef struct chunks {
@@ -86,7 +86,7 @@ typedef struct chunks {
 
 static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
   const int64_t size = chunk_rows(s, rows, step, most);
-  return (chunks){.rows = size, .count = rpi_max((rows + size - 1) / size, 1)};
+  return (chunks){.rows = size, .count = rpi_max(rpi_divide_up(rows, size), 1)};
 }
 
 /* How a term is looked up: see lookups.h. */

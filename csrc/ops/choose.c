@@ -31,7 +31,7 @@ static int64_t choose_rows_of(int64_t classes) {
 static void choose_run(int64_t rows, int64_t classes, rpi_task task, void *context) {
   const int64_t block = choose_rows_of(classes);
   const bool alone = rows < CHOOSE_ALONE / rpi_max(classes, 1);
-  rpi_parallel_for((rows + block - 1) / block, alone ? 1 : rpi_threads_get(), task, context);
+  rpi_parallel_for(rpi_divide_up(rows, block), alone ? 1 : rpi_threads_get(), task, context);
 }
 
 /* sum_c 2^(factor (x_c - highest)) */

@@ -135,7 +135,7 @@ static rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   }
   job.right = 1 - job.wrong * (classes - 1);
   const bool alone = args->rows < CROSS_ALONE / rpi_max(args->classes, 1);
-  rpi_parallel_for((args->rows + job.block - 1) / job.block, alone ? 1 : rpi_threads_get(),
+  rpi_parallel_for(rpi_divide_up(args->rows, job.block), alone ? 1 : rpi_threads_get(),
                    cross_entropy_block, &job);
   return RP_OK;
 }

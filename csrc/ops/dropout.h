@@ -71,7 +71,7 @@ static packed_job packed_job_of(const void *args, const rpi_dropout *packing, in
 }
 
 static void packed_run_all(packed_job *job, int64_t wide, rpi_task task) {
-  const int64_t blocks = (job->rows + job->block - 1) / job->block;
+  const int64_t blocks = rpi_divide_up(job->rows, job->block);
   const bool alone = job->rows < PACKED_ALONE / rpi_max(wide, 1);
   if (job->columns > 0) rpi_parallel_for(blocks, alone ? 1 : rpi_threads_get(), task, job);
 }

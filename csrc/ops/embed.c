@@ -83,7 +83,7 @@ static rp_status embed_backward(const rpi_embed_backward_args *args) {
   const rpi_embed_args *const e = &args->forward;
   packed_job job = packed_job_of(args, &e->dropout, e->rows, e->columns, e->columns);
   const bool alone = e->rows < PACKED_ALONE / rpi_max(e->columns, 1);
-  rpi_parallel_for((e->columns + RPI_TILE - 1) / RPI_TILE, alone ? 1 : rpi_threads_get(),
+  rpi_parallel_for(rpi_divide_up(e->columns, RPI_TILE), alone ? 1 : rpi_threads_get(),
                    embed_backward_columns, &job);
   return RP_OK;
 }

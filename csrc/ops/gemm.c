@@ -262,7 +262,7 @@ static const gemm_sum_fn gemm_sums[GEMM_VECTORS][GEMM_STRIP] = {
  * vectors, so a ragged one goes by way of a tile of its own. t.next: where the panel behind it
  * begins in C. */
 static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahead) {
-  const int64_t vectors = (width + RPI_LANES - 1) / RPI_LANES;
+  const int64_t vectors = rpi_divide_up(width, RPI_LANES);
   const int64_t strips = rpi_divide_up(rows, GEMM_STRIP);
   const int64_t pauses = strips * rpi_divide_up(t.inner, GEMM_CHUNK);
   const int64_t lines = gemm_lines(&ahead) + (ahead.then != NULL ? gemm_lines(ahead.then) : 0);
@@ -517,7 +517,7 @@ GEMM_DOTS_FN(gemm_dots_single, 1, 1)
 /* All rows of A with the GEMM_DOTS columns from `column` on: `rows` calls, whatever
  * their shapes, so that much of the next columns is asked for in each. */
 static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
-  const int64_t share = more ? (GEMM_DOTS + g->rows - 1) / g->rows : 0;
+  const int64_t share = more ? rpi_divide_up(GEMM_DOTS, g->rows) : 0;
   int64_t asked = 0;
   for (int64_t row = 0, rows; row < g->rows; row += rows) {
     const int64_t left = g->rows - row;

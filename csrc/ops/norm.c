@@ -97,8 +97,8 @@ static rp_status norm(const rpi_norm_args *args) {
   if (args->columns == 0) return RP_OK;
   norm_job job = {.args = args, .block = rpi_max(NORM_BLOCK / args->columns, 1)};
   const bool alone = args->rows < NORM_ALONE / args->columns;
-  rpi_parallel_for((args->rows + job.block - 1) / job.block, alone ? 1 : rpi_threads_get(),
-                   norm_block, &job);
+  rpi_parallel_for(rpi_divide_up(args->rows, job.block), alone ? 1 : rpi_threads_get(), norm_block,
+                   &job);
   return RP_OK;
 }
 
@@ -194,12 +194,12 @@ static void norm_backward_columns(void *context, int64_t task, int worker) {
 
 static rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   norm_backward_job job = {.args = args};
-  job.block = rpi_max((args->rows + NORM_MOST - 1) / NORM_MOST, NORM_ROWS);
-  job.blocks = (args->rows + job.block - 1) / job.block;
+  job.block = rpi_max(rpi_divide_up(args->rows, NORM_MOST), NORM_ROWS);
+  job.blocks = rpi_divide_up(args->rows, job.block);
   job.stride = rpi_round_up(args->columns, RPI_LANES);
   /* Fewer rows may make more blocks (2,047 rows 64, 2,054 rows 63), so what is asked for is what
    * no fewer rows exceed. */
-  const int64_t most = rpi_min((args->rows + NORM_ROWS - 1) / NORM_ROWS, NORM_MOST);
+  const int64_t most = rpi_min(rpi_divide_up(args->rows, NORM_ROWS), NORM_MOST);
   const int64_t needed = most * 2 * job.stride * RPI_REAL_BYTES;
   if (bytes != NULL) {
     *bytes = needed;
@@ -209,7 +209,7 @@ static rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *byte
   if (args->columns == 0) return RP_OK;
   const int workers = args->rows < NORM_ALONE / args->columns ? 1 : rpi_threads_get();
   rpi_parallel_for(job.blocks, workers, norm_backward_block, &job);
-  rpi_parallel_for((args->columns + NORM_COLUMNS - 1) / NORM_COLUMNS, workers,
-                   norm_backward_columns, &job);
+  rpi_parallel_for(rpi_divide_up(args->columns, NORM_COLUMNS), workers, norm_backward_columns,
+                   &job);
   return RP_OK;
 }

@@ -29,6 +29,7 @@
 #include <stdbool.h>
 
 #include "base/error.h"
+#include "base/integers.h"
 #include "ops/real.h"
 #include "ops/schedule.h"
 #include "relpos/device.h"
@@ -349,7 +350,7 @@ typedef struct rpi_adam_args {
 
 #define RPI_SQUARE_BLOCK 65536
 static inline int64_t rpi_square_blocks(int64_t count) {
-  return (count + RPI_SQUARE_BLOCK - 1) / RPI_SQUARE_BLOCK;
+  return rpi_divide_up(count, RPI_SQUARE_BLOCK);
 }
 
 typedef struct rp_ops {

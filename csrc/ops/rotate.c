@@ -202,7 +202,7 @@ static rp_status rotate(const rp_rotation *shape, rp_rows x, rp_rows_out out) {
   }
   assert(2 * shape->pairs <= shape->D);
   const bool alone = job.rows * shape->H < ROTATE_ALONE / rpi_max(shape->D, 1);
-  rpi_parallel_for((job.rows + ROTATE_ROWS - 1) / ROTATE_ROWS, alone ? 1 : rpi_threads_get(),
+  rpi_parallel_for(rpi_divide_up(job.rows, ROTATE_ROWS), alone ? 1 : rpi_threads_get(),
                    rotate_block, &job);
   return RP_OK;
 }

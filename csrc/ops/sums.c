@@ -37,7 +37,7 @@ static void column_sums_task(void *context, int64_t task, int worker) {
 static rp_status column_sums(const rpi_column_sums_args *args) {
   rpi_column_sums_args a = *args;
   const bool alone = a.rows < SUMS_ALONE / rpi_max(a.columns, 1);
-  rpi_parallel_for((a.columns + SUMS_COLUMNS - 1) / SUMS_COLUMNS, alone ? 1 : rpi_threads_get(),
+  rpi_parallel_for(rpi_divide_up(a.columns, SUMS_COLUMNS), alone ? 1 : rpi_threads_get(),
                    column_sums_task, &a);
   return RP_OK;
 }
@@ -99,6 +99,6 @@ static void zero_task(void *context, int64_t task, int worker) {
 
 static rp_status zero(real *x, int64_t count) {
   zero_job job = {x, count};
-  rpi_parallel_for((count + SUMS_ZEROS - 1) / SUMS_ZEROS, rpi_threads_get(), zero_task, &job);
+  rpi_parallel_for(rpi_divide_up(count, SUMS_ZEROS), rpi_threads_get(), zero_task, &job);
   return RP_OK;
 }

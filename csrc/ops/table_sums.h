@@ -116,8 +116,8 @@ static int64_t slot_share(const rp_attention *s, int64_t phase, int64_t slots) {
     const rectangle r = rectangle_of(s, &seq, &p);
     total += pair_cost(&r);
   }
-  const int64_t per_head = (slots + s->H - 1) / s->H;
-  return rpi_max((total + per_head - 1) / per_head, RPI_SLOT_PAIRS);
+  const int64_t per_head = rpi_divide_up(slots, s->H);
+  return rpi_max(rpi_divide_up(total, per_head), RPI_SLOT_PAIRS);
 }
 
 /* Widens the sums of a slot to what one item more can meet. */
@@ -349,7 +349,7 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
     if (x->kind == kind && x->place == place) r.sums = BAND_SUMS + i;
   }
   r.rows_per_task = relation->buckets && !r.looked_up ? RPI_REDUCE_BUCKETS : RPI_REDUCE;
-  r.tasks_per_table = (r.rows + r.rows_per_task - 1) / r.rows_per_task;
+  r.tasks_per_table = rpi_divide_up(r.rows, r.rows_per_task);
   rpi_parallel_for(r.tasks_per_table * r.tables, workers, reduce_task, &r);
 }
 

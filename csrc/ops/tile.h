@@ -24,6 +24,7 @@
 #ifndef RPI_TILE_H
 #define RPI_TILE_H
 
+#include "base/integers.h"
 #include "ops/real.h"
 
 #define RPI_STRIP 6
@@ -78,9 +79,6 @@ RPI_INLINE void rpi_prefetch_row_to(const real *to, int64_t ahead, int64_t width
   for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch_to(to, ahead + c);
 }
 
-RPI_INLINE int64_t rpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
-RPI_INLINE int64_t rpi_max(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* x between low and high, in general registers: gcc 12 takes vector instructions for it, which
  * wait for those that multiply (bands: 1 to 3 % of attention, two FMA units). */
 RPI_INLINE int64_t rpi_clamp(int64_t x, int64_t low, int64_t high) {
@@ -88,9 +86,6 @@ RPI_INLINE int64_t rpi_clamp(int64_t x, int64_t low, int64_t high) {
   __asm__("" : "+r"(x));
   return rpi_min(x, high);
 }
-
-RPI_INLINE int64_t rpi_divide_up(int64_t n, int64_t step) { return (n + step - 1) / step; }
-RPI_INLINE int64_t rpi_round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 #if RPI_REAL_BYTES == 8
 typedef int64_t rpi_lane;
@@ -322,9 +317,9 @@ static const rpi_strip_fn rpi_strips[3][RPI_VECTORS][RPI_STRIP] = {
  * wait for its own additions). */
 RPI_INLINE void rpi_strip_product(int mode, int64_t rows, int64_t vectors, const rpi_product *p,
                                   const rpi_start *start) {
-  int64_t panels = (vectors + RPI_VECTORS - 1) / RPI_VECTORS;
+  int64_t panels = rpi_divide_up(vectors, RPI_VECTORS);
   for (int64_t done = 0; done < vectors; panels--) {
-    const int64_t width = (vectors - done + panels - 1) / panels;
+    const int64_t width = rpi_divide_up(vectors - done, panels);
     rpi_strips[mode][width - 1][rows - 1](p, start, done * RPI_LANES);
     done += width;
   }
