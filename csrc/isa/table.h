@@ -20,7 +20,7 @@
 
 #include "ops/attention_backward.c"
 
-#include "ops/attention_phases.c"
+#include "ops/attention_calls.c"
 
 #include "ops/attend_rows.c"
 #include "ops/gemm.c"

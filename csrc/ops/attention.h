@@ -25,7 +25,7 @@
  * Where things are:
  *
  *   attention_forward.c    the passes, each statement and its derivative under one equation
- *   attention_backward.c   number; attention_phases.c runs backward over all of a call
+ *   attention_backward.c   number; attention_calls.c runs them over all of a call
  *   attention_maps.c       scores and probabilities on demand
  *   band.h                 terms that are a function of the distance
  *   pairs.h, skew.h        those that are not: looked up (lookups.h), or between keys and
@@ -242,15 +242,6 @@ static void add_columns(const real *from, int64_t stride, int64_t rows, int64_t 
 
 /* ---- memory ------------------------------------------------------------- */
 
-/* Was the caller's workspace large enough? */
-static rp_status check_carved(const rpi_arena *arena, int workers) {
-  RPI_CHECK(!arena->failed, RP_ERROR_MEMORY,
-            "attention: workspace_bytes=%lld is too small for %d threads; ask "
-            "rp_attention_workspace again after rp_set_threads",
-            (long long)arena->size, workers);
-  return RP_OK;
-}
-
 /* May neighbouring distances share a vector? */
 static bool has_runs(const rp_relation *relations) {
   bool found = false;
@@ -294,14 +285,6 @@ static band_e take_e(rpi_arena *arena, int64_t rows, int64_t columns) {
   return (band_e){.at = rpi_arena_take(arena, rows * window_stride(columns), real_bytes),
                   .head = rpi_arena_take(arena, rows, real_bytes),
                   .tail = rpi_arena_take(arena, rows, real_bytes)};
-}
-
-/* Rows beyond a sequence's length are zeros. */
-static void clear_rows(const rp_rows_out *x, int64_t batch, int64_t head, int64_t begin,
-                       int64_t end, int64_t width) {
-  for (int64_t i = begin; i < end; i++) {
-    memset(out_row_of(x, batch, head, i), 0, (size_t)width * sizeof(real));
-  }
 }
 
 #endif

@@ -6,7 +6,6 @@
  * chunk of keys is packed once (transposed, scaled); then every block of queries walks
  * its tiles, strip by strip: scores, mask, maximum, weights, buckets, weighted values.
  */
-#include "base/threads.h"
 #include "ops/attention.h"
 #include "ops/attention_tiles.h"
 #include "ops/pair_masks.h"
@@ -693,78 +692,4 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     if (item->pairs.values) fold_pair_buckets(&item->pairs, &w->pairs, item->count);
   }
   forward_finish(item, w);
-}
-
-typedef struct forward_call {
-  const rpi_attention_args *args;
-  bounds n;
-  const int64_t *first_item; /* [B + 1]: items of one head, of the sequences before */
-  forward_scratch **scratch; /* [workers] */
-} forward_call;
-
-/* Head by head, since all sequences of one length meet the same window of a head's tables. */
-static void forward_task(void *context, int64_t number, int worker) {
-  const forward_call *const call = context;
-  const rp_attention *const s = call->args->shape;
-  const int64_t items = call->first_item[s->B], head = number / items, task = number % items;
-  int64_t low = 0, high = s->B - 1; /* the last b with first_item[b] <= task */
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (call->first_item[middle] <= task) low = middle;
-    else high = middle - 1;
-  }
-  const rpi_sequence seq = sequence_of(s, low);
-  const chunks cut = query_chunks(s, &seq);
-  /* last chunk first: under a causal mask it is the longest */
-  const int64_t chunk = cut.count - 1 - (task - call->first_item[low]);
-  const int64_t query = chunk * cut.rows;
-  forward_item item = {.args = call->args,
-                       .seq = seq,
-                       .sees = sight_of(s),
-                       .head = head,
-                       .query = query,
-                       .count = rpi_min(cut.rows, seq.queries - query),
-                       .key = key_term(s, head),
-                       .value = value_term(s, head),
-                       .pairs = pair_terms_of(s, head, low),
-                       .n = call->n,
-                       .content = true};
-  item.n.tiles = item.n.tiles && tiles_pay(item.count, seq.keys, false);
-  if (item.n.tiles) tiles_begin();
-  if (item.count > 0) forward_rows(&item, call->scratch[worker]);
-  if (item.n.tiles) tiles_end();
-  if (chunk == cut.count - 1 && !s->offsets) {
-    clear_rows(&call->args->out, seq.query_batch, head, seq.queries, s->N, s->Dv);
-    real *const lse = call->args->lse ? call->args->lse + lse_at(s, &seq, head) : NULL;
-    for (int64_t i = seq.queries; lse && i < s->N; i++) lse[i] = (real)-INFINITY;
-  }
-}
-
-/* The one list of what forward needs, for counting and for carving. */
-static void carve_forward(rpi_arena *arena, const rp_attention *s, int workers,
-                          forward_call *call) {
-  int64_t *const first_item = rpi_arena_take(arena, s->B + 1, sizeof *first_item);
-  call->scratch = rpi_arena_take(arena, workers, sizeof *call->scratch);
-  for (int worker = 0; worker < workers; worker++) {
-    forward_scratch *const scratch = take_forward(arena, &call->n, s);
-    if (arena->base && !arena->failed) call->scratch[worker] = scratch;
-  }
-  call->first_item = first_item;
-  if (!arena->base || arena->failed) return;
-  first_item[0] = 0;
-  for (int64_t b = 0; b < s->B; b++) {
-    const rpi_sequence seq = sequence_of(s, b);
-    first_item[b + 1] = first_item[b] + query_chunks(s, &seq).count;
-  }
-}
-
-static rp_status attention_forward_by(const rpi_attention_args *args, bool tiles) {
-  const rp_attention *const s = args->shape;
-  forward_call call = {.args = args, .n = bounds_of(s, false, tiles)};
-  const int workers = args->workers;
-  rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
-  carve_forward(&arena, s, workers, &call);
-  RPI_TRY(check_carved(&arena, workers));
-  rpi_parallel_for(s->H * call.first_item[s->B], workers, forward_task, &call);
-  return RP_OK;
 }
