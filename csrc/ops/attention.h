@@ -26,6 +26,7 @@
  *
  *   attention_forward.c    the passes, each statement and its derivative under one equation
  *   attention_backward.c   number; attention_calls.c runs them over all of a call
+ *   backward_side.h        what backward does with keys and with values alike
  *   attention_maps.c       scores and probabilities on demand
  *   band.h                 terms that are a function of the distance
  *   pairs.h, skew.h        those that are not: looked up (lookups.h), or between keys and
