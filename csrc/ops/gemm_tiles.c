@@ -6,6 +6,8 @@
  * by, one at a time, and the next is packed meanwhile. Two strips of which one holds what has no
  * parts are multiplied as gemm.c does.
  */
+#include "base/scratch.h"
+#include "ops/gemm_job.h"
 #include "ops/parts.h"
 
 /* So many rows of A, or columns of B, are kept in parts while the others pass by, and so much of

@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_few.h: products of few rows, where packing B would cost more than it saves.
+ */
+#ifndef RPI_GEMM_FEW_H
+#define RPI_GEMM_FEW_H
+
+#include "ops/gemm_kernel.h"
+
+/* Up to this many rows packing B, or letting BLAS pack it, costs more than it saves:
+ * with B transposed, whose packing is dearer, and with B as it lies. */
+#define GEMM_FEW_ROWS_TRANSPOSED 32
+#define GEMM_FEW_ROWS_PLAIN 16
+
+/* ---- dots: B as [columns, inner] ---------------------------------------- */
+
+/* Sums held at once by the dots kernel: a whole number of vectors of sums. */
+#define GEMM_DOTS (RPI_LANES > 8 ? RPI_LANES : 8)
+
+/* Rows of B that nobody works on yet, asked for meanwhile: one vector of each at
+ * every step, into the second-level cache (into the first, whose few sets the rows
+ * share, was no help). The processor's own prefetching begins anew with every row of
+ * B: 4 rows of A took 127 us for a B of 512 x 512 from memory, with this 62. */
+typedef struct gemm_next {
+  const real *row;
+  int64_t rows;
+} gemm_next;
+
+/* rows x columns dot products of `inner` numbers each, rows of A with rows of the
+ * transposed B. The sums of one vector each are then transposed, which makes the
+ * additions across lanes additions of vectors. */
+RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args *g, int64_t row,
+                          int64_t column, gemm_next ahead) {
+  rpi_register sum[GEMM_DOTS] = {0};
+  const real *const a = g->a + row * g->a_stride, *const b = g->b + column * g->b_stride;
+  const int64_t a_stride = g->a_stride, b_stride = g->b_stride, inner = g->inner;
+  int64_t k = 0;
+  for (; k + RPI_LANES <= inner; k += RPI_LANES) {
+    for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.row + i * b_stride + k, 0, 2);
+    rpi_register x[4];
+    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k);
+    RPI_UNROLL(16) for (int j = 0; j < columns; j++) {
+      const rpi_register y = rpi_load(b + j * b_stride + k);
+      RPI_UNROLL(4) for (int r = 0; r < rows; r++) sum[r * columns + j] += x[r] * y;
+    }
+  }
+  if (k < inner) {
+    for (int j = 0; j < columns; j++) {
+      const rpi_register y = rpi_load_part(b + j * b_stride + k, inner - k);
+      for (int r = 0; r < rows; r++) {
+        sum[r * columns + j] += y * rpi_load_part(a + r * a_stride + k, inner - k);
+      }
+    }
+  }
+  real total[GEMM_DOTS];
+  RPI_UNROLL(4) for (int first = 0; first < GEMM_DOTS; first += RPI_LANES) {
+    rpi_transpose(sum + first);
+    rpi_register all = sum[first];
+    RPI_UNROLL(16) for (int i = 1; i < RPI_LANES; i++) all += sum[first + i];
+    rpi_store(total + first, all);
+  }
+  for (int r = 0; r < rows; r++) {
+    real *const c = g->c + (row + r) * g->c_stride + column;
+    for (int j = 0; j < columns; j++) c[j] += total[r * columns + j];
+  }
+}
+
+/* Each its own function, as tile.h's strips and for the same reason. */
+typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead);
+
+#define GEMM_DOTS_FN(name, rows, columns)                                                          \
+  RPI_NOINLINE void name(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead) {   \
+    gemm_dots(rows, columns, g, row, column, ahead);                                               \
+  }
+GEMM_DOTS_FN(gemm_dots_1, 1, GEMM_DOTS)
+GEMM_DOTS_FN(gemm_dots_2, 2, GEMM_DOTS / 2)
+GEMM_DOTS_FN(gemm_dots_4, 4, GEMM_DOTS / 4)
+GEMM_DOTS_FN(gemm_dots_single, 1, 1)
+
+/* All rows of A with the GEMM_DOTS columns from `column` on: `rows` calls, whatever
+ * their shapes, so that much of the next columns is asked for in each. */
+static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
+  const int64_t share = more ? rpi_divide_up(GEMM_DOTS, g->rows) : 0;
+  int64_t asked = 0;
+  for (int64_t row = 0, rows; row < g->rows; row += rows) {
+    const int64_t left = g->rows - row;
+    rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const gemm_dots_fn dots = rows == 4 ? gemm_dots_4 : rows == 2 ? gemm_dots_2 : gemm_dots_1;
+    for (int64_t j = 0; j < GEMM_DOTS; j += GEMM_DOTS / rows) {
+      const int64_t next = column + GEMM_DOTS + asked, count = rpi_min(share, GEMM_DOTS - asked);
+      dots(g, row, column + j, (gemm_next){count > 0 ? g->b + next * g->b_stride : NULL, count});
+      asked += count;
+    }
+  }
+}
+
+static void gemm_dots_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const gemm_job *const job = context;
+  const rpi_gemm_args *const g = job->args;
+  const gemm_block at = gemm_block_at(job, task);
+  const int64_t end = at.column + at.columns;
+  gemm_begin(g, at);
+  int64_t column = at.column;
+  for (; column + GEMM_DOTS <= end; column += GEMM_DOTS) {
+    gemm_dots_group(g, column, column + 2 * GEMM_DOTS <= g->columns);
+  }
+  for (; column < end; column++) {
+    for (int64_t row = 0; row < g->rows; row++) {
+      gemm_dots_single(g, row, column, (gemm_next){NULL, 0});
+    }
+  }
+}
+
+/* ---- sums in C: B as [inner, columns] ----------------------------------- */
+
+/* The part of C in which few rows are added up: near the first-level cache, and wide
+ * enough to read B in long pieces. Half of it cost a quarter at 16 rows. */
+#define GEMM_FEW_BYTES 32768
+
+/* C[rows] += A[rows, depth] . B[depth] over whole vectors of columns: C is loaded and
+ * stored once for `depth` rows of B, the numbers of A stay in registers. One row of A
+ * took 5.9 ms with tile.h's strips for a B of 512 x 32768, which hop from row to row
+ * of B, and 2.5 with this. */
+RPI_INLINE void gemm_add(const int rows, const int depth, const rpi_product *p, int64_t vectors,
+                         bool ahead) {
+  rpi_register x[8][8];
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    RPI_UNROLL(8) for (int k = 0; k < depth; k++) {
+      x[r][k] = (rpi_register){0} + p->a[r * p->a_row + k * p->a_inner];
+    }
+  }
+  const real *const b = p->b;
+  real *const c = p->c;
+  const int64_t b_stride = p->b_stride, c_stride = p->c_stride;
+  for (int64_t j = 0; j < vectors * RPI_LANES; j += RPI_LANES) {
+    rpi_register y[8];
+    RPI_UNROLL(8) for (int k = 0; k < depth; k++) {
+      y[k] = rpi_load(b + k * b_stride + j);
+      if (ahead) __builtin_prefetch(b + (k + depth) * b_stride + j, 0, 2);
+    }
+    RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+      rpi_register sum = rpi_load(c + r * c_stride + j);
+      RPI_UNROLL(8) for (int k = 0; k < depth; k++) sum += x[r][k] * y[k];
+      rpi_store(c + r * c_stride + j, sum);
+    }
+  }
+}
+
+typedef void (*gemm_add_fn)(const rpi_product *p, int64_t vectors, bool ahead);
+
+#define GEMM_ADD_FN(rows, depth)                                                                   \
+  RPI_NOINLINE void gemm_add_##rows##_##depth(const rpi_product *p, int64_t vectors, bool ahead) { \
+    gemm_add(rows, depth, p, vectors, ahead);                                                      \
+  }
+GEMM_ADD_FN(1, 1)
+GEMM_ADD_FN(2, 1)
+GEMM_ADD_FN(4, 1)
+GEMM_ADD_FN(1, 4)
+GEMM_ADD_FN(2, 4)
+GEMM_ADD_FN(4, 4)
+GEMM_ADD_FN(1, 8)
+GEMM_ADD_FN(2, 8)
+
+/* All of inner, for so few columns that C stays in the cache. B is read along its rows,
+ * a few of them side by side, and the first strip asks for the next few. */
+static void gemm_add_columns(rpi_product p, int64_t rows, int64_t vectors) {
+  static const gemm_add_fn adds[3][3] = {{gemm_add_1_1, gemm_add_2_1, gemm_add_4_1},
+                                         {gemm_add_1_4, gemm_add_2_4, gemm_add_4_4},
+                                         {gemm_add_1_8, gemm_add_2_8, NULL}};
+  const int64_t inner = p.inner, most = rows <= 2 ? 8 : 4;
+  for (int64_t k = 0, depth; k < inner; k += depth) {
+    depth = inner - k >= most ? most : 1;
+    const bool ahead = k + 2 * depth <= inner;
+    rpi_product part = p;
+    part.b = p.b + k * p.b_stride;
+    for (int64_t row = 0, strip; row < rows; row += strip) {
+      strip = rows - row >= 4 ? 4 : rows - row >= 2 ? 2 : 1;
+      part.a = p.a + row * p.a_row + k * p.a_inner;
+      part.c = p.c + row * p.c_stride;
+      adds[depth / 4][strip / 2](&part, vectors, ahead && row == 0);
+    }
+  }
+}
+
+/* Few rows times B as it lies: only its last columns, less than a vector, are packed. */
+static void gemm_few_rows_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const gemm_job *const job = context;
+  const rpi_gemm_args *const g = job->args;
+  const gemm_block at = gemm_block_at(job, task);
+  gemm_begin(g, at);
+  rpi_product p = {.a = g->a,
+                   .a_row = g->transpose_a ? 1 : g->a_stride,
+                   .a_inner = g->transpose_a ? g->a_stride : 1,
+                   .b = g->b + at.column,
+                   .b_stride = g->b_stride,
+                   .c = g->c + at.column,
+                   .c_stride = g->c_stride,
+                   .inner = g->inner};
+  const int64_t whole = at.columns / RPI_LANES * RPI_LANES, rest = at.columns - whole;
+  const int64_t span = rpi_round_up(GEMM_FEW_BYTES / RPI_REAL_BYTES / at.rows, RPI_LANES);
+  for (int64_t j = 0; j < whole; j += span) {
+    rpi_product part = p;
+    part.b += j;
+    part.c += j;
+    gemm_add_columns(part, at.rows, rpi_min(span, whole - j) / RPI_LANES);
+  }
+  if (rest == 0) return;
+  _Alignas(64) real panel[GEMM_SMALL_DEPTH * RPI_LANES];
+  real *const c = p.c + whole;
+  for (int64_t inner = 0; inner < g->inner; inner += GEMM_SMALL_DEPTH) {
+    const int64_t depth = rpi_min(GEMM_SMALL_DEPTH, g->inner - inner);
+    gemm_pack_b(g, inner, depth, at.column + whole, rest, panel);
+    gemm_panel((gemm_tile){.a = gemm_a_at(g, 0, inner),
+                           .a_row = p.a_row,
+                           .a_inner = p.a_inner,
+                           .a_strip = GEMM_STRIP * p.a_row,
+                           .b = panel,
+                           .b_stride = RPI_LANES,
+                           .inner = depth,
+                           .start = c,
+                           .start_stride = g->c_stride,
+                           .c = c,
+                           .c_stride = g->c_stride},
+               at.rows, rest, (gemm_ahead){0});
+  }
+}
+
+#endif
