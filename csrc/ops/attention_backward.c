@@ -17,28 +17,10 @@
  * -delta_i for -lse_i; (9) is (8) with dz for q and p for ds. So all of it is written once for a
  * side, KEY (x = q) or VALUE (x = dz): backward_side.h.
  */
-#include "ops/attention.h"
+#include "ops/attention_backward.h"
 #include "ops/attention_tiles.h"
-#include "ops/backward_side.h"
 #include "ops/pair_gradients.h"
 #include "ops/pair_masks.h"
-
-/* Of an operand that is packed when it is met. */
-enum { OPERAND_UNKNOWN, OPERAND_FITS, OPERAND_HAS_NONE };
-
-typedef struct backward_scratch {
-  side side[SIDES];
-  real *key_rows;                      /* [keys][padded], where they need a copy */
-  real *head_key_rows, *tail_key_rows; /* the same, with an end's vector added */
-  real *vector;                        /* [padded] */
-  real *dq;                            /* [block_rows][padded] */
-  real *zeros;                         /* [block + TILE] */
-  real *level;                         /* [block]: where scores start */
-  pair_scratch pairs;
-  operand *key_parts[PLACES];       /* [tiles], of keys, and of those with an end's vector added */
-  unsigned char *key_state[PLACES]; /* [tiles]: packed when they are met */
-  operand ds;                       /* of some rows on a tile */
-} backward_scratch;
 
 static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
   backward_scratch local = {0};

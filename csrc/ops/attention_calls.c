@@ -4,7 +4,8 @@
  * slots and items (attention_plan.h, table_sums.h); the workspace of both; the table's entries.
  */
 #include "base/threads.h"
-#include "ops/attention.h"
+#include "ops/attention_backward.h"
+#include "ops/attention_forward.h"
 #include "ops/table_sums.h"
 
 /* Was the caller's workspace large enough? */

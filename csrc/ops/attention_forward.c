@@ -6,51 +6,9 @@
  * chunk of keys is packed once (transposed, scaled); then every block of queries walks
  * its tiles, strip by strip: scores, mask, maximum, weights, buckets, weighted values.
  */
-#include "ops/attention.h"
+#include "ops/attention_forward.h"
 #include "ops/attention_tiles.h"
 #include "ops/pair_masks.h"
-
-/* Sums of weights that a row keeps, as vectors. Without dropout those of the keys in the head
- * and in the tail of the value term are kept apart, so that they cost nothing: the row's sum
- * is all three. Under dropout MIDDLE is the whole sum, and the others are what is kept. */
-enum {
-  SUM_MIDDLE,
-  SUM_HEAD,   /* strips wholly in the head */
-  SUM_TAIL,   /* strips wholly in the tail */
-  SUM_BEFORE, /* what strips across the band have in the head */
-  SUM_AFTER,  /* and in the tail */
-  SUMS
-};
-
-/* What a chunk of queries carries from tile to tile. */
-typedef struct running {
-  real *max, *negated_max; /* [rows], units of log 2 */
-  real *sums;              /* [SUMS][rows][LANES], `plane` numbers from one to the next */
-  int64_t plane;
-  int used;            /* sums in use: all, or without ends of a value term the first */
-  real *out;           /* [rows][value width], and room for whole products by tiles */
-  unsigned char *seen; /* [rows] has the row met a key it may see? */
-} running;
-
-typedef struct forward_scratch {
-  real *keys;   /* [tiles][D][TILE], scaled */
-  real *values; /* [keys][value width], where they need a copy */
-  running state;
-  packed_term key_table, value_table;
-  band_e e;
-  real *buckets; /* [block][window] */
-  real *ends;    /* [2][value width]: vectors of the value term's head and tail */
-  real *zeros;   /* [block + TILE] */
-  real *moved;   /* [block + 1][width], where queries are: and the vector */
-  real *strip;   /* [STRIP][TILE], or [TILED_STEP][TILE] */
-  pair_scratch pairs;
-  /* Operands of whole blocks. */
-  operand *tile_keys, *tile_values; /* [tiles]: a chunk of keys */
-  operand queries, weights;         /* a block's content, and its weights on one tile */
-  operand related;                  /* the block, where its content is moved */
-  operand bucket_parts;             /* rows of buckets */
-  bool *keys_fit, *values_fit;      /* [tiles]: have their numbers parts? */
-} forward_scratch;
 
 static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
   forward_scratch local = {0};
@@ -162,18 +120,6 @@ RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict su
   }
 }
 
-/* One head of one sequence, on one chunk of queries. */
-typedef struct forward_item {
-  const rpi_attention_args *args;
-  rpi_sequence seq;
-  sight sees;
-  int64_t head, query, count; /* the chunk: first query, number of queries */
-  term key, value;
-  pair_terms pairs;
-  bounds n;
-  bool content; /* are queries met? (A map may leave them out.) */
-} forward_item;
-
 static running running_at(const running *state, int64_t row, int64_t value_width) {
   return (running){.max = state->max + row,
                    .negated_max = state->negated_max + row,
@@ -184,36 +130,10 @@ static running running_at(const running *state, int64_t row, int64_t value_width
                    .seen = state->seen + row};
 }
 
-/* What stays the same while a block of queries walks a chunk of keys. */
-typedef struct forward_view {
-  int64_t row0, rows; /* the block, counted in the sequence */
-  int64_t block;      /* its first row in the chunk */
-  int64_t key;        /* the first key of the chunk of keys */
-  const real *q;
-  int64_t q_stride;
-  dense content; /* what keys meet: q, or moved */
-  dense keys;    /* as they lie */
-  dense values;
-  block_place at;
-  window key_window, value_window;
-  int64_t e_stride;
-  bool collects; /* some strip lies across the band: there are buckets */
-  bool fits;     /* have all queries parts? */
-} forward_view;
-
 static pair_rows rows_of(const forward_view *view) {
   return (pair_rows){
       .row0 = view->row0, .rows = view->rows, .x = view->q, .x_stride = view->q_stride};
 }
-
-/* Rows of a block on a tile of keys: a strip of RPI_STRIP, or up to RPI_TILED_ROWS where all that
- * is said of pairs is where they lie. */
-typedef struct cell {
-  int64_t i, count;     /* its rows, counted in the block */
-  int64_t j, tile_keys; /* its keys, counted in the chunk */
-  real *at;             /* [count][TILE] */
-  bool multiplied;      /* the products of its scores are there */
-} cell;
 
 /* The products of its scores by tiles of bf16, for all rows of their strip. */
 static void forward_products(const forward_item *item, const forward_scratch *w,

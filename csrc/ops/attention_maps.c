@@ -8,7 +8,7 @@
  * Strips without a row that is asked for are left out, and nothing else is stored.
  */
 #include "base/threads.h"
-#include "ops/attention.h"
+#include "ops/attention_forward.h"
 
 typedef struct map_call {
   const rpi_attention_map_args *args;

@@ -16,6 +16,7 @@
 
 #include "base/threads.h"
 #include "ops/exp2.h"
+#include "ops/highest.h"
 #include "ops/ops.h"
 #include "ops/tile.h"
 
@@ -94,7 +95,7 @@ static void choose_row(const rpi_choose_args *a, int64_t row) {
   /* A factor beyond 2^64 is no different from infinity, and 0 times it stays 0; one below 2^-126 is
    * no different from 0, and times -infinity, what is banned, stays that. */
   const real factor = (real)fmax(fmin(RPI_LOG2_E * inverse, 0x1p64), 0x1p-126);
-  const real highest = cross_highest(x, a->classes);
+  const real highest = highest_of(x, a->classes);
   const double sum = choose_sum(x, a->classes, highest, factor);
   for (int64_t i = 0; i < a->most; i++) {
     heap.logits[i] = isfinite(sum) ? -INFINITY : NAN;
@@ -110,7 +111,7 @@ static void choose_row(const rpi_choose_args *a, int64_t row) {
   }
   for (int64_t first = 0; first < a->classes && a->most > 0; first += CHOOSE_LOOK) {
     const int64_t end = rpi_min(first + CHOOSE_LOOK, a->classes);
-    if (!((double)cross_highest(x + first, end - first) > heap.logits[0])) continue;
+    if (!((double)highest_of(x + first, end - first) > heap.logits[0])) continue;
     for (int64_t c = first; c < end; c++) {
       if ((double)x[c] > heap.logits[0]) choose_sink(heap, a->most, (double)x[c], (int32_t)c);
     }
@@ -177,7 +178,7 @@ RPI_INLINE real mix_add(real a, real b) {
 static void mix_row(const rpi_mix_args *a, int64_t row) {
   const real *const x = a->logits + row * a->stride;
   real *const to = a->mean + row * a->mean_stride;
-  const real factor = (real)RPI_LOG2_E, highest = cross_highest(x, a->classes);
+  const real factor = (real)RPI_LOG2_E, highest = highest_of(x, a->classes);
   const real log_share = (real)log(a->share / choose_sum(x, a->classes, highest, factor));
   if (a->first) {
     _Pragma("omp simd") for (int64_t c = 0; c < a->classes; c++) {

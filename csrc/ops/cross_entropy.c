@@ -15,6 +15,7 @@
 
 #include "base/threads.h"
 #include "ops/exp2.h"
+#include "ops/highest.h"
 #include "ops/ops.h"
 #include "ops/tile.h"
 
@@ -27,23 +28,6 @@ typedef struct cross_job {
   int64_t block;
   double right, wrong;
 } cross_job;
-
-/* A NaN is passed over, and found by the sums. */
-RPI_NOINLINE real cross_highest(const real *x, int64_t classes) {
-  const int64_t step = 4 * RPI_LANES, whole = classes / step * step;
-  rpi_register m0 = (rpi_register){0} - (real)INFINITY, m1 = m0, m2 = m0, m3 = m0;
-  for (int64_t c = 0; c < whole; c += step) {
-    m0 = rpi_higher(rpi_load(x + c), m0);
-    m1 = rpi_higher(rpi_load(x + c + RPI_LANES), m1);
-    m2 = rpi_higher(rpi_load(x + c + 2 * RPI_LANES), m2);
-    m3 = rpi_higher(rpi_load(x + c + 3 * RPI_LANES), m3);
-  }
-  m0 = rpi_higher(rpi_higher(m1, m0), rpi_higher(m3, m2));
-  real most = m0[0];
-  for (int l = 1; l < RPI_LANES; l++) most = m0[l] > most ? m0[l] : most;
-  for (int64_t c = whole; c < classes; c++) most = x[c] > most ? x[c] : most;
-  return most;
-}
 
 typedef struct cross_sums {
   double exponentials, distances; /* sums of e^x and of x */
@@ -98,7 +82,7 @@ static void cross_entropy_row(const cross_job *job, int64_t row) {
     for (int64_t c = 0; a->gradient && c < classes; c++) logits[c] = 0;
     return;
   }
-  const real highest = cross_highest(logits, classes);
+  const real highest = highest_of(logits, classes);
   const double x_label = (double)(logits[label] - highest);
   a->hit[row] = cross_hit(logits, label, highest);
   const cross_sums sums = a->gradient ? cross_sum_replace(logits, classes, highest)

@@ -17,7 +17,7 @@
 #ifndef RPI_SKEW_H
 #define RPI_SKEW_H
 
-#include "ops/band.h"
+#include "ops/attention.h"
 
 static const rpi_lane lane_numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 

@@ -24,6 +24,8 @@
 #ifndef RPI_TILE_H
 #define RPI_TILE_H
 
+#include <stdbool.h>
+
 #include "base/integers.h"
 #include "ops/real.h"
 
