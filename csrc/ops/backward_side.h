@@ -15,7 +15,7 @@
 #define RPI_BACKWARD_SIDE_H
 
 #include "ops/attention_tiles.h"
-#include "ops/pair_gradients.h"
+#include "ops/table_sums.h"
 
 enum { KEY, VALUE, SIDES };
 
@@ -307,7 +307,7 @@ static bool collect_tiled(const side *x, int64_t c, int64_t count, int64_t rows,
   }
   memset(lines, 0, (size_t)(count * padded) * sizeof(real));
   add_turned(x->turned, RPI_TILED_ROWS, count, padded, lines);
-  add_runs(folded, c, count, padded, lines, sums);
+  runs_add(folded, c, count, padded, lines, sums);
   return true;
 }
 

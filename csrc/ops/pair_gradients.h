@@ -123,15 +123,6 @@ typedef struct key_sums {
   real *across;
 } key_sums;
 
-/* c[line] += the rows of x. lines: of the runs of a table, from `first` on. */
-static void add_runs(const runs *r, int64_t first, int64_t count, int64_t width, const real *x,
-                     real *c) {
-  for (int64_t n = 0; n < count; n++, x += width) {
-    real *const to = c + r->begin[first + n] * width;
-    for (int64_t l = 0; l < width; l++) to[l] += x[l];
-  }
-}
-
 /* dk += dB . wQ, dwQ += dBᵀ k of a band, by tiles; lines: the sums of the window's column 0, or
  * NULL. False: some number has no parts. */
 static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t width,
@@ -159,7 +150,7 @@ static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t w
     const int64_t some = rpi_min(RPI_TILED_ROWS, count - line);
     multiply_operands(operand_from(w->left, line, 0), some, *to->parts, width, tile_keys, false,
                       table->lines, width);
-    add_runs(&table->runs, first + line, some, width, table->lines, lines);
+    runs_add(&table->runs, first + line, some, width, table->lines, lines);
   }
   return true;
 }

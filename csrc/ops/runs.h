@@ -87,6 +87,15 @@ RPI_NOINLINE void runs_gather(const runs *r, int64_t columns, int64_t rows, real
   }
 }
 
+/* sums[column of line first + n][width] += x[n], for `count` lines. */
+static void runs_add(const runs *r, int64_t first, int64_t count, int64_t width, const real *x,
+                     real *sums) {
+  for (int64_t n = 0; n < count; n++, x += width) {
+    real *const to = sums + r->begin[first + n] * width;
+    for (int64_t c = 0; c < width; c++) to[c] += x[c];
+  }
+}
+
 /* sums[column of the line][width] += a . b, for the lines first to end - 1. product: of the first
  * of them, without c. zeros: TILE of them. some: [TILE][width]. */
 static void runs_add_product(const runs *r, rpi_product product, int64_t first, int64_t end,
@@ -97,11 +106,7 @@ static void runs_add_product(const runs *r, rpi_product product, int64_t first, 
     const int64_t count = rpi_min(RPI_TILE, end - done);
     rpi_block_product(RPI_START_ROW, count, width / RPI_LANES, product, zeros);
     product.a += count * product.a_row;
-    for (int64_t n = 0; n < count; n++) {
-      const real *const from = some + n * width;
-      real *const to = sums + r->begin[done + n] * width;
-      for (int64_t c = 0; c < width; c++) to[c] += from[c];
-    }
+    runs_add(r, done, count, width, some, sums);
   }
 }
 
