@@ -405,98 +405,123 @@ typedef struct band_e {
   real *head, *tail; /* [block]: what is before the first column, and from the last on */
 } band_e;
 
-/* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above. A strip of rows
- * computes the columns that it can meet: of a wide window no more than the keys are.
- * zeros: rows zeros. parts: the rows as a left operand, or NULL. */
-static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
-                        int64_t x_stride, const operand *parts, const block_place *at, real factor,
-                        const real *zeros, const band_e *to) {
-  real *const e = to->at;
-  const int64_t columns = w->columns, stride = window_stride(columns);
-  const int64_t padded = rpi_round_up(columns, RPI_LANES);
-  const int64_t rows = t->vector_count ? at->rows : 1;
-  const int64_t shift = packed_column(packed, w), padded_width = rpi_round_up(t->width, RPI_LANES);
-  const real *const own_numbers = packed->numbers + shift;
-  const bool tiled = parts && packed->across_fits;
-  const int64_t step = tiled ? RPI_TILED_ROWS : RPI_STRIP;
-  const int64_t whole = tiled ? RPI_TILED_ROWS : RPI_LANES; /* columns that begin a product */
-  const bool numbers = t->number_count || t->position_bias, folded = is_folded(packed);
-  const runs *const lines = &packed->runs;
-  /* Do all pairs, those that are hidden too, lie on one side? So it is in most blocks of long N. */
-  const bool right = w->tail && at->distance - (at->rows - 1) >= w->first + columns - 1;
-  const bool left = at->distance + rpi_round_up(at->keys, RPI_TILE) <= w->first;
-  if (columns == 1 && t->vector_count) {
-    dot_rows(x, x_stride, rows, packed->down + shift * padded_width, t->width, factor, to->tail);
-    for (int64_t r = 0; r < rows; r++) {
-      if (numbers) to->tail[r] += own_numbers[0];
-      if (!right) e[r * stride + RPI_LANES] = to->tail[r];
-    }
-  } else if (columns) {
-    for (int64_t r = 0; numbers && !folded && r < rows; r++) {
-      memcpy(e + r * stride + RPI_LANES, own_numbers, (size_t)padded * sizeof(real));
-    }
-    for (int64_t i = 0; t->vector_count && i < rows; i += step) {
-      const int64_t count = rpi_min(step, rows - i);
-      const int64_t nearest = at->distance - (i + count - 1) - w->first;
-      const int64_t farthest = at->distance - i + rpi_round_up(at->keys, RPI_TILE) - w->first;
-      /* strips wholly in the tail need the last column */
-      const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) & -whole;
-      const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
-      if (begin >= end) continue;
-      const rpi_start start = {.row = zeros};
-      rpi_product product = {.a = x + i * x_stride,
-                             .a_row = x_stride,
-                             .a_inner = 1,
-                             .b = packed->across + shift + begin,
-                             .b_stride = rpi_round_up(packed->runs.count, RPI_LANES),
-                             .c = e + i * stride + RPI_LANES + begin,
-                             .c_stride = stride,
-                             .inner = t->width};
-      if (!folded) {
-        if (tiled) {
-          multiply_operands(operand_from(*parts, i, 0), count,
-                            operand_from(packed->across_parts, shift + begin, 0), end - begin,
-                            t->width, numbers, product.c, stride);
-          continue;
-        }
-        rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count,
-                          (end - begin) / RPI_LANES, &product, &start);
-        continue;
-      }
-      const int64_t first = lines->line[begin] & -whole;
-      const int64_t last = rpi_round_up(lines->line[end - 1] + 1, RPI_LANES);
-      product.b = packed->across + first;
-      product.c = packed->strip;
-      product.c_stride = padded + RPI_LANES;
-      if (tiled) {
-        multiply_operands(operand_from(*parts, i, 0), count,
-                          operand_from(packed->across_parts, first, 0), last - first, t->width,
-                          false, product.c, product.c_stride);
-      } else {
-        rpi_strip_product(RPI_START_ROW, count, (last - first) / RPI_LANES, &product, &start);
-      }
-      runs_spread(lines, count, packed->strip, product.c_stride, first, begin, end,
-                  numbers ? own_numbers : NULL, e + i * stride + RPI_LANES, stride);
-    }
+/* E of a window of one column, without its padding: a dot product a row. right: all pairs lie in
+ * the tail. */
+static void column_scores(const term *t, const window *w, const packed_term *packed,
+                          const real *numbers, dense x, int64_t rows, real factor, bool right,
+                          const band_e *to) {
+  const int64_t stride = window_stride(1), padded_width = rpi_round_up(t->width, RPI_LANES);
+  const real *const vector = packed->down + packed_column(packed, w) * padded_width;
+  dot_rows(x.data, x.stride, rows, vector, t->width, factor, to->tail);
+  for (int64_t r = 0; r < rows; r++) {
+    if (numbers) to->tail[r] += numbers[0];
+    if (!right) to->at[r * stride + RPI_LANES] = to->tail[r];
   }
+}
+
+/* E of `count` rows from i on, in the columns that they can meet: of a wide window no more than the
+ * keys are. Where no columns share vectors, E holds the numbers already. */
+static void strip_scores(const term *t, const window *w, const packed_term *packed,
+                         const real *numbers, dense x, const operand *parts, const block_place *at,
+                         const real *zeros, int64_t i, int64_t count, real *e) {
+  const int64_t columns = w->columns, stride = window_stride(columns);
+  const int64_t shift = packed_column(packed, w);
+  const int64_t whole = parts ? RPI_TILED_ROWS : RPI_LANES; /* columns that begin a product */
+  const runs *const lines = &packed->runs;
+  const int64_t nearest = at->distance - (i + count - 1) - w->first;
+  const int64_t farthest = at->distance - i + rpi_round_up(at->keys, RPI_TILE) - w->first;
+  /* strips wholly in the tail need the last column */
+  const int64_t begin = rpi_min(rpi_max(nearest, 0), columns - 1) & -whole;
+  const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
+  if (begin >= end) return;
+  const rpi_start start = {.row = zeros};
+  rpi_product product = {.a = x.data + i * x.stride,
+                         .a_row = x.stride,
+                         .a_inner = 1,
+                         .b = packed->across + shift + begin,
+                         .b_stride = rpi_round_up(lines->count, RPI_LANES),
+                         .c = e + i * stride + RPI_LANES + begin,
+                         .c_stride = stride,
+                         .inner = t->width};
+  if (!is_folded(packed)) {
+    if (parts) {
+      multiply_operands(operand_from(*parts, i, 0), count,
+                        operand_from(packed->across_parts, shift + begin, 0), end - begin, t->width,
+                        numbers != NULL, product.c, stride);
+      return;
+    }
+    rpi_strip_product(numbers ? RPI_START_LOAD : RPI_START_ROW, count, (end - begin) / RPI_LANES,
+                      &product, &start);
+    return;
+  }
+  const int64_t first = lines->line[begin] & -whole;
+  const int64_t last = rpi_round_up(lines->line[end - 1] + 1, RPI_LANES);
+  product.b = packed->across + first;
+  product.c = packed->strip;
+  product.c_stride = rpi_round_up(columns, RPI_LANES) + RPI_LANES;
+  if (parts) {
+    multiply_operands(operand_from(*parts, i, 0), count,
+                      operand_from(packed->across_parts, first, 0), last - first, t->width, false,
+                      product.c, product.c_stride);
+  } else {
+    rpi_strip_product(RPI_START_ROW, count, (last - first) / RPI_LANES, &product, &start);
+  }
+  runs_spread(lines, count, packed->strip, product.c_stride, first, begin, end, numbers,
+              e + i * stride + RPI_LANES, stride);
+}
+
+/* The ends of E, and where pairs lie across them its padding. */
+static void close_scores(const term *t, const window *w, const packed_term *packed, bool numbers,
+                         dense x, int64_t block, real factor, bool across, const band_e *to) {
+  const int64_t rows = t->vector_count ? block : 1, stride = window_stride(w->columns);
   if (w->head && t->vector_count) {
-    dot_rows(x, x_stride, rows, packed->down - padded_width, t->width, factor, to->head);
+    const int64_t padded_width = rpi_round_up(t->width, RPI_LANES);
+    dot_rows(x.data, x.stride, rows, packed->down - padded_width, t->width, factor, to->head);
   }
   for (int64_t r = 0; w->head && numbers && r < rows; r++) {
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
-  const bool across = !(left || right) || !t->vector_count;
   for (int64_t r = 0; across && r < rows; r++) {
-    real *const row = e + r * stride, *const end = row + RPI_LANES + columns;
+    real *const row = to->at + r * stride, *const end = row + RPI_LANES + w->columns;
     const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;
     for (int l = 0; l < RPI_LANES; l++) row[l] = before;
     for (int l = 0; l < RPI_LANES; l++) end[l] = beyond;
     to->tail[r] = beyond;
   }
-  for (int64_t r = rows; r < at->rows; r++) { /* one row for all */
+  for (int64_t r = rows; r < block; r++) { /* one row for all */
     to->head[r] = w->head ? to->head[0] : 0;
     to->tail[r] = w->tail ? to->tail[0] : 0;
   }
+}
+
+/* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above, strip by strip. zeros:
+ * rows zeros. parts: the rows as a left operand, or NULL. */
+static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
+                        int64_t x_stride, const operand *parts, const block_place *at, real factor,
+                        const real *zeros, const band_e *to) {
+  const dense own = {x, x_stride};
+  const int64_t columns = w->columns, rows = t->vector_count ? at->rows : 1;
+  const bool adds = t->number_count || t->position_bias;
+  const real *const numbers = adds ? packed->numbers + packed_column(packed, w) : NULL;
+  /* Do all pairs, those that are hidden too, lie on one side? So it is in most blocks of long N. */
+  const bool right = w->tail && at->distance - (at->rows - 1) >= w->first + columns - 1;
+  const bool left = at->distance + rpi_round_up(at->keys, RPI_TILE) <= w->first;
+  if (columns == 1 && t->vector_count) {
+    column_scores(t, w, packed, numbers, own, rows, factor, right, to);
+  } else if (columns) {
+    const operand *const left_parts = packed->across_fits ? parts : NULL;
+    const int64_t step = left_parts ? RPI_TILED_ROWS : RPI_STRIP;
+    const size_t bytes = (size_t)rpi_round_up(columns, RPI_LANES) * sizeof(real);
+    for (int64_t r = 0; numbers && !is_folded(packed) && r < rows; r++) {
+      memcpy(to->at + r * window_stride(columns) + RPI_LANES, numbers, bytes);
+    }
+    for (int64_t i = 0; t->vector_count && i < rows; i += step) {
+      strip_scores(t, w, packed, numbers, own, left_parts, at, zeros, i, rpi_min(step, rows - i),
+                   to->at);
+    }
+  }
+  const bool across = !(left || right) || !t->vector_count;
+  close_scores(t, w, packed, adds, own, at->rows, factor, across, to);
 }
 
 /* Zeros, then ones: a load at LANES - n has n zeros, then ones. */
