@@ -113,6 +113,17 @@ def test_includes_point_down() -> None:
     assert upward == []
 
 
+def test_the_core_does_not_call_itself_by_the_front_door() -> None:
+    """What api*.c defines nobody below names: what both need has an rpi_ function further down."""
+    doors = sorted(CSRC.glob("api*.c"))
+    text = "".join(code(path) for path in doors)
+    public = set(re.findall(r"(?m)^\w[\w *]*\b(rp_\w+)\(", text))
+    exported = set(EXPORTED.read_text().split())
+    assert public == exported - {"rp_last_error"}  # base/error.c's, for every floor
+    below = [path for path in [*core_files(), *cuda_files()] if path not in (*doors, *HEADERS)]
+    assert found(rf"\b({'|'.join(sorted(public))})\b", below) == []
+
+
 def test_the_binding_comes_in_by_the_front_door() -> None:
     """Of the core, the binding sees the public headers alone."""
     files = sorted((ROOT / "relpos").glob("_*.[ch]"))

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/threads.h"
 #include "isa/devices.h"
 #include "model/model.h"
 
@@ -189,7 +190,7 @@ static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int6
   }
   rpi_run run = {.model = m,
                  .sentences = sentences,
-                 .workers = rp_get_threads(),
+                 .workers = rpi_threads_get(),
                  .dropout = m->limits.training != 0,
                  .backward = m->limits.training != 0};
   for (int s = 0; s < RPI_STACKS; s++) {
@@ -216,7 +217,7 @@ static rp_status plan_workspace(rp_model *m, int64_t *most) {
 
 rp_status rpi_model_reserve(rpi_run *run) {
   rp_model *const m = run->model;
-  run->workers = rp_get_threads(); /* asked once: another thread may change it */
+  run->workers = rpi_threads_get(); /* asked once: another thread may change it */
   int64_t bytes = 0;
   RPI_TRY(workspace_of(run, &bytes));
   if (bytes <= m->workspace_bytes) return RP_OK;

@@ -312,7 +312,7 @@ static rp_status attend_rows(const rpi_attend_rows_args *args) {
   job.group =
       pairs * 2 * args->shape->D * ATTEND_ROWS <= job.items * ATTEND_CLOSE ? ATTEND_ROWS : 1;
   const int64_t tasks = rpi_divide_up(job.items, job.each);
-  rpi_parallel_for(tasks, rp_get_threads(), mean ? attend_mean_task : attend_heads_task, &job);
+  rpi_parallel_for(tasks, rpi_threads_get(), mean ? attend_mean_task : attend_heads_task, &job);
   return RP_OK;
 }
 

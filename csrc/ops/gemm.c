@@ -271,7 +271,7 @@ static rp_status gemm_by(const rpi_gemm_args *args, rpi_task blocks, void (*cut)
   job.blocks = job.blocks_across * rpi_divide_up(args->rows, job.block_rows);
   const double work = (double)args->rows * (double)args->columns * (double)args->inner;
   const int64_t most = job.blas != NULL ? RPI_BLAS_CALLERS : INT32_MAX;
-  job.workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rp_get_threads());
+  job.workers = work < GEMM_ALONE ? 1 : (int)rpi_min(most, rpi_threads_get());
   rpi_parallel_for(job.blocks, job.workers, task, &job);
   return RP_OK;
 }
