@@ -7,11 +7,13 @@ fails.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -370,23 +372,33 @@ def test_tracked_files_are_light() -> None:
 # ---- guide lines ---------------------------------------------------------------------------------
 
 
-def long_functions(path: Path) -> list[tuple[int, str]]:
-    """(lines, name) of the functions of a C file beyond the guide line: those that open with a
-    brace at the end of an unindented line and close with one in the first column."""
-    result, begin, name = [], 0, ""
+def c_functions(path: Path) -> Iterator[tuple[int, str]]:
+    """(lines, name) of the functions of a C file: those whose signature begins on an unindented
+    line, however many it takes, and that close with a brace in the first column. The lines are
+    those behind the signature."""
+    begin, name = -1, ""
     lines = code(path).splitlines()
     for number, line in enumerate(lines):
-        if not begin and re.match(r"[\w].*\)\s*\{$|\s+.*\)\s*\{$", line):
-            head = " ".join(lines[max(number - 4, 0) : number + 1])
-            heads = re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\)\s*\{$", head)
-            indented = line[0].isspace() and not re.match(r"\w", lines[max(number - 1, 0)])
-            if heads and not indented:
-                begin, name = number + 1, heads[-1]
-        elif begin and line == "}":
-            if number + 1 - begin > GUIDE_FUNCTION:
-                result.append((number + 1 - begin, name))
-            begin = 0
-    return result
+        if begin >= 0 and line == "}":
+            yield number - begin, name
+            begin = -1
+        elif begin < 0 and re.search(r"\)\s*\{\s*$", line):
+            first = number
+            while first > 0 and not re.match(r"\S", lines[first]):
+                first -= 1
+            head = " ".join(lines[first : number + 1])
+            names = re.findall(r"(\w+)\([^()]*(?:\([^()]*\)[^()]*)*\)\s*\{\s*$", head)
+            if names and re.match(r"[\w\[][^{};]*\{\s*$", head):
+                begin, name = number, names[-1]
+
+
+def python_functions(path: Path) -> Iterator[tuple[int, str]]:
+    """(lines, name) of the functions of a Python file: from the first statement behind signature
+    and docstring."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[ast.get_docstring(node) is not None :]
+            yield node.end_lineno - body[0].lineno + 1 if body else 0, node.name
 
 
 def guide_lines() -> list[str]:
@@ -397,8 +409,9 @@ def guide_lines() -> list[str]:
         size = len(path.read_text().splitlines())
         if size > GUIDE_FILE:
             lines.append(f"{name_of(path)}: {size} lines (guide line {GUIDE_FILE})")
-        if path.suffix != ".py":
-            for length, name in long_functions(path):
+        functions = python_functions if path.suffix == ".py" else c_functions
+        for length, name in functions(path):
+            if length > GUIDE_FUNCTION:
                 lines.append(f"{name_of(path)}: {name} has {length} lines ({GUIDE_FUNCTION})")
     return lines
 
