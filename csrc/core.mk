@@ -32,6 +32,8 @@ CORE_SOURCES = \
   model/waves.c \
   model/positions.c \
   model/plan.c \
+  model/sublayer.c \
+  model/attention.c \
   model/layers.c \
   model/transformer.c \
   model/finite.c \

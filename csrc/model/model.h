@@ -179,22 +179,24 @@ void rpi_model_free(rp_model *model);
 /* Makes attention's workspace as large as this batch needs it. */
 rp_status rpi_model_reserve(rpi_run *run);
 
-/* ---- layers.c: one sublayer, forward and backward -------------------------- */
+/* ---- attention.c ----------------------------------------------------------- */
 
 /* The shape of one attention call, and the terms of its layer. */
 rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_attention *a);
-
-/* Everything of sublayer s from its stream to the next; without `last` it stops before what only
- * the next stream needs. */
-rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last);
-/* From the gradient of stream s + 1 to that of stream s, both in dstream. */
-rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 
 /* The attention of sublayer s, whose queries and keys are stored. */
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k);
 
 /* Keys and values that a decoder's layer makes of the source's rows, rpi_kept_stride apart. */
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv);
+
+/* ---- layers.c: one sublayer, forward and backward -------------------------- */
+
+/* Everything of sublayer s from its stream to the next; without `last` it stops before what only
+ * the next stream needs. */
+rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last);
+/* From the gradient of stream s + 1 to that of stream s, both in dstream. */
+rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 
 /* n of stream s: the stored stream itself where it has no norm, else in `to`. */
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n);

@@ -5,8 +5,7 @@
  */
 #include <math.h>
 
-#include "model/linear.h"
-#include "model/model.h"
+#include "model/sublayer.h"
 
 static int64_t sublayers_of(const rp_model *m, int stack) {
   return rpi_stack_of(&m->config, stack)->layers * m->stack[stack].parts;
@@ -43,8 +42,10 @@ static rpi_embed_args embed_args(const rpi_run *run) {
                           .note = {.at = note.at, .out = note.in}};
 }
 
-static double embed_bytes(const rpi_embed_args *args) {
-  return 2 * (double)(args->rows * args->columns) * (double)sizeof(real);
+/* For every token a row of the table and one of the stream. */
+static void note_embedding(const rpi_run *run, bool backward, double began) {
+  const int64_t numbers = run->side[run->stack].rows * run->model->config.width;
+  rpi_note_cost(run, "embedding", backward, began, (double)numbers, 2 * numbers);
 }
 
 static rp_status embed(rpi_run *run) {
@@ -52,8 +53,7 @@ static rp_status embed(rpi_run *run) {
   const rpi_embed_args args = embed_args(run);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->embed(&args));
-  rpi_profile_add(&m->profile, run->stack, -1, "embedding", false, began,
-                  (double)(args.rows * args.columns), embed_bytes(&args));
+  note_embedding(run, false, began);
   return RP_OK;
 }
 
@@ -68,8 +68,7 @@ static rp_status embed_backward(rpi_run *run) {
       .dpositions = learned != RPI_ABSENT ? m->gradients + learned : NULL};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->embed_backward(&args));
-  rpi_profile_add(&m->profile, run->stack, -1, "embedding", true, began,
-                  (double)(args.forward.rows * args.forward.columns), embed_bytes(&args.forward));
+  note_embedding(run, true, began);
   return RP_OK;
 }
 
@@ -122,6 +121,13 @@ static rp_status stack_backward(rpi_run *run, int stack) {
 
 /* ---- output projection and loss -------------------------------------------- */
 
+/* The line of what belongs to no stack. */
+static void note_output(rp_model *m, const char *operation, bool backward, double began,
+                        double operations, int64_t numbers) {
+  rpi_profile_add(&m->profile, -1, -1, operation, backward, began, operations,
+                  rpi_bytes_of(numbers));
+}
+
 /* logits = x . Eᵀ of one block of rows, or the products of its way back. */
 static rp_status output_gemm(rpi_run *run, bool backward, rpi_gemm_args g) {
   rp_model *const m = run->model;
@@ -129,9 +135,8 @@ static rp_status output_gemm(rpi_run *run, bool backward, rpi_gemm_args g) {
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
   const int64_t moved = g.rows * g.inner + g.inner * g.columns + g.rows * g.columns;
-  rpi_profile_add(&m->profile, -1, -1, "output", backward, began,
-                  2 * (double)g.rows * (double)g.columns * (double)g.inner,
-                  (double)moved * (double)sizeof(real));
+  note_output(m, "output", backward, began,
+              2 * (double)g.rows * (double)g.columns * (double)g.inner, moved);
   return RP_OK;
 }
 
@@ -185,8 +190,8 @@ static rp_status loss_of(rpi_run *run) {
                                          .hit = m->scratch.hit + row};
     const double began = rpi_profile_now(&m->profile);
     RPI_TRY(m->ops->cross_entropy(&args));
-    rpi_profile_add(&m->profile, -1, -1, "loss", false, began, 4 * (double)(count * m->classes),
-                    2 * (double)(count * m->classes) * (double)sizeof(real));
+    const int64_t numbers = count * m->classes;
+    note_output(m, "loss", false, began, 4 * (double)numbers, 2 * numbers);
     if (run->backward) RPI_TRY(block_backward(run, x, count, m->stack[stack].dstream + row * C));
   }
   return RP_OK;

@@ -1,0 +1,294 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention.c: the attention of a layer to its own stack or to the encoder's, with the products
+ * around it, forward and then backward; and the step of one token a row, which meets what was kept.
+ */
+#include "model/sublayer.h"
+
+/* The line of what the scheme of a stack makes of its parameters, where it makes something. */
+static void profile_positions(const rpi_run *run, int64_t layer, const rp_attention *a, bool back,
+                              double began) {
+  rp_model *const m = run->model;
+  const rpi_positions_cost cost =
+      rpi_positions_cost_of(m->ops, &m->stack[run->stack].positions, a, back);
+  if (cost.operations == 0) return;
+  rpi_profile_add(&m->profile, run->stack, layer, "attention.positions", back || run->again, began,
+                  cost.operations, cost.bytes);
+}
+
+rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_attention *a) {
+  rp_model *const m = run->model;
+  const rp_config *const config = &m->config;
+  const bool self = part == RPI_SELF;
+  *a = rp_attention_default();
+  a->B = run->sentences;
+  a->H = config->heads;
+  a->D = a->Dv = rpi_head_width(config);
+  a->offsets = run->side[run->stack].offsets;
+  a->key_offsets = self ? NULL : run->side[RPI_ENCODER].offsets;
+  a->causal = self && run->stack == RPI_DECODER;
+  a->dropout = run->dropout ? config->attention_dropout : 0;
+  a->dropout_key[0] = run->key[0];
+  a->dropout_key[1] = run->key[1];
+  a->dropout_site = rpi_site_of(run->stack, layer, self ? RPI_SITE_SELF : RPI_SITE_CROSS);
+  a->dropout_ordinals = run->ordinals;
+  a->placement = &m->placement;
+  if (!self) return RP_OK;
+  const rpi_layer_place weights = {
+      .at = rpi_layer_params_of(run, layer),
+      .relative_embedding = m->layout.stack[run->stack].relative_embedding,
+      .numbers = run->shape_only ? NULL : m->weights};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(rpi_positions_forward(m->ops, &m->stack[run->stack].positions, &weights,
+                                &run->side[run->stack].graphs, a));
+  if (!run->shape_only) profile_positions(run, layer, a, false, began);
+  return RP_OK;
+}
+
+/* Queries, keys and values of a sublayer, where they are stored. */
+typedef struct heads {
+  rp_rows q, k, v;
+} heads;
+
+static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
+  const int64_t D = rpi_head_width(&run->model->config), HD = rpi_head_columns(run->model);
+  if (part == RPI_SELF) {
+    return (heads){.q = {stored->qkv, 0, D, 3 * HD},
+                   .k = {stored->qkv + HD, 0, D, 3 * HD},
+                   .v = {stored->qkv + 2 * HD, 0, D, 3 * HD}};
+  }
+  const rpi_kept *const kept = run->kept;
+  const bool made = kept && kept->cross_kv; /* once for all that follows */
+  const real *const kv = made ? kept->cross_kv + run->layer * kept->cross_shift : stored->kv;
+  const int64_t stride = made ? rpi_kept_stride(run->model) : 2 * HD;
+  return (heads){
+      .q = {stored->qkv, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + HD, 0, D, stride}};
+}
+
+rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k) {
+  const rpi_stack_memory *const stack = &run->model->stack[run->stack];
+  const int part = rpi_part_of(stack->parts, s);
+  const heads x = heads_of(run, &stack->stored[s], part);
+  *q = x.q;
+  *k = x.k;
+  return rpi_attention_of(run, s / stack->parts, part, a);
+}
+
+/* Pairs of queries and keys that are met, for the profile. */
+static double pairs_of(const rp_attention *a) {
+  const int64_t *const keys = a->key_offsets ? a->key_offsets : a->offsets;
+  double pairs = 0;
+  for (int64_t b = 0; b < a->B; b++) {
+    const double n = (double)(a->offsets[b + 1] - a->offsets[b]);
+    pairs += n * (double)(keys[b + 1] - keys[b]) * (a->causal ? 0.5 : 1);
+  }
+  return pairs * (double)a->H * (double)a->D;
+}
+
+static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) {
+  rp_model *const m = run->model;
+  const int64_t rows = run->side[run->stack].rows, HD = rpi_head_columns(m);
+  if (rows == 0) return RP_OK;
+  rp_attention a;
+  RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
+  const double began = rpi_profile_now(&m->profile);
+  const heads x = heads_of(run, stored, part);
+  const rpi_attention_args args = {.shape = &a,
+                                   .q = x.q,
+                                   .k = x.k,
+                                   .v = x.v,
+                                   .out = {stored->z, 0, a.D, HD},
+                                   .lse = stored->lse,
+                                   .workers = run->workers,
+                                   .workspace = m->workspace,
+                                   .workspace_bytes = m->workspace_bytes};
+  RPI_TRY(m->ops->attention_forward(&args));
+  rpi_note_cost(run, part == RPI_SELF ? "attention" : "cross", run->again, began, 4 * pairs_of(&a),
+                4 * rows * HD);
+  return RP_OK;
+}
+
+/* The keys and values of a pass, kept for the steps to come. */
+static rp_status keep_keys(const rpi_run *run, const rpi_stored *stored) {
+  const rpi_kept *const kept = run->kept;
+  const int64_t HD = rpi_head_columns(run->model), shift = run->layer * kept->shift;
+  const rpi_scatter_args args = {.rows = run->side[run->stack].rows,
+                                 .columns = 2 * HD,
+                                 .x = stored->qkv + HD,
+                                 .x_stride = 3 * HD,
+                                 .to = kept->to,
+                                 .shift = shift};
+  return run->model->ops->scatter(&args);
+}
+
+/* One query a row, with what was kept. */
+static rp_status attend_step(const rpi_run *run, const rpi_stored *stored, int part) {
+  rp_model *const m = run->model;
+  const rpi_kept *const kept = run->kept;
+  const int64_t HD = rpi_head_columns(m), layer = run->layer;
+  const bool self = part == RPI_SELF;
+  const bool last = layer == m->config.decoder.layers - 1;
+  rp_attention cross = rp_attention_default();
+  cross.H = m->config.heads;
+  cross.D = cross.Dv = rpi_head_width(&m->config);
+  const rpi_attend_rows_args args = {.shape = self ? &kept->shapes[layer] : &cross,
+                                     .rows = run->side[run->stack].rows,
+                                     .q = stored->qkv,
+                                     .q_stride = self ? 3 * HD : HD,
+                                     .keys = self ? kept->self : kept->cross,
+                                     .counts = self ? kept->self_counts : kept->cross_counts,
+                                     .shift = layer * (self ? kept->shift : kept->cross_shift),
+                                     .to_value = HD,
+                                     .out = stored->z,
+                                     .out_stride = HD,
+                                     .mean = !self && last ? kept->mean : NULL};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->attend_rows(&args));
+  int64_t pairs = 0;
+  for (int64_t r = 0; r < args.rows; r++) pairs += args.counts[r];
+  rpi_note_cost(run, self ? "attention" : "cross", false, began, 4 * (double)(pairs * HD),
+                2 * HD * pairs);
+  return RP_OK;
+}
+
+/* dq, dk and dv in scratch, laid out as q, k and v; gradients of the positions' parameters. */
+static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, int part,
+                                 real *dkv) {
+  rp_model *const m = run->model;
+  const int64_t rows = run->side[run->stack].rows, HD = rpi_head_columns(m);
+  if (run->sentences == 0) return RP_OK;
+  rp_attention a;
+  RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
+  double began = rpi_profile_now(&m->profile);
+  const heads x = heads_of(run, stored, part);
+  real *const dq = m->scratch.dqkv;
+  rp_attention_gradients g = {
+      .q = {dq, 0, a.D, x.q.row_stride},
+      .k = {part == RPI_SELF ? dq + HD : dkv, 0, a.D, x.k.row_stride},
+      .v = {part == RPI_SELF ? dq + 2 * HD : dkv + HD, 0, a.D, x.v.row_stride}};
+  const rpi_layer_params *const at = rpi_layer_params_of(run, run->layer);
+  const int64_t embedding = m->layout.stack[run->stack].relative_embedding;
+  const rpi_layer_place weights = {at, embedding, m->weights};
+  const rpi_layer_place gradients = {at, embedding, m->gradients};
+  const rpi_positions *const positions = &m->stack[run->stack].positions;
+  if (part == RPI_SELF) {
+    RPI_TRY(rpi_positions_gradients(m->ops, positions, &weights, &gradients, &a, &g));
+  }
+  const rpi_attention_backward_args args = {.shape = &a,
+                                            .q = x.q,
+                                            .k = x.k,
+                                            .v = x.v,
+                                            .out = {stored->z, 0, a.D, HD},
+                                            .dout = {m->scratch.dz, 0, a.D, HD},
+                                            .lse = stored->lse,
+                                            .workers = run->workers,
+                                            .workspace = m->workspace,
+                                            .workspace_bytes = m->workspace_bytes,
+                                            .gradients = &g};
+  RPI_TRY(m->ops->attention_backward(&args));
+  rpi_note_cost(run, part == RPI_SELF ? "attention" : "cross", true, began, 10 * pairs_of(&a),
+                8 * rows * HD);
+  if (part != RPI_SELF) return RP_OK;
+  began = rpi_profile_now(&m->profile);
+  RPI_TRY(rpi_positions_backward(m->ops, positions, &weights, &gradients, &a));
+  profile_positions(run, run->layer, &a, true, began);
+  return RP_OK;
+}
+
+static rpi_layer_linear qkv_of(const rpi_run *run, const real *n) {
+  const rpi_self_params *const at = &rpi_layer_params_of(run, run->layer)->self;
+  const int64_t C = run->model->config.width;
+  return (rpi_layer_linear){.name = "attention.qkv",
+                            .rows = run->side[run->stack].rows,
+                            .in = C,
+                            .out = 3 * rpi_head_columns(run->model),
+                            .weight = at->qkv,
+                            .bias = at->qkv_bias,
+                            .x = n,
+                            .x_stride = C};
+}
+
+static rpi_layer_linear cross_q_of(const rpi_run *run, const real *n) {
+  const rpi_cross_params *const at = &rpi_layer_params_of(run, run->layer)->cross;
+  const int64_t C = run->model->config.width;
+  return (rpi_layer_linear){.name = "cross.q",
+                            .rows = run->side[run->stack].rows,
+                            .in = C,
+                            .out = rpi_head_columns(run->model),
+                            .weight = at->q,
+                            .bias = at->q_bias,
+                            .x = n,
+                            .x_stride = C};
+}
+
+static rpi_layer_linear cross_kv_of(const rpi_run *run) {
+  const rpi_cross_params *const at = &rpi_layer_params_of(run, run->layer)->cross;
+  const rp_model *const m = run->model;
+  return (rpi_layer_linear){.name = "cross.kv",
+                            .rows = run->side[RPI_ENCODER].rows,
+                            .in = m->config.width,
+                            .out = 2 * rpi_head_columns(m),
+                            .weight = at->kv,
+                            .bias = at->kv_bias,
+                            .x = m->stack[RPI_ENCODER].out,
+                            .x_stride = m->config.width};
+}
+
+rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stored, int part) {
+  const rpi_layer_params *const at = rpi_layer_params_of(run, run->layer);
+  const int64_t HD = rpi_head_columns(run->model);
+  const bool self = part == RPI_SELF;
+  return (rpi_layer_linear){.name = self ? "attention.out" : "cross.out",
+                            .rows = run->side[run->stack].rows,
+                            .in = HD,
+                            .out = run->model->config.width,
+                            .weight = self ? at->self.out : at->cross.out,
+                            .bias = self ? at->self.out_bias : at->cross.out_bias,
+                            .x = stored->z,
+                            .x_stride = HD};
+}
+
+rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
+  run->stack = RPI_DECODER;
+  run->layer = layer;
+  const rpi_layer_linear l = cross_kv_of(run);
+  return rpi_layer_linear_forward(run, &l, kv, rpi_kept_stride(run->model));
+}
+
+rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, const real *n) {
+  rp_model *const m = run->model;
+  const int64_t HD = rpi_head_columns(m);
+  const bool step = run->kept && run->kept->step;
+  if (part == RPI_SELF) {
+    const rpi_layer_linear qkv = qkv_of(run, n);
+    RPI_TRY(rpi_layer_linear_forward(run, &qkv, stored->qkv, 3 * HD));
+    RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
+                                 run->side[run->stack].offsets, step ? run->kept->places : NULL,
+                                 stored->qkv, false));
+    if (run->kept) RPI_TRY(keep_keys(run, stored));
+  } else {
+    const rpi_layer_linear q = cross_q_of(run, n), kv = cross_kv_of(run);
+    RPI_TRY(rpi_layer_linear_forward(run, &q, stored->qkv, HD));
+    if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * HD));
+  }
+  return step ? attend_step(run, stored, part) : attend(run, stored, part);
+}
+
+rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, int part,
+                                       const real *n, const real *df, real *dn, bool add) {
+  rp_model *const m = run->model;
+  const int64_t C = m->config.width, HD = rpi_head_columns(m), rows = run->side[run->stack].rows;
+  const rpi_layer_linear out = rpi_attention_out_of(run, stored, part);
+  RPI_TRY(rpi_layer_linear_backward(run, &out, df, C, m->scratch.dz, false));
+  real *const dq = m->scratch.dqkv, *const dkv = dq + rows * HD;
+  RPI_TRY(attend_backward(run, stored, part, dkv));
+  if (part == RPI_SELF) {
+    RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
+                                 run->side[run->stack].offsets, NULL, dq, true));
+    const rpi_layer_linear qkv = qkv_of(run, n);
+    return rpi_layer_linear_backward(run, &qkv, dq, 3 * HD, dn, add);
+  }
+  const rpi_layer_linear q = cross_q_of(run, n), kv = cross_kv_of(run);
+  RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, 2 * HD, m->stack[RPI_ENCODER].dstream, true));
+  return rpi_layer_linear_backward(run, &q, dq, HD, dn, add);
+}
