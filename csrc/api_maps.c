@@ -19,8 +19,8 @@ static int stack_of(int kind) { return kind == RP_ATTENTION_ENCODER ? RPI_ENCODE
 static int part_of(int kind) { return kind == RP_ATTENTION_CROSS ? RPI_CROSS : RPI_SELF; }
 
 static bool has_attention(const rp_model *m, int kind) {
-  const int parts = m->stack[stack_of(kind)].parts;
-  return parts != 0 && (part_of(kind) == RPI_SELF || parts == 3);
+  const int stack = stack_of(kind);
+  return part_of(kind) == RPI_CROSS ? rpi_has_cross(m, stack) : m->stack[stack].parts != 0;
 }
 
 /* ---- a pass that stops ----------------------------------------------------- */
@@ -79,7 +79,7 @@ static rp_status make_tour(tour *t) {
     if (t->last[kind] >= 0 && s > last[stack]) last[stack] = s;
   }
   RPI_TRY(rpi_model_reserve(&t->run));
-  const bool reads_source = m->stack[RPI_DECODER].parts == 3 && last[RPI_DECODER] >= RPI_CROSS;
+  const bool reads_source = rpi_has_cross(m, RPI_DECODER) && last[RPI_DECODER] >= RPI_CROSS;
   if (reads_source) {
     last[RPI_ENCODER] = m->config.encoder.layers * m->stack[RPI_ENCODER].parts - 1;
   }

@@ -30,6 +30,7 @@ CORE_SOURCES = \
   model/presets.c \
   model/layout.c \
   model/waves.c \
+  model/position_constants.c \
   model/positions.c \
   model/plan.c \
   model/sublayer.c \

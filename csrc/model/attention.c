@@ -26,7 +26,7 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
   a->D = a->Dv = rpi_head_width(config);
   a->offsets = run->side[run->stack].offsets;
   a->key_offsets = self ? NULL : run->side[RPI_ENCODER].offsets;
-  a->causal = self && run->stack == RPI_DECODER;
+  a->causal = self && rpi_is_causal(run->stack);
   a->dropout = run->dropout ? config->attention_dropout : 0;
   a->dropout_key[0] = run->key[0];
   a->dropout_key[1] = run->key[1];

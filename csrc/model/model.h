@@ -166,6 +166,11 @@ static inline int rpi_part_of(int parts, int64_t s) {
   return at == 0 ? RPI_SELF : RPI_CROSS;
 }
 
+/* Has a stack attention to the encoder's? */
+static inline bool rpi_has_cross(const rp_model *m, int stack) {
+  return m->stack[stack].parts == RPI_PARTS;
+}
+
 /* ---- plan.c ---------------------------------------------------------------- */
 
 /* What a model takes, without making it. */

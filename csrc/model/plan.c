@@ -57,7 +57,7 @@ static void carve_stack(rp_model *m, int number, plan *p) {
   rpi_positions_carve(&m->config, number, training, &p->fixed, &p->numbers, &p->step,
                       &to->positions);
   if (layers == 0) return;
-  to->parts = number == RPI_DECODER && config->encoder.layers != 0 ? 3 : 2;
+  to->parts = number == RPI_DECODER && config->encoder.layers != 0 ? RPI_PARTS : RPI_PARTS - 1;
   const int64_t sublayers = layers * to->parts;
   to->stored = rpi_arena_take(&p->fixed, sublayers + 1, sizeof *to->stored);
   rpi_stored shared[RPI_PARTS] = {{0}};
@@ -149,7 +149,7 @@ static rp_status workspace_of(const rpi_run *run, int64_t *most) {
   for (int s = 0; s < RPI_STACKS; s++) {
     at.stack = s;
     if (m->stack[s].parts == 0) continue;
-    for (int part = RPI_SELF; part <= (m->stack[s].parts == 3 ? RPI_CROSS : RPI_SELF); part++) {
+    for (int part = RPI_SELF; part <= (rpi_has_cross(m, s) ? RPI_CROSS : RPI_SELF); part++) {
       rp_attention a;
       int64_t forward = 0, backward = 0;
       RPI_TRY(rpi_attention_of(&at, 0, part, &a));

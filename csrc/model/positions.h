@@ -28,8 +28,8 @@ typedef struct rpi_scheme {
   int64_t rows;        /* T of its tables; 0: it has none */
 } rpi_scheme;
 
-/* The published slopes of ALiBi. */
-double rpi_alibi_slope(int64_t head, int64_t heads);
+/* Does no query of the stack see a later key of its own sequence? */
+static inline bool rpi_is_causal(int stack) { return stack == RPI_DECODER; }
 
 rpi_scheme rpi_scheme_of(const rp_config *config, int stack);
 
@@ -55,9 +55,17 @@ typedef struct rpi_positions {
  * its own. */
 void rpi_positions_carve(const rp_config *config, int stack, bool training, rpi_arena *small,
                          rpi_arena *constants, rpi_arena *scratch, rpi_positions *p);
+
+/* ---- position_constants.c ---------------------------------------------------- */
+
+/* The published slopes of ALiBi. */
+double rpi_alibi_slope(int64_t head, int64_t heads);
+
 /* Computes the small constants, and the large ones, which are where `ops` computes. */
 void rpi_positions_fill(const rpi_positions *p);
 rp_status rpi_positions_make(const rp_ops *ops, const rpi_positions *p);
+
+/* ---- the terms of a layer ----------------------------------------------------- */
 
 /* One layer's parameters or their gradients: where the numbers are. NULL: only shapes are asked
  * for; tables then point nowhere in particular. */
