@@ -38,7 +38,7 @@ CORE_SOURCES = \
   model/layers.c \
   model/transformer.c \
   model/finite.c \
-  model/map_sums.c \
+  model/maps.c \
   model/outcomes.c \
   model/profile.c \
   file/header_text.c \

@@ -276,12 +276,6 @@ rp_status rpi_find_bad(const rpi_run *run, int64_t *code);
 /* The name for a code of rpi_losses.bad, "" of 0. */
 void rpi_bad_name(const rp_model *m, int64_t code, char *name);
 
-/* ---- map_sums.c: what a map of probabilities comes to ------------------------ */
-
-/* As rp_map_sums, of checked arguments. */
-void rpi_map_sums(const real *p, int64_t queries, int64_t keys, int64_t row, int64_t rows,
-                  double *mass, double *entropy, double *distance);
-
 /* ---- dropout --------------------------------------------------------------- */
 
 /* Where dropout's masks of one place begin: 4096 heads fit between two of them. */
