@@ -25,6 +25,7 @@ CORE_SOURCES = \
   isa/dispatch.c \
   isa/host.c \
   isa/devices.c \
+  isa/device_list.c \
   model/config.c \
   model/config_check.c \
   model/presets.c \

@@ -81,7 +81,7 @@ struct State {
 };
 
 thread_local const rpc_host *host;
-State states[most_devices];
+State states[RPI_MOST_GPUS];
 thread_local State *selected;
 
 int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }

@@ -10,8 +10,6 @@
 
 namespace rpc {
 
-constexpr int most_devices = 64;
-
 void use(const rpc_host *host);
 rp_status select(int device);
 

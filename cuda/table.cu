@@ -89,7 +89,7 @@ rp_status count(int *devices) {
     return fail(RP_ERROR_DEVICE, "the NVIDIA driver finds no GPU");
   }
   CUDA_TRY(error);
-  if (*devices > most_devices) *devices = most_devices;
+  if (*devices > RPI_MOST_GPUS) *devices = RPI_MOST_GPUS;
   return RP_OK;
 }
 

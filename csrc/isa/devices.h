@@ -27,6 +27,8 @@ typedef struct rpc_host {
       __attribute__((format(printf, 2, 3))); /* keeps the sentence */
 } rpc_host;
 
+enum { RPI_MOST_GPUS = 64 }; /* others are not counted */
+
 /* Version and size are compared before anything behind them is read. */
 typedef struct rpc_door {
   const char *version;            /* RP_VERSION */
