@@ -34,7 +34,8 @@ static rp_status read_attention(const rp_attention *given, rp_attention *a) {
 
 static rp_status check_size(const char *name, int64_t value, int64_t least) {
   RPI_CHECK(value >= least && value <= RPI_LIMIT, RP_ERROR_SHAPE,
-            "attention: %s=%lld, must be from %lld to 2^40", name, (wide)value, (wide)least);
+            "attention: %s=%lld, must be from %lld to 2^40", name, (rpi_wide)value,
+            (rpi_wide)least);
   return RP_OK;
 }
 
@@ -42,20 +43,21 @@ static rp_status check_lengths(const char *name, const int64_t *lengths, int64_t
                                const char *most_name) {
   for (int64_t b = 0; lengths && b < B; b++) {
     RPI_CHECK(lengths[b] >= 0 && lengths[b] <= most, RP_ERROR_SHAPE,
-              "attention: %s[%lld]=%lld, must be from 0 to %s=%lld", name, (wide)b,
-              (wide)lengths[b], most_name, (wide)most);
+              "attention: %s[%lld]=%lld, must be from 0 to %s=%lld", name, (rpi_wide)b,
+              (rpi_wide)lengths[b], most_name, (rpi_wide)most);
   }
   return RP_OK;
 }
 
-static rp_status check_offsets(const char *name, const int64_t *offsets, int64_t B) {
+rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *offsets,
+                            int64_t count) {
   if (!offsets) return RP_OK;
-  RPI_CHECK(offsets[0] == 0, RP_ERROR_SHAPE, "attention: %s[0]=%lld, must be 0", name,
-            (wide)offsets[0]);
-  for (int64_t b = 0; b < B; b++) {
-    RPI_CHECK(offsets[b + 1] >= offsets[b] && offsets[b + 1] <= RPI_LIMIT, RP_ERROR_SHAPE,
-              "attention: %s[%lld]=%lld after %lld, must not fall and not exceed 2^40", name,
-              (wide)(b + 1), (wide)offsets[b + 1], (wide)offsets[b]);
+  RPI_CHECK(offsets[0] == 0, RP_ERROR_SHAPE, "%s: %s[0]=%lld, must be 0", call, name,
+            (rpi_wide)offsets[0]);
+  for (int64_t i = 0; i < count; i++) {
+    RPI_CHECK(offsets[i + 1] >= offsets[i] && offsets[i + 1] <= RPI_LIMIT, RP_ERROR_SHAPE,
+              "%s: %s[%lld]=%lld after %lld, must not fall and not exceed 2^40", call, name,
+              (rpi_wide)(i + 1), (rpi_wide)offsets[i + 1], (rpi_wide)offsets[i]);
   }
   return RP_OK;
 }
@@ -65,7 +67,7 @@ static rp_status check_sizes(const rp_attention *a) {
   RPI_TRY(check_size("H", a->H, 0));
   int64_t pairs = 0;
   RPI_CHECK(rpi_multiply(a->B, a->H, &pairs) && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
-            "attention: B=%lld times H=%lld, must not exceed 2^40", (wide)a->B, (wide)a->H);
+            "attention: B=%lld times H=%lld, must not exceed 2^40", (rpi_wide)a->B, (rpi_wide)a->H);
   RPI_TRY(check_size("N", a->N, 0));
   RPI_TRY(check_size("M", a->M, 0));
   RPI_TRY(check_size("D", a->D, 1));
@@ -79,23 +81,24 @@ static rp_status check_sequences(const rp_attention *a) {
   const bool packed_keys = a->key_offsets || a->offsets;
   RPI_CHECK(!(packed_keys && a->key_lengths), RP_ERROR_ARGUMENT,
             "attention: key_lengths is given with packed keys; those have offsets alone");
-  RPI_TRY(check_offsets("offsets", a->offsets, a->B));
-  RPI_TRY(check_offsets("key_offsets", a->key_offsets, a->B));
+  RPI_TRY(rpi_check_offsets("attention", "offsets", a->offsets, a->B));
+  RPI_TRY(rpi_check_offsets("attention", "key_offsets", a->key_offsets, a->B));
   RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->N, "N"));
   RPI_TRY(check_lengths("key_lengths", a->key_lengths, a->B, a->M, "M"));
   if (!packed_keys && !a->key_lengths)
     RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->M, "M"));
   for (int64_t b = 0; a->query_start && b < a->B; b++) {
     RPI_CHECK(a->query_start[b] >= -RPI_LIMIT && a->query_start[b] <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-              "attention: query_start[%lld]=%lld, must be within 2^40 of 0", (wide)b,
-              (wide)a->query_start[b]);
+              "attention: query_start[%lld]=%lld, must be within 2^40 of 0", (rpi_wide)b,
+              (rpi_wide)a->query_start[b]);
   }
   return RP_OK;
 }
 
 static rp_status check_window(const char *name, int64_t value) {
   RPI_CHECK(value >= -1 && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-            "attention: %s=%lld, must be from 0 to 2^40, or -1 for no bound", name, (wide)value);
+            "attention: %s=%lld, must be from 0 to 2^40, or -1 for no bound", name,
+            (rpi_wide)value);
   return RP_OK;
 }
 
@@ -112,7 +115,7 @@ static rp_status check_numbers(const rp_attention *a) {
                 (a->position_bias_stride >= a->D && a->position_bias_stride <= RPI_LIMIT),
             RP_ERROR_SHAPE,
             "attention: position_bias_stride=%lld, must be at least the row's width D=%lld",
-            (wide)a->position_bias_stride, (wide)a->D);
+            (rpi_wide)a->position_bias_stride, (rpi_wide)a->D);
   return RP_OK;
 }
 
@@ -164,11 +167,11 @@ rp_status rpi_check_rows(const char *call, const char *name, const void *data, a
     if (axes[i].count == 1) continue;
     RPI_CHECK(axes[i].stride >= 0, RP_ERROR_SHAPE,
               "%s: %s has a stride of %lld; strides must not be negative", call, name,
-              (wide)axes[i].stride);
+              (rpi_wide)axes[i].stride);
     RPI_CHECK(!written || axes[i].stride >= extent, RP_ERROR_SHAPE,
               "%s: %s has a stride of %lld inside rows that span %lld numbers; rows that "
               "are written must not overlap",
-              call, name, (wide)axes[i].stride, (wide)extent);
+              call, name, (rpi_wide)axes[i].stride, (rpi_wide)extent);
     int64_t reach = 0;
     RPI_CHECK(rpi_multiply(axes[i].stride, axes[i].count - 1, &reach) &&
                   rpi_add(reach, extent, &extent) && extent <= INT64_MAX / 16,
@@ -209,7 +212,7 @@ static rp_status check_workspace(const void *workspace, int64_t given, int64_t n
   RPI_CHECK(given >= needed, RP_ERROR_MEMORY,
             "attention: workspace_bytes=%lld, must be at least %lld (rp_attention_workspace; it "
             "grows with rp_set_threads)",
-            (wide)given, (wide)needed);
+            (rpi_wide)given, (rpi_wide)needed);
   RPI_CHECK(needed == 0 || workspace, RP_ERROR_ARGUMENT, "attention: workspace is NULL");
   RPI_CHECK((uintptr_t)workspace % RPI_ALIGN == 0, RP_ERROR_ARGUMENT,
             "attention: workspace=%p, must be aligned to %d bytes", workspace, RPI_ALIGN);
@@ -329,17 +332,17 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
   RPI_CHECK(rpi_is_show(what), RP_ERROR_ARGUMENT, "attention: what=%d, must be one of RP_SHOW_...",
             what);
   RPI_CHECK(b >= 0 && b < a->B, RP_ERROR_ARGUMENT, "attention: b=%lld, must be from 0 to %lld",
-            (wide)b, (wide)a->B - 1);
+            (rpi_wide)b, (rpi_wide)a->B - 1);
   RPI_CHECK(head >= 0 && head < a->H, RP_ERROR_ARGUMENT,
-            "attention: head=%lld, must be from 0 to %lld", (wide)head, (wide)a->H - 1);
+            "attention: head=%lld, must be from 0 to %lld", (rpi_wide)head, (rpi_wide)a->H - 1);
   const int64_t queries = rpi_queries_of(a, b), keys = rpi_keys_of(a, b);
   RPI_CHECK(row >= 0 && rows >= 0 && row <= queries && rows <= queries - row, RP_ERROR_SHAPE,
-            "attention: rows=%lld from row=%lld, but sequence %lld has %lld queries", (wide)rows,
-            (wide)row, (wide)b, (wide)queries);
+            "attention: rows=%lld from row=%lld, but sequence %lld has %lld queries",
+            (rpi_wide)rows, (rpi_wide)row, (rpi_wide)b, (rpi_wide)queries);
   RPI_CHECK(to || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "attention: to is NULL");
   RPI_CHECK(to_stride >= keys && to_stride <= RPI_LIMIT, RP_ERROR_SHAPE,
-            "attention: to_stride=%lld, must be at least the sequence's %lld keys", (wide)to_stride,
-            (wide)keys);
+            "attention: to_stride=%lld, must be at least the sequence's %lld keys",
+            (rpi_wide)to_stride, (rpi_wide)keys);
   return RP_OK;
 }
 
@@ -360,7 +363,7 @@ static rp_status map(const rp_attention *a, rp_rows q, rp_rows k, int what, int6
                                  .workers = rp_get_threads()};
   RPI_TRY(ops->attention_map(&args, &args.workspace_bytes));
   RPI_CHECK(ops->allocate(args.workspace_bytes, &args.workspace) == RP_OK, RP_ERROR_MEMORY,
-            "attention: no memory for a workspace of %lld bytes", (wide)args.workspace_bytes);
+            "attention: no memory for a workspace of %lld bytes", (rpi_wide)args.workspace_bytes);
   const rp_status status = ops->attention_map(&args, NULL);
   ops->release(args.workspace);
   return status;
@@ -389,12 +392,12 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   a.causal = causal;
   a.key[0] = (rp_relation){.table = key_table, .row_stride = D, .left = k, .right = k};
   a.value[0] = (rp_relation){.table = value_table, .row_stride = D, .left = k, .right = k};
-  RPI_CHECK(k >= 0, RP_ERROR_ARGUMENT, "attention: k=%lld, must not be negative", (wide)k);
+  RPI_CHECK(k >= 0, RP_ERROR_ARGUMENT, "attention: k=%lld, must not be negative", (rpi_wide)k);
   int64_t bytes = 0, head_stride = 0, batch_stride = 0;
   RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
   RPI_CHECK(rpi_multiply(N, D, &head_stride) && rpi_multiply(head_stride, H, &batch_stride),
-            RP_ERROR_SHAPE, "attention: B=%lld, H=%lld, N=%lld, D=%lld overflow", (wide)B, (wide)H,
-            (wide)N, (wide)D);
+            RP_ERROR_SHAPE, "attention: B=%lld, H=%lld, N=%lld, D=%lld overflow", (rpi_wide)B,
+            (rpi_wide)H, (rpi_wide)N, (rpi_wide)D);
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {
@@ -403,7 +406,7 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
     bytes = now > bytes ? now : bytes;
     void *const workspace = rpi_allocate((size_t)bytes);
     RPI_CHECK(workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
-              (wide)bytes);
+              (rpi_wide)bytes);
     status = rp_attention_forward(&a, (rp_rows){q, batch_stride, head_stride, D},
                                   (rp_rows){keys, batch_stride, head_stride, D},
                                   (rp_rows){values, batch_stride, head_stride, D},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * api_attention.h: what the checks of api_attention.c and api_relation.c share.
+ * api_attention.h: what the checks of api*.c share.
  */
 #ifndef RPI_API_ATTENTION_H
 #define RPI_API_ATTENTION_H
@@ -13,8 +13,6 @@
 /* Sizes, strides and positions stay below this, so that sums of a few of them are safe. */
 #define RPI_LIMIT ((int64_t)1 << 40)
 
-typedef long long wide; /* for printf */
-
 /* Rows in use of one sequence; meaningful once lengths and offsets are checked. */
 static inline int64_t rpi_queries_of(const rp_attention *a, int64_t b) {
   if (a->offsets) return a->offsets[b + 1] - a->offsets[b];
@@ -26,6 +24,18 @@ static inline int64_t rpi_keys_of(const rp_attention *a, int64_t b) {
   if (offsets) return offsets[b + 1] - offsets[b];
   return lengths ? lengths[b] : a->M;
 }
+
+/* A label of 1, 2 or 4 bytes. */
+static inline int64_t rpi_label_at(const void *labels, int bytes, int64_t at) {
+  if (bytes == 1) return ((const int8_t *)labels)[at];
+  if (bytes == 2) return ((const int16_t *)labels)[at];
+  return ((const int32_t *)labels)[at];
+}
+
+/* [count + 1] offsets begin with 0 and do not fall; NULL: there are none. `call` begins the
+ * sentence. */
+rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *offsets,
+                            int64_t count);
 
 /* One axis of an array. */
 typedef struct axis {

@@ -59,6 +59,6 @@ rp_status rp_config_load(const char *path, rp_config *config) {
 double rp_learning_rate(const rp_config *config, int64_t t) {
   if (rp_config_check(config) != RP_OK) return NAN;
   if (t >= 1) return rpi_learning_rate(config, t);
-  rpi_fail(RP_ERROR_ARGUMENT, "rp_learning_rate: t=%lld, must be 1 or more", (long long)t);
+  rpi_fail(RP_ERROR_ARGUMENT, "rp_learning_rate: t=%lld, must be 1 or more", (rpi_wide)t);
   return NAN;
 }

@@ -12,34 +12,35 @@
 
 static rp_status check_model(rp_model *const *models, int64_t k) {
   const rp_model *const m = models[k], *const first = models[0];
-  RPI_CHECK(m, RP_ERROR_ARGUMENT, "decoder: models[%lld] is NULL", (wide)k);
+  RPI_CHECK(m, RP_ERROR_ARGUMENT, "decoder: models[%lld] is NULL", (rpi_wide)k);
   for (int64_t i = 0; i < k; i++) {
     RPI_CHECK(models[i] != m, RP_ERROR_ARGUMENT, "decoder: models[%lld] and models[%lld] are one",
-              (wide)i, (wide)k);
+              (rpi_wide)i, (rpi_wide)k);
   }
   RPI_CHECK(m->config.decoder.layers != 0, RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] has decoder.layers=0: an encoder alone says nothing", (wide)k);
+            "decoder: models[%lld] has decoder.layers=0: an encoder alone says nothing",
+            (rpi_wide)k);
   RPI_CHECK(m->config.decoder.relations == 0, RP_ERROR_ARGUMENT,
             "decoder: models[%lld] has decoder.relations=%lld: what a target's labelled graph will "
             "be is not known while it grows",
-            (wide)k, (wide)m->config.decoder.relations);
+            (rpi_wide)k, (rpi_wide)m->config.decoder.relations);
   RPI_CHECK(m->config.target_vocabulary == first->config.target_vocabulary, RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] has target_vocabulary=%lld, but models[0] has %lld", (wide)k,
-            (wide)m->config.target_vocabulary, (wide)first->config.target_vocabulary);
+            "decoder: models[%lld] has target_vocabulary=%lld, but models[0] has %lld", (rpi_wide)k,
+            (rpi_wide)m->config.target_vocabulary, (rpi_wide)first->config.target_vocabulary);
   const bool encoder = m->config.encoder.layers != 0;
   RPI_CHECK(encoder == (first->config.encoder.layers != 0), RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] has encoder.layers=%lld, but models[0] has %lld", (wide)k,
-            (wide)m->config.encoder.layers, (wide)first->config.encoder.layers);
+            "decoder: models[%lld] has encoder.layers=%lld, but models[0] has %lld", (rpi_wide)k,
+            (rpi_wide)m->config.encoder.layers, (rpi_wide)first->config.encoder.layers);
   RPI_CHECK(!encoder || m->config.source_vocabulary == first->config.source_vocabulary,
             RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] has source_vocabulary=%lld, but models[0] has %lld", (wide)k,
-            (wide)m->config.source_vocabulary, (wide)first->config.source_vocabulary);
+            "decoder: models[%lld] has source_vocabulary=%lld, but models[0] has %lld", (rpi_wide)k,
+            (rpi_wide)m->config.source_vocabulary, (rpi_wide)first->config.source_vocabulary);
   RPI_CHECK(m->config.encoder.relations == first->config.encoder.relations, RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] has encoder.relations=%lld, but models[0] has %lld", (wide)k,
-            (wide)m->config.encoder.relations, (wide)first->config.encoder.relations);
+            "decoder: models[%lld] has encoder.relations=%lld, but models[0] has %lld", (rpi_wide)k,
+            (rpi_wide)m->config.encoder.relations, (rpi_wide)first->config.encoder.relations);
   RPI_CHECK(strcmp(models[k]->device, models[0]->device) == 0, RP_ERROR_ARGUMENT,
-            "decoder: models[%lld] is on %s, models[0] on %s; they must be on one device", (wide)k,
-            models[k]->device, models[0]->device);
+            "decoder: models[%lld] is on %s, models[0] on %s; they must be on one device",
+            (rpi_wide)k, models[k]->device, models[0]->device);
   return RP_OK;
 }
 
@@ -48,7 +49,7 @@ rp_status rp_decoder_create(rp_model *const *models, int64_t count, rp_decoder *
   *decoder = NULL;
   RPI_CHECK(models, RP_ERROR_ARGUMENT, "decoder: models is NULL");
   RPI_CHECK(count >= 1 && count <= INT32_MAX, RP_ERROR_ARGUMENT,
-            "decoder: count=%lld models, must be from 1 to %d", (wide)count, INT32_MAX);
+            "decoder: count=%lld models, must be from 1 to %d", (rpi_wide)count, INT32_MAX);
   for (int64_t k = 0; k < count; k++) RPI_TRY(check_model(models, k));
   return rpi_decoder_create(models, count, decoder);
 }
@@ -84,13 +85,14 @@ static rp_status check_batch(rp_decoder *d, const rp_batch *batch) {
 
 static rp_status check_token(const char *name, int64_t token, int64_t vocabulary) {
   RPI_CHECK(token >= 0 && token < vocabulary, RP_ERROR_ARGUMENT,
-            "search: %s=%lld, must be from 0 to %lld", name, (wide)token, (wide)vocabulary - 1);
+            "search: %s=%lld, must be from 0 to %lld", name, (rpi_wide)token,
+            (rpi_wide)vocabulary - 1);
   return RP_OK;
 }
 
 static rp_status check_at_least(const char *name, int64_t value, int64_t from) {
   RPI_CHECK(value >= from && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-            "search: %s=%lld, must be from %lld to 2^40", name, (wide)value, (wide)from);
+            "search: %s=%lld, must be from %lld to 2^40", name, (rpi_wide)value, (rpi_wide)from);
   return RP_OK;
 }
 
@@ -105,37 +107,38 @@ static rp_status check_lengths(const rp_search *q) {
   RPI_TRY(check_at_least("max_length", q->max_length, 0));
   RPI_TRY(check_at_least("max_more", q->max_more, 0));
   RPI_CHECK(q->max_length == 0 || q->min_length <= q->max_length, RP_ERROR_ARGUMENT,
-            "search: min_length=%lld is more than max_length=%lld", (wide)q->min_length,
-            (wide)q->max_length);
+            "search: min_length=%lld is more than max_length=%lld", (rpi_wide)q->min_length,
+            (rpi_wide)q->max_length);
   return check_at_least("no_repeat", q->no_repeat, 0);
 }
 
 static rp_status check_suppressed(const rp_search *q, int64_t vocabulary) {
   RPI_CHECK(q->suppressed_count >= 0 && q->suppressed_count <= vocabulary, RP_ERROR_ARGUMENT,
             "search: suppressed_count=%lld, must be from 0 to the vocabulary's %lld",
-            (wide)q->suppressed_count, (wide)vocabulary);
+            (rpi_wide)q->suppressed_count, (rpi_wide)vocabulary);
   RPI_CHECK(q->suppressed || q->suppressed_count == 0, RP_ERROR_ARGUMENT,
-            "search: suppressed is NULL, but suppressed_count=%lld", (wide)q->suppressed_count);
+            "search: suppressed is NULL, but suppressed_count=%lld", (rpi_wide)q->suppressed_count);
   for (int64_t i = 0; i < q->suppressed_count; i++) {
     RPI_CHECK(q->suppressed[i] >= 0 && q->suppressed[i] < vocabulary, RP_ERROR_ARGUMENT,
-              "search: suppressed[%lld]=%d, must be from 0 to %lld", (wide)i, q->suppressed[i],
-              (wide)vocabulary - 1);
+              "search: suppressed[%lld]=%d, must be from 0 to %lld", (rpi_wide)i, q->suppressed[i],
+              (rpi_wide)vocabulary - 1);
   }
   return RP_OK;
 }
 
 static rp_status check_beam(const rp_search *q, int64_t vocabulary) {
   RPI_CHECK(q->beam >= 1 && q->beam <= vocabulary, RP_ERROR_ARGUMENT,
-            "search: beam=%lld, must be from 1 to the vocabulary's %lld", (wide)q->beam,
-            (wide)vocabulary);
+            "search: beam=%lld, must be from 1 to the vocabulary's %lld", (rpi_wide)q->beam,
+            (rpi_wide)vocabulary);
   RPI_CHECK(q->n_best >= 1 && q->n_best <= q->beam, RP_ERROR_ARGUMENT,
-            "search: n_best=%lld, must be from 1 to beam=%lld", (wide)q->n_best, (wide)q->beam);
+            "search: n_best=%lld, must be from 1 to beam=%lld", (rpi_wide)q->n_best,
+            (rpi_wide)q->beam);
   return RP_OK;
 }
 
 static rp_status check_sampling(const rp_search *q) {
   RPI_CHECK(q->n_best >= 1 && q->n_best <= INT32_MAX, RP_ERROR_ARGUMENT,
-            "search: n_best=%lld draws, must be from 1 to %d", (wide)q->n_best, INT32_MAX);
+            "search: n_best=%lld draws, must be from 1 to %d", (rpi_wide)q->n_best, INT32_MAX);
   RPI_CHECK(q->temperature > 0 && isfinite(q->temperature), RP_ERROR_ARGUMENT,
             "search: temperature=%g, must be finite and above 0", q->temperature);
   RPI_CHECK(q->top_p > 0 && q->top_p <= 1, RP_ERROR_ARGUMENT,
@@ -171,20 +174,20 @@ static rp_status check_room(const rp_decoder *d, const rp_search *q) {
   RPI_CHECK(sentences * width <= d->most_rows, RP_ERROR_SHAPE,
             "search: %lld sentences of %s=%lld are %lld rows a step, at most limits.tokens=%lld "
             "are allowed",
-            (wide)sentences, q->sample ? "n_best" : "beam", (wide)width, (wide)(sentences * width),
-            (wide)d->most_rows);
+            (rpi_wide)sentences, q->sample ? "n_best" : "beam", (rpi_wide)width,
+            (rpi_wide)(sentences * width), (rpi_wide)d->most_rows);
   for (int64_t b = 0; offsets && b < sentences; b++) {
     const int64_t count = offsets[b + 1] - offsets[b];
     RPI_CHECK(count < d->max_length, RP_ERROR_SHAPE,
               "batch: target sentence %lld has %lld tokens and the one before them, at most "
               "max_length=%lld are allowed together",
-              (wide)b, (wide)count, (wide)d->max_length);
+              (rpi_wide)b, (rpi_wide)count, (rpi_wide)d->max_length);
   }
   const int64_t tokens = (offsets ? offsets[sentences] : 0) + sentences;
   RPI_CHECK(tokens <= d->most_rows, RP_ERROR_SHAPE,
             "batch: target has %lld tokens with the one before each sentence, at most "
             "limits.tokens=%lld are allowed",
-            (wide)tokens, (wide)d->most_rows);
+            (rpi_wide)tokens, (rpi_wide)d->most_rows);
   return RP_OK;
 }
 
@@ -206,8 +209,8 @@ rp_status rp_decoder_search(rp_decoder *d, const rp_batch *batch, const rp_searc
 static rp_status check_sentence(const rp_decoder *d, int64_t sentence) {
   RPI_CHECK(d, RP_ERROR_ARGUMENT, "decoder: decoder is NULL");
   RPI_CHECK(sentence >= 0 && sentence < d->results.sentences, RP_ERROR_ARGUMENT,
-            "decoder: sentence=%lld, but the last search was of %lld", (wide)sentence,
-            (wide)d->results.sentences);
+            "decoder: sentence=%lld, but the last search was of %lld", (rpi_wide)sentence,
+            (rpi_wide)d->results.sentences);
   return RP_OK;
 }
 
@@ -227,8 +230,8 @@ rp_status rp_decoder_result(const rp_decoder *d, int64_t sentence, int64_t rank,
             hypothesis->struct_size, sizeof *hypothesis);
   const int64_t count = ((const int64_t *)d->results.counts.memory)[sentence];
   RPI_CHECK(rank >= 0 && rank < count, RP_ERROR_ARGUMENT,
-            "decoder: rank=%lld, but sentence %lld has %lld results", (wide)rank, (wide)sentence,
-            (wide)count);
+            "decoder: rank=%lld, but sentence %lld has %lld results", (rpi_wide)rank,
+            (rpi_wide)sentence, (rpi_wide)count);
   const rp_hypothesis *const found = d->results.found.memory;
   *hypothesis = found[sentence * d->results.n_best + rank];
   return RP_OK;
@@ -255,12 +258,12 @@ static rp_status begin(rp_decoder *d, const rp_batch *batch, int64_t most_rows, 
   RPI_CHECK(target->offsets, RP_ERROR_ARGUMENT, "batch: target is NULL");
   for (int64_t b = 0; b < batch->sentences; b++) {
     RPI_CHECK(target->offsets[b + 1] > target->offsets[b], RP_ERROR_SHAPE,
-              "batch: target sentence %lld is empty; it must begin with a token", (wide)b);
+              "batch: target sentence %lld is empty; it must begin with a token", (rpi_wide)b);
   }
   RPI_CHECK(most_rows >= batch->sentences && most_rows <= d->most_rows, RP_ERROR_SHAPE,
             "decoder: most_rows=%lld, must be from the batch's %lld sentences to "
             "limits.tokens=%lld",
-            (wide)most_rows, (wide)batch->sentences, (wide)d->most_rows);
+            (rpi_wide)most_rows, (rpi_wide)batch->sentences, (rpi_wide)d->most_rows);
   d->rows = -1;
   RPI_TRY(rpi_room_need(&d->parents, most_rows, sizeof(int32_t)));
   const rpi_cache_start start = {.most_rows = most_rows, .most_length = d->max_length};
@@ -284,22 +287,23 @@ static rp_status check_step(const rp_decoder *d, int64_t rows, const int64_t *pa
   RPI_CHECK(d->rows >= 0, RP_ERROR_ORDER,
             "decoder: nothing was begun; rp_decoder_begin comes before rp_decoder_step");
   RPI_CHECK(rows >= 0 && rows <= d->rows_room, RP_ERROR_SHAPE,
-            "decoder: rows=%lld, must be from 0 to most_rows=%lld", (wide)rows, (wide)d->rows_room);
+            "decoder: rows=%lld, must be from 0 to most_rows=%lld", (rpi_wide)rows,
+            (rpi_wide)d->rows_room);
   RPI_CHECK(tokens || rows == 0, RP_ERROR_ARGUMENT, "decoder: tokens is NULL");
   RPI_CHECK(parents || rows <= d->rows, RP_ERROR_ARGUMENT,
-            "decoder: parents is NULL, but rows=%lld are more than the %lld before", (wide)rows,
-            (wide)d->rows);
+            "decoder: parents is NULL, but rows=%lld are more than the %lld before", (rpi_wide)rows,
+            (rpi_wide)d->rows);
   for (int64_t r = 0; r < rows; r++) {
     const int64_t parent = parents ? parents[r] : r;
     RPI_CHECK(parent >= 0 && parent < d->rows, RP_ERROR_ARGUMENT,
-              "decoder: parents[%lld]=%lld, must be one of the %lld rows before", (wide)r,
-              (wide)parent, (wide)d->rows);
+              "decoder: parents[%lld]=%lld, must be one of the %lld rows before", (rpi_wide)r,
+              (rpi_wide)parent, (rpi_wide)d->rows);
     RPI_CHECK(tokens[r] >= 0 && tokens[r] < d->vocabulary, RP_ERROR_ARGUMENT,
-              "decoder: tokens[%lld]=%d, must be from 0 to %lld", (wide)r, tokens[r],
-              (wide)d->vocabulary - 1);
+              "decoder: tokens[%lld]=%d, must be from 0 to %lld", (rpi_wide)r, tokens[r],
+              (rpi_wide)d->vocabulary - 1);
     RPI_CHECK(rpi_cache_length(d->caches[0], parent) < d->max_length, RP_ERROR_SHAPE,
-              "decoder: row %lld would be longer than max_length=%lld tokens", (wide)r,
-              (wide)d->max_length);
+              "decoder: row %lld would be longer than max_length=%lld tokens", (rpi_wide)r,
+              (rpi_wide)d->max_length);
   }
   return RP_OK;
 }

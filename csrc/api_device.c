@@ -36,12 +36,12 @@ rp_status rp_device_allocate(const char *device, int64_t bytes, void **memory) {
   RPI_CHECK(memory != NULL, RP_ERROR_ARGUMENT, "rp_device_allocate: memory is NULL");
   *memory = NULL;
   RPI_CHECK(bytes >= 0, RP_ERROR_ARGUMENT, "rp_device_allocate: bytes is %lld, expected 0 or more",
-            (long long)bytes);
+            (rpi_wide)bytes);
   RPI_TRY(rpi_device_ops(device, &ops));
   const rp_status status = ops->allocate(bytes, memory);
   if (status != RP_ERROR_MEMORY) return status;
   return rpi_fail(status, "rp_device_allocate: %s has no %lld bytes of memory left",
-                  device != NULL ? device : "cpu", (long long)bytes);
+                  device != NULL ? device : "cpu", (rpi_wide)bytes);
 }
 
 rp_status rp_device_free(const char *device, void *memory) {
@@ -53,7 +53,7 @@ rp_status rp_device_free(const char *device, void *memory) {
 
 static rp_status check_move(const char *function, const void *to, const void *from, int64_t bytes) {
   RPI_CHECK(bytes >= 0, RP_ERROR_ARGUMENT, "%s: bytes is %lld, expected 0 or more", function,
-            (long long)bytes);
+            (rpi_wide)bytes);
   RPI_CHECK(bytes == 0 || (to != NULL && from != NULL), RP_ERROR_ARGUMENT, "%s: %s is NULL",
             function, to == NULL ? "to" : "from");
   return RP_OK;

@@ -25,11 +25,11 @@ static rp_status check_place(const rp_model *m, const char *name, const rp_model
                                                 : "attention from a decoder to an encoder");
   const int64_t layers = rpi_stack_of(&m->config, rpi_stack_of_kind(map->kind))->layers;
   RPI_CHECK(map->layer >= 0 && map->layer < layers, RP_ERROR_ARGUMENT,
-            "model: %slayer=%lld, must be from 0 to %lld", name, (wide)map->layer,
-            (wide)layers - 1);
+            "model: %slayer=%lld, must be from 0 to %lld", name, (rpi_wide)map->layer,
+            (rpi_wide)layers - 1);
   RPI_CHECK(map->head >= 0 && map->head < m->config.heads, RP_ERROR_ARGUMENT,
-            "model: %shead=%lld, must be from 0 to %lld", name, (wide)map->head,
-            (wide)m->config.heads - 1);
+            "model: %shead=%lld, must be from 0 to %lld", name, (rpi_wide)map->head,
+            (rpi_wide)m->config.heads - 1);
   RPI_CHECK(rpi_is_show(map->show), RP_ERROR_ARGUMENT,
             "model: %sshow=%d, must be one of RP_SHOW_...", name, map->show);
   return RP_OK;
@@ -39,12 +39,12 @@ static rp_status check_map(const rpi_run *run, const char *name, const rp_model_
   RPI_TRY(check_place(run->model, name, map));
   RPI_CHECK(map->sentence >= 0 && map->sentence < run->sentences, RP_ERROR_ARGUMENT,
             "model: %ssentence=%lld, must be below the batch's %lld sentences and not negative",
-            name, (wide)map->sentence, (wide)run->sentences);
+            name, (rpi_wide)map->sentence, (rpi_wide)run->sentences);
   const int64_t queries = rpi_map_queries(run, map);
   RPI_CHECK(
       map->row >= 0 && map->row <= queries && map->rows >= -1 && map->rows <= queries - map->row,
       RP_ERROR_SHAPE, "model: %srows=%lld from row=%lld, but the sentence has %lld queries", name,
-      (wide)map->rows, (wide)map->row, (wide)queries);
+      (rpi_wide)map->rows, (rpi_wide)map->row, (rpi_wide)queries);
   const bool empty = rpi_map_rows(run, map) == 0 || rpi_map_keys(run, map) == 0;
   RPI_CHECK(map->to || empty, RP_ERROR_ARGUMENT, "model: %sto is NULL", name);
   return RP_OK;
@@ -55,12 +55,12 @@ static rp_status show(rp_model *m, const rp_batch *batch, int dropout, const rp_
                       int64_t count, bool listed) {
   rpi_run run;
   RPI_CHECK(count >= 0, RP_ERROR_ARGUMENT, "model: count=%lld maps, must not be negative",
-            (wide)count);
+            (rpi_wide)count);
   RPI_CHECK(maps || count == 0, RP_ERROR_ARGUMENT, "model: maps is NULL");
   RPI_TRY(rpi_check_batch(m, batch, false, &run));
   for (int64_t i = 0; i < count; i++) {
     char name[32] = "";
-    if (listed) snprintf(name, sizeof name, "maps[%lld].", (wide)i);
+    if (listed) snprintf(name, sizeof name, "maps[%lld].", (rpi_wide)i);
     RPI_CHECK(maps[i].struct_size == sizeof maps[i], RP_ERROR_ARGUMENT,
               "model: %sstruct_size=%zu, must be %zu: start from rp_model_map_default()", name,
               maps[i].struct_size, sizeof maps[i]);
@@ -94,10 +94,11 @@ rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, i
 rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t row, int64_t rows,
                       double *mass, double *entropy, double *distance) {
   RPI_CHECK(queries >= 0 && keys >= 0, RP_ERROR_SHAPE,
-            "map: queries=%lld, keys=%lld, must not be negative", (wide)queries, (wide)keys);
+            "map: queries=%lld, keys=%lld, must not be negative", (rpi_wide)queries,
+            (rpi_wide)keys);
   RPI_CHECK(row >= 0 && row <= queries && rows >= 0 && rows <= queries - row, RP_ERROR_SHAPE,
-            "map: rows=%lld from row=%lld, but there are %lld queries", (wide)rows, (wide)row,
-            (wide)queries);
+            "map: rows=%lld from row=%lld, but there are %lld queries", (rpi_wide)rows,
+            (rpi_wide)row, (rpi_wide)queries);
   RPI_CHECK(p || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "map: p is NULL");
   rpi_map_sums(p, queries, keys, row, rows, mass, entropy, distance);
   return RP_OK;
@@ -118,18 +119,18 @@ static rp_status check_means(const rp_model *m, const rpi_alignments *w) {
             "model: it has no attention from a decoder to an encoder, and so no alignments");
   RPI_CHECK(w->layers && w->layer_count >= 1, RP_ERROR_ARGUMENT,
             "model: layers is %s, layer_count=%lld, must be at least one",
-            w->layers ? "there" : "NULL", (wide)w->layer_count);
+            w->layers ? "there" : "NULL", (rpi_wide)w->layer_count);
   for (int64_t i = 0; i < w->layer_count; i++) {
     RPI_CHECK(w->layers[i] >= -layers && w->layers[i] < layers, RP_ERROR_ARGUMENT,
-              "model: layers[%lld]=%lld, must be from %lld to %lld", (wide)i, (wide)w->layers[i],
-              (wide)-layers, (wide)layers - 1);
+              "model: layers[%lld]=%lld, must be from %lld to %lld", (rpi_wide)i,
+              (rpi_wide)w->layers[i], (rpi_wide)-layers, (rpi_wide)layers - 1);
   }
   RPI_CHECK(w->head_count >= 1, RP_ERROR_ARGUMENT, "model: head_count=%lld, must be at least 1",
-            (wide)w->head_count);
+            (rpi_wide)w->head_count);
   for (int64_t i = 0; w->heads && i < w->head_count; i++) {
     RPI_CHECK(w->heads[i] >= 0 && w->heads[i] < heads, RP_ERROR_ARGUMENT,
-              "model: heads[%lld]=%lld, must be from 0 to %lld", (wide)i, (wide)w->heads[i],
-              (wide)heads - 1);
+              "model: heads[%lld]=%lld, must be from 0 to %lld", (rpi_wide)i, (rpi_wide)w->heads[i],
+              (rpi_wide)heads - 1);
   }
   return RP_OK;
 }

@@ -2,7 +2,6 @@
  *
  * api_model.c: the public functions of a model: they check, lock, and call inward.
  */
-#include <stdio.h>
 #include <string.h>
 
 #include "api_model.h"
@@ -18,9 +17,9 @@ static rp_status check_limits(const rp_limits *limits) {
             "model: limits.struct_size=%zu, must be %zu: start from rp_limits_default()",
             limits->struct_size, sizeof *limits);
   RPI_CHECK(limits->tokens >= 1 && limits->tokens <= INT32_MAX, RP_ERROR_ARGUMENT,
-            "model: limits.tokens=%lld, must be from 1 to %d", (wide)limits->tokens, INT32_MAX);
+            "model: limits.tokens=%lld, must be from 1 to %d", (rpi_wide)limits->tokens, INT32_MAX);
   RPI_CHECK(limits->sentences >= 1 && limits->sentences <= INT32_MAX, RP_ERROR_ARGUMENT,
-            "model: limits.sentences=%lld, must be from 1 to %d", (wide)limits->sentences,
+            "model: limits.sentences=%lld, must be from 1 to %d", (rpi_wide)limits->sentences,
             INT32_MAX);
   char quoted[RPI_QUOTE];
   RPI_CHECK(!limits->device || strlen(limits->device) < RPI_DEVICE, RP_ERROR_ARGUMENT,
@@ -79,7 +78,8 @@ static rp_status parameter(const rp_model *m, int64_t index, rp_parameter *to) {
   RPI_CHECK(to && to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
             "model: parameter.struct_size must be sizeof(rp_parameter) = %zu", sizeof *to);
   RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
-            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->layout.count - 1);
+            "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
+            (rpi_wide)m->layout.count - 1);
   const rpi_parameter *const p = &m->layout.parameters[index];
   *to = (rp_parameter){.struct_size = sizeof *to,
                        .name = p->name,
@@ -104,7 +104,8 @@ rp_status rp_model_parameter(rp_model *m, int64_t index, rp_parameter *to) {
 static rp_status array_of(const rp_model *m, int64_t index, int array, real **numbers,
                           int64_t *bytes) {
   RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
-            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->layout.count - 1);
+            "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
+            (rpi_wide)m->layout.count - 1);
   RPI_CHECK(array >= RP_ARRAY_WEIGHTS && array <= RP_ARRAY_AVERAGE, RP_ERROR_ARGUMENT,
             "model: array=%d, must be one of RP_ARRAY_...", array);
   real *const all[] = {m->weights, m->gradients, m->moment1, m->moment2, m->average};
@@ -160,136 +161,7 @@ rp_status rpi_model_leave(rp_model *m, rp_status status) {
   return status;
 }
 
-/* ---- batches --------------------------------------------------------------- */
-
-static rp_status check_offsets(const rp_model *m, const char *name, const int64_t *offsets,
-                               int64_t sentences) {
-  RPI_CHECK(offsets, RP_ERROR_ARGUMENT, "batch: %s_offsets is NULL", name);
-  RPI_CHECK(offsets[0] == 0, RP_ERROR_SHAPE, "batch: %s_offsets[0]=%lld, must be 0", name,
-            (wide)offsets[0]);
-  for (int64_t b = 0; b < sentences; b++) {
-    const int64_t from = offsets[b], to = offsets[b + 1];
-    RPI_CHECK(to >= from, RP_ERROR_SHAPE, "batch: %s_offsets[%lld]=%lld after %lld, must not fall",
-              name, (wide)(b + 1), (wide)to, (wide)from);
-    RPI_CHECK(to - from <= m->config.max_length, RP_ERROR_SHAPE,
-              "batch: %s sentence %lld has %lld tokens, at most max_length=%lld are allowed", name,
-              (wide)b, (wide)(to - from), (wide)m->config.max_length);
-    RPI_CHECK(to <= m->limits.tokens, RP_ERROR_SHAPE,
-              "batch: more than limits.tokens=%lld %s tokens, %lld with sentence %lld",
-              (wide)m->limits.tokens, name, (wide)to, (wide)b);
-  }
-  return RP_OK;
-}
-
-static rp_status check_ids(const char *name, const int32_t *ids, const int64_t *offsets,
-                           int64_t sentences, int64_t least, int64_t vocabulary) {
-  RPI_CHECK(ids || offsets[sentences] == 0, RP_ERROR_ARGUMENT, "batch: %s is NULL", name);
-  for (int64_t b = 0; b < sentences; b++) {
-    for (int64_t i = offsets[b]; i < offsets[b + 1]; i++) {
-      RPI_CHECK(ids[i] >= least && ids[i] < vocabulary, RP_ERROR_ARGUMENT,
-                "batch: %s[%lld]=%d (token %lld of sentence %lld), must be from %lld to %lld", name,
-                (wide)i, ids[i], (wide)(i - offsets[b]), (wide)b, (wide)least,
-                (wide)vocabulary - 1);
-    }
-  }
-  return RP_OK;
-}
-
-static int64_t label_at(const rp_graphs *graphs, int64_t at) {
-  if (graphs->label_bytes == 1) return ((const int8_t *)graphs->labels)[at];
-  if (graphs->label_bytes == 2) return ((const int16_t *)graphs->labels)[at];
-  return ((const int32_t *)graphs->labels)[at];
-}
-
-static rp_status check_graphs(const char *name, const rp_stack *stack, const rp_graphs *graphs,
-                              const int64_t *offsets, int64_t sentences) {
-  RPI_CHECK(!graphs->labels || stack->relations != 0, RP_ERROR_ARGUMENT,
-            "batch: %s_graphs are given, but the model has relations=0 there", name);
-  if (stack->relations == 0 || offsets[sentences] == 0) return RP_OK;
-  RPI_CHECK(graphs->labels && graphs->starts, RP_ERROR_ARGUMENT,
-            "batch: %s_graphs.%s is NULL; the model has relations=%lld there", name,
-            graphs->labels ? "starts" : "labels", (wide)stack->relations);
-  const int bytes = graphs->label_bytes;
-  RPI_CHECK(bytes == 1 || bytes == 2 || bytes == 4, RP_ERROR_ARGUMENT,
-            "batch: %s_graphs.label_bytes=%d, must be 1, 2 or 4", name, bytes);
-  for (int64_t b = 0; b < sentences; b++) {
-    const int64_t n = offsets[b + 1] - offsets[b], start = graphs->starts[b];
-    RPI_CHECK(start >= 0 && start <= RPI_LIMIT, RP_ERROR_SHAPE,
-              "batch: %s_graphs.starts[%lld]=%lld, must be from 0 to 2^40", name, (wide)b,
-              (wide)start);
-    for (int64_t at = 0; at < n * n; at++) {
-      const int64_t label = label_at(graphs, start + at);
-      RPI_CHECK(label >= -1 && label < stack->relations, RP_ERROR_ARGUMENT,
-                "batch: %s_graphs has label %lld at (%lld, %lld) of sentence %lld, must be from -1 "
-                "to %lld",
-                name, (wide)label, (wide)(at / n), (wide)(at % n), (wide)b,
-                (wide)stack->relations - 1);
-    }
-  }
-  return RP_OK;
-}
-
-/* One side, or nothing where the model has no such stack. */
-static rp_status check_side(const rp_model *m, int stack, const rp_batch *batch, rpi_side *side) {
-  const bool encoder = stack == RPI_ENCODER;
-  const char *const name = encoder ? "source" : "target";
-  const rp_config *const config = &m->config;
-  const int32_t *const ids = encoder ? batch->source : batch->target;
-  const int64_t *const offsets = encoder ? batch->source_offsets : batch->target_offsets;
-  const rp_graphs *const graphs = encoder ? &batch->source_graphs : &batch->target_graphs;
-  *side = (rpi_side){.rows = 0};
-  if (m->stack[stack].parts == 0) {
-    RPI_CHECK(!ids && !offsets && !graphs->labels, RP_ERROR_ARGUMENT,
-              "batch: %s is given, but the model has no %s", name, encoder ? "encoder" : "decoder");
-    return RP_OK;
-  }
-  RPI_TRY(check_offsets(m, name, offsets, batch->sentences));
-  RPI_TRY(check_ids(name, ids, offsets, batch->sentences, 0,
-                    encoder ? config->source_vocabulary : config->target_vocabulary));
-  RPI_TRY(check_graphs(name, rpi_stack_of(config, stack), graphs, offsets, batch->sentences));
-  *side = (rpi_side){.rows = offsets[batch->sentences], .ids = ids, .offsets = offsets};
-  side->graphs = *graphs;
-  return RP_OK;
-}
-
-/* What does not depend on sides. */
-static rp_status check_head(rp_model *m, const rp_batch *batch, rpi_run *run) {
-  RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
-  RPI_CHECK(batch->struct_size == sizeof *batch, RP_ERROR_ARGUMENT,
-            "batch: struct_size=%zu, must be %zu: start from rp_batch_default()",
-            batch->struct_size, sizeof *batch);
-  RPI_CHECK(batch->sentences >= 0 && batch->sentences <= m->limits.sentences, RP_ERROR_SHAPE,
-            "batch: sentences=%lld, must be from 0 to limits.sentences=%lld",
-            (wide)batch->sentences, (wide)m->limits.sentences);
-  *run = (rpi_run){.model = m, .sentences = batch->sentences};
-  return RP_OK;
-}
-
-rp_status rpi_check_batch(rp_model *m, const rp_batch *batch, bool labels, rpi_run *run) {
-  RPI_TRY(check_head(m, batch, run));
-  for (int s = 0; s < RPI_STACKS; s++) RPI_TRY(check_side(m, s, batch, &run->side[s]));
-  if (!labels) return RP_OK;
-  const int64_t *const offsets = run->side[rpi_last_stack(m)].offsets;
-  RPI_TRY(check_ids("labels", batch->labels, offsets, batch->sentences, -1, m->classes));
-  static const int32_t none[1] = {-1};
-  run->labels = batch->labels ? batch->labels : none;
-  return RP_OK;
-}
-
-rp_status rpi_check_beginnings(rp_model *m, const rp_batch *batch, rpi_run *run) {
-  RPI_TRY(check_head(m, batch, run));
-  RPI_TRY(check_side(m, RPI_ENCODER, batch, &run->side[RPI_ENCODER]));
-  if (!batch->target && !batch->target_offsets && !batch->target_graphs.labels) return RP_OK;
-  return check_side(m, RPI_DECODER, batch, &run->side[RPI_DECODER]);
-}
-
-void rpi_set_ordinals(const rp_batch *batch, int64_t first, rpi_run *run) {
-  uint32_t *const own = run->model->scratch.ordinals;
-  for (int64_t b = 0; b < batch->sentences; b++) {
-    own[b] = batch->ordinals ? batch->ordinals[b] : (uint32_t)(first + b);
-  }
-  run->ordinals = own;
-}
+/* ---- what a call needs ----------------------------------------------------- */
 
 static rp_status check_result(const rp_result *result) {
   RPI_CHECK(!result || result->struct_size == sizeof *result, RP_ERROR_ARGUMENT,
@@ -318,12 +190,12 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
   RPI_CHECK(count >= 1, RP_ERROR_ARGUMENT, "model: count=%lld batches, must be at least 1",
-            (wide)count);
+            (rpi_wide)count);
   RPI_CHECK(batches, RP_ERROR_ARGUMENT, "model: batches is NULL");
   RPI_CHECK(m->batches == 0, RP_ERROR_ORDER,
             "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
             "rp_model_zero_gradients drops them",
-            (wide)m->batches);
+            (rpi_wide)m->batches);
   rpi_run run;
   for (int64_t b = 0; b < count; b++) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run));
   for (int64_t b = 0; b < count; b++) {
@@ -406,8 +278,8 @@ rp_status rp_model_counters(rp_model *m, int64_t *steps, int64_t *attempts) {
 
 rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
   RPI_CHECK(steps >= 0 && attempts >= steps && attempts <= RPI_MOST_STEPS, RP_ERROR_ARGUMENT,
-            "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (wide)steps,
-            (wide)attempts);
+            "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (rpi_wide)steps,
+            (rpi_wide)attempts);
   RPI_TRY(rpi_model_enter(m));
   return rpi_model_leave(m, rpi_model_count_from(m, steps, attempts));
 }
@@ -518,7 +390,8 @@ static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line 
   RPI_CHECK(line && line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
             "model: line.struct_size must be sizeof(rp_profile_line) = %zu", sizeof *line);
   RPI_CHECK(index >= 0 && index < m->profile.count, RP_ERROR_ARGUMENT,
-            "model: index=%lld, must be from 0 to %lld", (wide)index, (wide)m->profile.count - 1);
+            "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
+            (rpi_wide)m->profile.count - 1);
   const rpi_profile_entry *const e = &m->profile.entries[index];
   *line = (rp_profile_line){.struct_size = sizeof *line,
                             .name = e->name,

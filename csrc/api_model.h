@@ -14,6 +14,8 @@ rp_status rpi_model_enter(rp_model *m);
 /* Hands `status` on. */
 rp_status rpi_model_leave(rp_model *m, rp_status status);
 
+/* ---- api_batch.c ----------------------------------------------------------- */
+
 /* Both sides of a batch, and its labels where they are wanted. */
 rp_status rpi_check_batch(rp_model *m, const rp_batch *batch, bool labels, rpi_run *run);
 

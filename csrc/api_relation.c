@@ -44,11 +44,11 @@ static rp_status check_table(const rp_attention *a, const term *t, int64_t T) {
   const rp_relation *const r = t->relation;
   RPI_CHECK(r->row_stride >= t->width && r->row_stride <= RPI_LIMIT, RP_ERROR_SHAPE,
             "attention: %s.row_stride=%lld, must be at least the row's width %lld", t->name,
-            (wide)r->row_stride, (wide)t->width);
+            (rpi_wide)r->row_stride, (rpi_wide)t->width);
   int64_t table = 0, all = 0;
   RPI_CHECK(rpi_multiply(T, r->row_stride, &table) && table <= INT64_MAX / 16, RP_ERROR_SHAPE,
-            "attention: %s: %lld rows of %lld numbers overflow", t->name, (wide)T,
-            (wide)r->row_stride);
+            "attention: %s: %lld rows of %lld numbers overflow", t->name, (rpi_wide)T,
+            (rpi_wide)r->row_stride);
   const int64_t least = table - r->row_stride + t->width;
   RPI_CHECK(
       r->head_stride == 0 || (r->head_stride >= least && rpi_multiply(r->head_stride, a->H, &all) &&
@@ -56,7 +56,7 @@ static rp_status check_table(const rp_attention *a, const term *t, int64_t T) {
       RP_ERROR_SHAPE,
       "attention: %s.head_stride=%lld, must be 0 (shared) or at least the table's %lld "
       "numbers",
-      t->name, (wide)r->head_stride, (wide)least);
+      t->name, (rpi_wide)r->head_stride, (rpi_wide)least);
   return RP_OK;
 }
 
@@ -76,7 +76,7 @@ static rp_status check_position_row(const term *t, const char *what, const int32
   return rpi_fail(RP_ERROR_ARGUMENT,
                   "attention: %s.%s=%d at row %lld of sequence %lld, must be below 2^30 in "
                   "magnitude",
-                  t->name, what, positions[i], (wide)i, (wide)b);
+                  t->name, what, positions[i], (rpi_wide)i, (rpi_wide)b);
 }
 
 static rp_status check_positions(const rp_attention *a, const term *t, bool keys) {
@@ -109,7 +109,7 @@ static rp_status check_band(const rp_attention *a, const term *t, int64_t *T) {
   const rp_relation *const r = t->relation;
   RPI_CHECK(r->left >= 0 && r->left <= RPI_LIMIT && r->right >= 0 && r->right <= RPI_LIMIT,
             RP_ERROR_ARGUMENT, "attention: %s.left=%lld and right=%lld must be from 0 to 2^40",
-            t->name, (wide)r->left, (wide)r->right);
+            t->name, (rpi_wide)r->left, (rpi_wide)r->right);
   RPI_CHECK(r->beyond == RP_BEYOND_CLIP || r->beyond == RP_BEYOND_NONE, RP_ERROR_ARGUMENT,
             "attention: %s.beyond=%d, must be RP_BEYOND_CLIP (0) or RP_BEYOND_NONE (1)", t->name,
             r->beyond);
@@ -118,13 +118,13 @@ static rp_status check_band(const rp_attention *a, const term *t, int64_t *T) {
     RPI_CHECK(r->rows == 0 || r->rows == distances, RP_ERROR_SHAPE,
               "attention: %s.rows=%lld, must be left + 1 + right = %lld where there are no buckets "
               "(or 0)",
-              t->name, (wide)r->rows, (wide)distances);
+              t->name, (rpi_wide)r->rows, (rpi_wide)distances);
     *T = distances;
   }
   for (int64_t i = 0; r->buckets && i < distances; i++) {
     RPI_CHECK(r->buckets[i] >= -1 && r->buckets[i] < *T, RP_ERROR_ARGUMENT,
               "attention: %s.buckets[%lld]=%d, must be from -1 (none) to rows - 1 = %lld", t->name,
-              (wide)i, r->buckets[i], (wide)(*T - 1));
+              (rpi_wide)i, r->buckets[i], (rpi_wide)(*T - 1));
   }
   RPI_CHECK(!r->query_positions == !r->key_positions, RP_ERROR_ARGUMENT,
             "attention: %s.%s is NULL, but %s are given; both or neither", t->name,
@@ -149,7 +149,7 @@ static rp_status check_matrix(const rp_attention *a, const char *name, const voi
     int64_t all = 0;
     RPI_CHECK(starts[b] >= 0 && starts[b] <= RPI_LIMIT, RP_ERROR_SHAPE,
               "attention: %s: start %lld of sequence %lld, must be from 0 to 2^40", name,
-              (wide)starts[b], (wide)b);
+              (rpi_wide)starts[b], (rpi_wide)b);
     RPI_CHECK(rpi_multiply(rows, columns, &all) && all <= INT64_MAX / 32, RP_ERROR_SHAPE,
               "attention: %s: its size overflows", name);
   }
@@ -259,12 +259,6 @@ static void scan_block(void *context, int64_t task, int worker) {
   }
 }
 
-static int64_t label_at(const rp_relation *r, int64_t i) {
-  if (r->label_bytes == 1) return ((const int8_t *)r->labels)[i];
-  if (r->label_bytes == 2) return ((const int16_t *)r->labels)[i];
-  return ((const int32_t *)r->labels)[i];
-}
-
 /* Names the first label that is out of range. */
 static rp_status fail_label(const rp_attention *a, const term *t) {
   const rp_relation *const r = t->relation;
@@ -272,11 +266,13 @@ static rp_status fail_label(const rp_attention *a, const term *t) {
     for (int64_t h = 0; h < a->H; h++) {
       for (int64_t i = 0; i < rpi_queries_of(a, b); i++) {
         for (int64_t j = 0; j < rpi_keys_of(a, b); j++) {
-          const int64_t label = label_at(r, label_row(a, r, b, h, i) + j);
+          const int64_t label =
+              rpi_label_at(r->labels, r->label_bytes, label_row(a, r, b, h, i) + j);
           RPI_CHECK(label >= -1 && label < r->rows, RP_ERROR_ARGUMENT,
                     "attention: %s: label %lld of sequence %lld, head %lld, query %lld, key %lld; "
                     "labels must be from -1 (none) to rows - 1 = %lld",
-                    t->name, (wide)label, (wide)b, (wide)h, (wide)i, (wide)j, (wide)(r->rows - 1));
+                    t->name, (rpi_wide)label, (rpi_wide)b, (rpi_wide)h, (rpi_wide)i, (rpi_wide)j,
+                    (rpi_wide)(r->rows - 1));
         }
       }
     }
@@ -309,17 +305,13 @@ static rp_status check_edge_starts(const rp_attention *a, const term *t) {
   int64_t rows = a->offsets ? a->offsets[a->B] : 0;
   RPI_CHECK(a->offsets || (rpi_multiply(a->B, a->N, &rows) && rows <= RPI_LIMIT), RP_ERROR_SHAPE,
             "attention: %s: B=%lld times N=%lld edge_starts, must not exceed 2^40", t->name,
-            (wide)a->B, (wide)a->N);
+            (rpi_wide)a->B, (rpi_wide)a->N);
   if (rows == 0) return RP_OK;
   const int64_t *const starts = r->edge_starts;
   RPI_CHECK(starts, RP_ERROR_ARGUMENT, "attention: %s.edge_starts is NULL", t->name);
-  RPI_CHECK(starts[0] == 0, RP_ERROR_SHAPE, "attention: %s.edge_starts[0]=%lld, must be 0", t->name,
-            (wide)starts[0]);
-  for (int64_t i = 0; i < rows; i++) {
-    RPI_CHECK(starts[i + 1] >= starts[i] && starts[i + 1] <= RPI_LIMIT, RP_ERROR_SHAPE,
-              "attention: %s.edge_starts[%lld]=%lld after %lld, must not fall and not exceed 2^40",
-              t->name, (wide)(i + 1), (wide)starts[i + 1], (wide)starts[i]);
-  }
+  char name[32];
+  snprintf(name, sizeof name, "%s.edge_starts", t->name);
+  RPI_TRY(rpi_check_offsets("attention", name, starts, rows));
   if (starts[rows] == 0) return RP_OK;
   RPI_CHECK(r->edge_keys, RP_ERROR_ARGUMENT, "attention: %s.edge_keys is NULL", t->name);
   RPI_CHECK(r->edge_labels, RP_ERROR_ARGUMENT, "attention: %s.edge_labels is NULL", t->name);
@@ -334,15 +326,15 @@ static rp_status check_edges_of(const term *t, int64_t b, int64_t i, int64_t row
     const int32_t key = r->edge_keys[e], label = r->edge_labels[e];
     RPI_CHECK(key >= 0 && key < keys, RP_ERROR_ARGUMENT,
               "attention: %s.edge_keys[%lld]=%d of sequence %lld, query %lld, which has %lld keys",
-              t->name, (wide)e, key, (wide)b, (wide)i, (wide)keys);
+              t->name, (rpi_wide)e, key, (rpi_wide)b, (rpi_wide)i, (rpi_wide)keys);
     RPI_CHECK(key >= before, RP_ERROR_ARGUMENT,
               "attention: %s.edge_keys[%lld]=%d after %d, of sequence %lld, query %lld; keys must "
               "not fall within a query",
-              t->name, (wide)e, key, before, (wide)b, (wide)i);
+              t->name, (rpi_wide)e, key, before, (rpi_wide)b, (rpi_wide)i);
     RPI_CHECK(label >= 0 && label < r->rows, RP_ERROR_ARGUMENT,
               "attention: %s.edge_labels[%lld]=%d of sequence %lld, query %lld, key %d; labels of "
               "edges must be from 0 to rows - 1 = %lld",
-              t->name, (wide)e, label, (wide)b, (wide)i, key, (wide)(r->rows - 1));
+              t->name, (rpi_wide)e, label, (rpi_wide)b, (rpi_wide)i, key, (rpi_wide)(r->rows - 1));
     before = key;
   }
   return RP_OK;
@@ -368,7 +360,7 @@ static rp_status check_term(const rp_attention *a, const term *t) {
             t->name, r->map);
   int64_t T = r->rows;
   RPI_CHECK((T >= 1 && T <= RPI_LIMIT) || (r->map == RP_MAP_BAND && !r->buckets), RP_ERROR_SHAPE,
-            "attention: %s.rows=%lld, must be from 1 to 2^40", t->name, (wide)T);
+            "attention: %s.rows=%lld, must be from 1 to 2^40", t->name, (rpi_wide)T);
   if (r->map == RP_MAP_BAND) RPI_TRY(check_band(a, t, &T));
   if (r->map == RP_MAP_LABEL) RPI_TRY(check_label_matrix(a, t));
   if (r->map == RP_MAP_EDGES) RPI_TRY(check_edge_starts(a, t));

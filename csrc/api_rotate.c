@@ -15,8 +15,8 @@
 
 static rp_status check_range(const char *name, int64_t value, int64_t least, int64_t most) {
   RPI_CHECK(value >= least && value <= most, RP_ERROR_SHAPE,
-            "rotate: %s=%lld, must be from %lld to %lld", name, (wide)value, (wide)least,
-            (wide)most);
+            "rotate: %s=%lld, must be from %lld to %lld", name, (rpi_wide)value, (rpi_wide)least,
+            (rpi_wide)most);
   return RP_OK;
 }
 
@@ -24,27 +24,22 @@ static rp_status check_range(const char *name, int64_t value, int64_t least, int
 static rp_status check_places(const rp_rotation *r) {
   RPI_CHECK(!(r->offsets && r->lengths), RP_ERROR_ARGUMENT,
             "rotate: both lengths and offsets are given; packed rows have offsets alone");
-  RPI_CHECK(!r->offsets || r->offsets[0] == 0, RP_ERROR_SHAPE, "rotate: offsets[0]=%lld, must be 0",
-            (wide)r->offsets[0]);
-  const bool listed = r->offsets || r->lengths || r->start;
+  RPI_TRY(rpi_check_offsets("rotate", "offsets", r->offsets, r->B));
+  const bool listed = r->lengths || r->start;
   for (int64_t b = 0; listed && b < r->B; b++) {
-    RPI_CHECK(!r->offsets || (r->offsets[b + 1] >= r->offsets[b] && r->offsets[b + 1] <= RPI_LIMIT),
-              RP_ERROR_SHAPE,
-              "rotate: offsets[%lld]=%lld after %lld, must not fall and not exceed 2^40",
-              (wide)(b + 1), (wide)r->offsets[b + 1], (wide)r->offsets[b]);
     RPI_CHECK(!r->lengths || (r->lengths[b] >= 0 && r->lengths[b] <= r->N), RP_ERROR_SHAPE,
-              "rotate: lengths[%lld]=%lld, must be from 0 to N=%lld", (wide)b, (wide)r->lengths[b],
-              (wide)r->N);
+              "rotate: lengths[%lld]=%lld, must be from 0 to N=%lld", (rpi_wide)b,
+              (rpi_wide)r->lengths[b], (rpi_wide)r->N);
     RPI_CHECK(!r->start || (r->start[b] >= -RPI_LIMIT && r->start[b] <= RPI_LIMIT),
-              RP_ERROR_ARGUMENT, "rotate: start[%lld]=%lld, must be within 2^40 of 0", (wide)b,
-              (wide)r->start[b]);
+              RP_ERROR_ARGUMENT, "rotate: start[%lld]=%lld, must be within 2^40 of 0", (rpi_wide)b,
+              (rpi_wide)r->start[b]);
   }
   RPI_CHECK(!(r->positions && r->start), RP_ERROR_ARGUMENT,
             "rotate: both positions and start are given; positions are the rows' own");
   RPI_CHECK(!r->positions || r->offsets || r->position_stride == 0 ||
                 (r->position_stride >= r->N && r->position_stride <= RPI_LIMIT),
             RP_ERROR_SHAPE, "rotate: position_stride=%lld, must be 0 or at least N=%lld",
-            (wide)r->position_stride, (wide)r->N);
+            (rpi_wide)r->position_stride, (rpi_wide)r->N);
   return RP_OK;
 }
 
@@ -62,7 +57,7 @@ static rp_status check_rotation(const rp_rotation *r) {
   RPI_CHECK(r->frequencies || r->pairs == 0, RP_ERROR_ARGUMENT, "rotate: frequencies is NULL");
   for (int64_t c = 0; c < r->pairs; c++) {
     RPI_CHECK(isfinite(r->frequencies[c]), RP_ERROR_ARGUMENT,
-              "rotate: frequencies[%lld]=%g, must be finite", (wide)c, r->frequencies[c]);
+              "rotate: frequencies[%lld]=%g, must be finite", (rpi_wide)c, r->frequencies[c]);
   }
   return RP_OK;
 }
@@ -89,7 +84,7 @@ rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
 
 rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies) {
   RPI_CHECK(pairs >= 0 && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
-            "frequencies: pairs=%lld, must be from 0 to 2^40", (wide)pairs);
+            "frequencies: pairs=%lld, must be from 0 to 2^40", (rpi_wide)pairs);
   RPI_CHECK(base > 0 && isfinite(base), RP_ERROR_ARGUMENT,
             "frequencies: base=%g, must be finite and above 0", base);
   RPI_CHECK(rule == RP_FREQUENCIES_OPEN || rule == RP_FREQUENCIES_CLOSED, RP_ERROR_ARGUMENT,
@@ -106,9 +101,9 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
   int64_t count = 0;
   RPI_CHECK(rpi_multiply(rows, width, &count) && count <= INT64_MAX / 16, RP_ERROR_SHAPE,
             "sinusoid: rows=%lld and width=%lld must not be negative, nor their product overflow",
-            (wide)rows, (wide)width);
+            (rpi_wide)rows, (rpi_wide)width);
   RPI_CHECK(first >= -RPI_LIMIT && first <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-            "sinusoid: first=%lld, must be within 2^40 of 0", (wide)first);
+            "sinusoid: first=%lld, must be within 2^40 of 0", (rpi_wide)first);
   RPI_CHECK(table || count == 0, RP_ERROR_ARGUMENT, "sinusoid: table is NULL");
   RPI_CHECK(frequencies || width < 2 || rows == 0, RP_ERROR_ARGUMENT,
             "sinusoid: frequencies is NULL");
@@ -134,7 +129,8 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
   } sizes[] = {{"H", H}, {"D", D}, {"width", width}, {"left", left}, {"right", right}};
   for (int i = 0; i < 5; i++) {
     RPI_CHECK(sizes[i].value >= 0 && sizes[i].value <= RPI_LIMIT, RP_ERROR_SHAPE,
-              "wave table: %s=%lld, must be from 0 to 2^40", sizes[i].name, (wide)sizes[i].value);
+              "wave table: %s=%lld, must be from 0 to 2^40", sizes[i].name,
+              (rpi_wide)sizes[i].value);
   }
   int64_t columns = 0, numbers = 0, all = 0;
   const bool fits = rpi_multiply(H, D, &columns) && rpi_multiply(columns, width, &numbers) &&
@@ -142,7 +138,7 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                     all <= INT64_MAX / 16 && columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
   RPI_CHECK(fits, RP_ERROR_SHAPE,
             "wave table: the sizes of H=%lld, D=%lld, width=%lld and %lld distances overflow",
-            (wide)H, (wide)D, (wide)width, (wide)(left + 1 + right));
+            (rpi_wide)H, (rpi_wide)D, (rpi_wide)width, (rpi_wide)(left + 1 + right));
   RPI_CHECK(waves || width == 0, RP_ERROR_ARGUMENT, "wave table: waves is NULL");
   *w = (rpi_waves){.left = left,
                    .right = right,
@@ -154,7 +150,7 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                    .row_stride = D};
   w->some = rpi_allocate((size_t)rpi_waves_scratch(H, D, left, right) * sizeof *w->some);
   RPI_CHECK(w->some, RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
-            (wide)rpi_waves_scratch(H, D, left, right));
+            (rpi_wide)rpi_waves_scratch(H, D, left, right));
   return RP_OK;
 }
 

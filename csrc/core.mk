@@ -57,6 +57,7 @@ CORE_SOURCES = \
   api_device.c \
   api_config.c \
   api_model.c \
+  api_batch.c \
   api_maps.c \
   api_decode.c
 

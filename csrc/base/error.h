@@ -10,6 +10,9 @@
 
 #include "relpos/relpos.h"
 
+/* What %lld prints of an int64_t. */
+typedef long long rpi_wide;
+
 /* Keeps the sentence for this thread and returns the status. */
 rp_status rpi_fail(rp_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

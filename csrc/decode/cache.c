@@ -52,7 +52,7 @@ rp_status rpi_room_need(rpi_room *room, int64_t count, int64_t bytes) {
   RPI_CHECK(rpi_multiply(count, bytes, &wanted), RP_ERROR_SHAPE, "decoder: its memory overflows");
   if (wanted <= room->bytes) return RP_OK;
   void *const memory = rpi_allocate((size_t)wanted);
-  RPI_CHECK(memory, RP_ERROR_MEMORY, "decoder: no memory for %lld bytes", (long long)wanted);
+  RPI_CHECK(memory, RP_ERROR_MEMORY, "decoder: no memory for %lld bytes", (rpi_wide)wanted);
   rpi_release(room->memory);
   *room = (rpi_room){memory, wanted};
   return RP_OK;
@@ -66,7 +66,7 @@ static rp_status need_numbers(const rpi_cache *c, rpi_room *room, int64_t count,
   if (wanted <= room->bytes) return RP_OK;
   void *memory = NULL;
   RPI_CHECK(c->ops->allocate(wanted, &memory) == RP_OK, RP_ERROR_MEMORY,
-            "decoder: no memory for %lld bytes on %s", (long long)wanted, c->model->device);
+            "decoder: no memory for %lld bytes on %s", (rpi_wide)wanted, c->model->device);
   c->ops->release(room->memory);
   *room = (rpi_room){memory, wanted};
   return RP_OK;
@@ -371,7 +371,7 @@ static rp_status read_beginnings(rpi_cache *c, rpi_run *run) {
   rpi_arena_take(&counting, target->rows, sizeof(real *));
   void *const memory = rpi_allocate((size_t)counting.used);
   RPI_CHECK(memory, RP_ERROR_MEMORY, "decoder: no memory for %lld bytes of what targets begin with",
-            (long long)counting.used);
+            (rpi_wide)counting.used);
   rpi_arena arena = rpi_arena_over(memory, counting.used);
   int64_t *const offsets = rpi_arena_take(&arena, c->sentences + 1, sizeof(int64_t));
   int32_t *const ids = rpi_arena_take(&arena, target->rows, sizeof(int32_t));
@@ -404,7 +404,7 @@ rp_status rpi_cache_begin(rpi_cache *c, const rpi_run *given, const rpi_cache_st
   const rpi_side *const target = &run.side[RPI_DECODER];
   RPI_CHECK(start->most_rows <= c->model->limits.tokens, RP_ERROR_SHAPE,
             "decoder: %lld rows a step, at most limits.tokens=%lld are allowed",
-            (long long)start->most_rows, (long long)c->model->limits.tokens);
+            (rpi_wide)start->most_rows, (rpi_wide)c->model->limits.tokens);
   c->start = *start;
   c->sentences = run.sentences;
   c->rows = 0;

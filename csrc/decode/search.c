@@ -36,8 +36,6 @@
 
 #include "base/rng.h"
 
-typedef long long wide; /* for printf */
-
 #define FIRST_LISTED ((int64_t)128) /* likeliest classes a draw looks at first, before all */
 #define LITTLE_LEFT 0x1p-60         /* a share below which floats lose some of what it is made of */
 #define DRAW_SITE 0x64726177u       /* the last word of a draw's counter */

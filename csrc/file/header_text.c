@@ -11,8 +11,6 @@
 
 #include "base/memory.h"
 
-typedef long long wide;
-
 /* Bytes of the UTF-8 character at text, which ends before end; 0: it is none. */
 static int character_bytes(const char *text, const char *end) {
   const unsigned char *const byte = (const unsigned char *)text;
@@ -45,7 +43,7 @@ bool rpi_is_utf8(const char *text) {
 rp_status rpi_header_fail(const rpi_header *r, const char *expected) {
   return rpi_fail(RP_ERROR_FILE,
                   "'%s' is no safetensors file: its header should have %s at byte %lld", r->path,
-                  expected, (wide)(r->at - r->begin));
+                  expected, (rpi_wide)(r->at - r->begin));
 }
 
 void rpi_header_skip_space(rpi_header *r) {

@@ -70,8 +70,8 @@ static rp_status save_weights(const rp_model *m, const char *path, const listing
 static rp_status save_optimizer(rp_model *m, const char *path, const listing *l) {
   char step[24], attempt[24];
   RPI_TRY(rpi_model_settle(m));
-  snprintf(step, sizeof step, "%lld", (long long)m->step);
-  snprintf(attempt, sizeof attempt, "%lld", (long long)m->attempt);
+  snprintf(step, sizeof step, "%lld", (rpi_wide)m->step);
+  snprintf(attempt, sizeof attempt, "%lld", (rpi_wide)m->attempt);
   const rpi_text_pair pairs[] = {{"format", FORMAT}, {"step", step}, {"attempt", attempt}};
   return rpi_safetensors_write(path, pairs, 3, l->tensors, l->count);
 }
@@ -100,7 +100,7 @@ static rp_status mirror_make(const rp_model *m, int what, listing *l, mirror *x)
     if (!copy) {
       mirror_release(x);
       return rpi_fail(RP_ERROR_MEMORY, "model: no memory for %lld bytes beside those on %s",
-                      (long long)bytes, m->device);
+                      (rpi_wide)bytes, m->device);
     }
     x->of[x->count++] = copy;
     for (int64_t p = 0; p < m->layout.count; p++) {
@@ -181,7 +181,7 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l) {
     RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
     RPI_CHECK(found.step >= 0 && found.attempt >= found.step, RP_ERROR_FILE,
               "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
-              path, (long long)found.step, (long long)found.attempt);
+              path, (rpi_wide)found.step, (rpi_wide)found.attempt);
   }
   RPI_TRY(read_tensors(m, path, what, l));
   if (what == RP_SAVE_WEIGHTS && m->average) {

@@ -35,14 +35,12 @@ enum {
   MOST_HEADER = 100000000 /* as the format's authors have */
 };
 
-typedef long long wide;
-
 /* "[2, 3]", cut where it is too long. */
 static const char *shape_text(int dimensions, const int64_t *shape, char *text, size_t size) {
   size_t length = (size_t)snprintf(text, size, "[");
   for (int i = 0; i < dimensions && length < size; i++) {
     length += (size_t)snprintf(text + length, size - length, "%s%lld", i == 0 ? "" : ", ",
-                               (wide)shape[i]);
+                               (rpi_wide)shape[i]);
   }
   if (length < size) snprintf(text + length, size - length, "]");
   return text;
@@ -74,7 +72,7 @@ static void put(writer *w, const char *text) { put_bytes(w, text, (int64_t)strle
 
 static void put_number(writer *w, int64_t number) {
   char text[24];
-  snprintf(text, sizeof text, "%lld", (wide)number);
+  snprintf(text, sizeof text, "%lld", (rpi_wide)number);
   put(w, text);
 }
 
@@ -171,8 +169,8 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
   writer size = {.at = NULL, .used = 0};
   put_header(&size, metadata, pairs, tensors, count);
   RPI_CHECK(size.used <= MOST_HEADER, RP_ERROR_ARGUMENT,
-            "cannot write '%s': its header of %lld bytes must not exceed %d", path, (wide)size.used,
-            MOST_HEADER);
+            "cannot write '%s': its header of %lld bytes must not exceed %d", path,
+            (rpi_wide)size.used, MOST_HEADER);
 
   /* the parts, then the header, in one block */
   const int64_t parts_bytes = (count + 1) * (int64_t)sizeof(rpi_file_part);
@@ -363,7 +361,7 @@ static rp_status match(void *context, const char *path, const entry *e) {
   int64_t bytes = 0;
   RPI_CHECK(bytes_of(t, &bytes) && e->offsets[1] - e->offsets[0] == bytes, RP_ERROR_FILE,
             "cannot read '%s': tensor %s has the offsets %lld and %lld, must be %lld bytes", path,
-            quoted, (wide)e->offsets[0], (wide)e->offsets[1], (wide)bytes);
+            quoted, (rpi_wide)e->offsets[0], (rpi_wide)e->offsets[1], (rpi_wide)bytes);
   w->spans[i] = (span){.begin = e->offsets[0], .end = e->offsets[1], .tensor = i};
   w->next = i + 1;
   return RP_OK;
@@ -399,8 +397,8 @@ static rp_status check_spans(const wanted *w, const char *path, int64_t *bytes) 
     RPI_CHECK(w->spans[i].begin == *bytes, RP_ERROR_FILE,
               "cannot read '%s': tensor %s begins at byte %lld of the data, must be %lld, where "
               "that before it ends",
-              path, rpi_quote(w->tensors[w->spans[i].tensor].name, quoted), (wide)w->spans[i].begin,
-              (wide)*bytes);
+              path, rpi_quote(w->tensors[w->spans[i].tensor].name, quoted),
+              (rpi_wide)w->spans[i].begin, (rpi_wide)*bytes);
     *bytes = w->spans[i].end;
   }
   return RP_OK;
@@ -420,7 +418,7 @@ static rp_status find_spans(rpi_file *file, wanted *w, int64_t *bytes) {
 static rp_status take_data(rpi_file *file, const wanted *w, int64_t bytes) {
   char *const data = rpi_allocate((size_t)bytes);
   RPI_CHECK(data != NULL, RP_ERROR_MEMORY, "no memory for the data of '%s', %lld bytes", file->path,
-            (wide)bytes);
+            (rpi_wide)bytes);
   rp_status status = rpi_file_take(file, data, bytes);
   if (status == RP_OK) status = rpi_file_expect_end(file);
   for (int64_t i = 0; i < w->count && status == RP_OK; i++) {
@@ -485,7 +483,7 @@ static rp_status map_data(const rpi_file *file, const wanted *w, int64_t bytes,
   const int64_t there = mapping->bytes;
   rpi_file_unmap(mapping);
   return rpi_fail(RP_ERROR_FILE, "cannot read '%s': it has %lld bytes, where %lld were expected",
-                  file->path, (wide)there, (wide)expected);
+                  file->path, (rpi_wide)there, (rpi_wide)expected);
 }
 
 rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,

@@ -16,8 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef long long wide;
-
 /* ---- the table of fields ------------------------------------------------- */
 
 typedef enum kind { INTEGER, NUMBER, SWITCH, UNSIGNED, CHOICE } kind;
@@ -236,7 +234,7 @@ static bool read_number(const char *text, double *value) {
   if (!digits || *text != '\0') return false;
   /* nothing changes beyond: NUMBER_TEXT digits cannot make up for it */
   power = power > 9999 ? 9999 : power < -9999 ? -9999 : power;
-  snprintf(plain + length, sizeof plain - (size_t)length, "e%lld", (wide)power - fraction);
+  snprintf(plain + length, sizeof plain - (size_t)length, "e%lld", (rpi_wide)power - fraction);
   *value = strtod(plain, NULL); /* infinite where it is too large: no range has that */
   return true;
 }
@@ -318,7 +316,8 @@ static const char *allowed(const field *f, char *text, size_t size) {
   int length = 0;
   switch (f->kind) {
     case INTEGER:
-      snprintf(text, size, "a whole number from %lld to %lld", (wide)f->least, (wide)f->most);
+      snprintf(text, size, "a whole number from %lld to %lld", (rpi_wide)f->least,
+               (rpi_wide)f->most);
       break;
     case NUMBER:
       snprintf(text, size, "a number from %g to %s%g", f->low, f->below ? "below " : "", f->high);
@@ -339,7 +338,7 @@ static const char *allowed(const field *f, char *text, size_t size) {
 static void write_field(const field *f, content value, char text[RPI_CONFIG_TEXT]) {
   const size_t size = RPI_CONFIG_TEXT;
   switch (f->kind) {
-    case INTEGER: snprintf(text, size, "%lld", (wide)value.integer); break;
+    case INTEGER: snprintf(text, size, "%lld", (rpi_wide)value.integer); break;
     case NUMBER: write_number(value.number, text); break;
     case UNSIGNED: snprintf(text, size, "%llu", (unsigned long long)value.natural); break;
     case SWITCH: snprintf(text, size, "%s", value.choice != 0 ? "true" : "false"); break;
@@ -370,7 +369,7 @@ static rp_status check_field(const rp_config *config, const field *f) {
   const content value = load(config, f);
   if (is_allowed(f, value)) return RP_OK;
   char came[RPI_CONFIG_TEXT], may_be[256];
-  if (f->kind == INTEGER) snprintf(came, sizeof came, "%lld", (wide)value.integer);
+  if (f->kind == INTEGER) snprintf(came, sizeof came, "%lld", (rpi_wide)value.integer);
   else if (f->kind == NUMBER) snprintf(came, sizeof came, "%.9g", value.number);
   else snprintf(came, sizeof came, "%d", value.choice);
   return rpi_fail(f->kind == INTEGER ? RP_ERROR_SHAPE : RP_ERROR_ARGUMENT,

@@ -9,18 +9,16 @@
 
 #include "model/config.h"
 
-typedef long long wide;
-
 static rp_status check_t5(const rp_stack *s, const char *side, bool causal) {
   const int64_t least = causal ? 2 : 4;
   RPI_CHECK(s->buckets >= least && (causal || s->buckets % 2 == 0), RP_ERROR_SHAPE,
-            "config: %s.buckets=%lld, must be %s with position t5", side, (wide)s->buckets,
+            "config: %s.buckets=%lld, must be %s with position t5", side, (rpi_wide)s->buckets,
             causal ? "2 or more" : "even, 4 or more");
   const int64_t exact = s->buckets / least;
   RPI_CHECK(s->max_distance > exact, RP_ERROR_SHAPE,
             "config: %s.max_distance=%lld, must be above %lld: so many near distances have buckets "
             "of their own among %lld of position t5",
-            side, (wide)s->max_distance, (wide)exact, (wide)s->buckets);
+            side, (rpi_wide)s->max_distance, (rpi_wide)exact, (rpi_wide)s->buckets);
   return RP_OK;
 }
 
@@ -28,11 +26,11 @@ static rp_status check_deberta(const rp_stack *s, const char *side) {
   if (s->buckets == 0) return RP_OK;
   RPI_CHECK(s->buckets >= 2, RP_ERROR_SHAPE,
             "config: %s.buckets=%lld, must be 0 (none) or 2 or more with position deberta", side,
-            (wide)s->buckets);
+            (rpi_wide)s->buckets);
   RPI_CHECK(s->max_distance >= s->buckets / 2 + 2, RP_ERROR_SHAPE,
             "config: %s.max_distance=%lld, must be at least buckets / 2 + 2 = %lld with position "
             "deberta",
-            side, (wide)s->max_distance, (wide)s->buckets / 2 + 2);
+            side, (rpi_wide)s->max_distance, (rpi_wide)s->buckets / 2 + 2);
   return RP_OK;
 }
 
@@ -40,14 +38,15 @@ static rp_status check_rope(const rp_config *config, const rp_stack *s, const ch
   const int64_t D = rpi_head_width(config);
   RPI_CHECK(s->rope_width <= D, RP_ERROR_SHAPE,
             "config: %s.rope_width=%lld, must not exceed the head width %lld", side,
-            (wide)s->rope_width, (wide)D);
+            (rpi_wide)s->rope_width, (rpi_wide)D);
   const int64_t columns = s->rope_width != 0 ? s->rope_width : D;
   RPI_CHECK(columns % 2 == 0, RP_ERROR_SHAPE,
             "config: %s.rope_width=%lld with a head width of %lld turns %lld columns, must be an "
             "even number of them",
-            side, (wide)s->rope_width, (wide)D, (wide)columns);
+            side, (rpi_wide)s->rope_width, (rpi_wide)D, (rpi_wide)columns);
   RPI_CHECK(s->rope_rule != RP_ROPE_NTK || columns >= 4, RP_ERROR_SHAPE,
-            "config: %s.rope_rule=ntk turns %lld columns, must be 4 or more", side, (wide)columns);
+            "config: %s.rope_rule=ntk turns %lld columns, must be 4 or more", side,
+            (rpi_wide)columns);
   return RP_OK;
 }
 
@@ -73,7 +72,7 @@ static rp_status check_position(const rp_config *config, const rp_stack *s, cons
       RPI_CHECK(config->width % 2 == 0, RP_ERROR_SHAPE,
                 "config: width=%lld, must be even with %s.position=transformer-xl, whose sinusoids "
                 "have a sine and a cosine each",
-                (wide)config->width, side);
+                (rpi_wide)config->width, side);
       return RP_OK;
     case RP_POSITION_T5: return check_t5(s, side, s == &config->decoder);
     case RP_POSITION_ROPE: return check_rope(config, s, side);
@@ -86,11 +85,11 @@ static rp_status check_relations(const rp_stack *s, const char *side) {
   RPI_CHECK(s->relation_key != 0 || s->relation_value != 0, RP_ERROR_ARGUMENT,
             "config: %s.relation_key=false and %s.relation_value=false, one of them must be true "
             "with %s.relations=%lld",
-            side, side, side, (wide)s->relations);
+            side, side, side, (rpi_wide)s->relations);
   RPI_CHECK(s->tied == 0 || (s->relation_key != 0 && s->relation_value != 0), RP_ERROR_ARGUMENT,
             "config: %s.tied=true with %s.relations=%lld, must be false unless %s.relation_key and "
             "%s.relation_value are true",
-            side, side, (wide)s->relations, side, side);
+            side, side, (rpi_wide)s->relations, side, side);
   RPI_CHECK(s->relation_key == 0 || s->position != RP_POSITION_ROPE, RP_ERROR_ARGUMENT,
             "config: %s.relation_key=true with %s.position=rope, must be false: the queries that "
             "meet the labels are turned, and the labels' table is not",
@@ -106,7 +105,7 @@ static rp_status check_stack(const rp_config *config, const rp_stack *s, const c
                              const char *vocabulary, int64_t size) {
   if (s->layers == 0) return RP_OK;
   RPI_CHECK(size >= 1, RP_ERROR_SHAPE, "config: %s=0, must be 1 or more with %s.layers=%lld",
-            vocabulary, side, (wide)s->layers);
+            vocabulary, side, (rpi_wide)s->layers);
   RPI_CHECK(s->softcap == 0 || s->softcap >= 1e-30, RP_ERROR_ARGUMENT,
             "config: %s.softcap=%g, must be 0 (none) or from 1e-30 to 1e30", side, s->softcap);
   RPI_TRY(check_position(config, s, side));
@@ -129,7 +128,7 @@ static rp_status check_training(const rp_config *config) {
             "config: steps=0, must be 1 or more with schedule=%s", name);
   RPI_CHECK(config->warmup <= config->steps, RP_ERROR_ARGUMENT,
             "config: warmup=%lld, must not exceed steps=%lld with schedule=%s",
-            (wide)config->warmup, (wide)config->steps, name);
+            (rpi_wide)config->warmup, (rpi_wide)config->steps, name);
   return RP_OK;
 }
 
@@ -140,7 +139,7 @@ rp_status rpi_config_check(const rp_config *config) {
             "config: encoder.layers=0 and decoder.layers=0, one of them must be above 0");
   RPI_CHECK(config->head_width != 0 || config->width % config->heads == 0, RP_ERROR_SHAPE,
             "config: width=%lld, must be a multiple of heads=%lld, or head_width be given",
-            (wide)config->width, (wide)config->heads);
+            (rpi_wide)config->width, (rpi_wide)config->heads);
   RPI_TRY(check_stack(config, &config->encoder, "encoder", "source_vocabulary",
                       config->source_vocabulary));
   RPI_TRY(check_stack(config, &config->decoder, "decoder", "target_vocabulary",
@@ -150,6 +149,6 @@ rp_status rpi_config_check(const rp_config *config) {
             RP_ERROR_SHAPE,
             "config: share_embeddings=true with source_vocabulary=%lld and target_vocabulary=%lld, "
             "must be equal",
-            (wide)config->source_vocabulary, (wide)config->target_vocabulary);
+            (rpi_wide)config->source_vocabulary, (rpi_wide)config->target_vocabulary);
   return check_training(config);
 }

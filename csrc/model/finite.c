@@ -63,7 +63,7 @@ void rpi_bad_name(const rp_model *m, int64_t code, char *name) {
   } else if (own == rpi_stack_of(&m->config, stack)->layers * each) {
     snprintf(name, RPI_BAD_NAME, "%s.norm", stacks[stack]);
   } else {
-    snprintf(name, RPI_BAD_NAME, "%s.%lld.%s%s", stacks[stack], (long long)(own / each),
+    snprintf(name, RPI_BAD_NAME, "%s.%lld.%s%s", stacks[stack], (rpi_wide)(own / each),
              parts[rpi_part_of(each, own)], norm ? ".norm" : "");
   }
 }

@@ -22,7 +22,7 @@ typedef struct builder {
 
 static void enter(builder *b, const char *stack, int64_t layer, const char *group) {
   char number[24] = "";
-  if (layer >= 0) snprintf(number, sizeof number, ".%lld", (long long)layer);
+  if (layer >= 0) snprintf(number, sizeof number, ".%lld", (rpi_wide)layer);
   snprintf(b->group, sizeof b->group, "%s%s%s%s", stack, number, *group ? "." : "", group);
 }
 

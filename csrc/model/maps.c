@@ -39,8 +39,7 @@ static rp_status lend(tour *t, rpi_attention_map_args *args) {
     t->workspace = NULL;
     t->workspace_bytes = 0;
     RPI_CHECK(ops->allocate(bytes, &t->workspace) == RP_OK, RP_ERROR_MEMORY,
-              "model: no memory for %lld bytes that attention maps are made with",
-              (long long)bytes);
+              "model: no memory for %lld bytes that attention maps are made with", (rpi_wide)bytes);
     t->workspace_bytes = bytes;
   }
   args->workspace = t->workspace;
@@ -249,7 +248,7 @@ rp_status rpi_align(const rpi_run *run, const rpi_alignments *mean) {
   }
   wanted.one = rpi_allocate((size_t)most * sizeof *wanted.one);
   RPI_CHECK(wanted.one, RP_ERROR_MEMORY, "model: no memory for a map of %lld numbers",
-            (long long)most);
+            (rpi_wide)most);
   const rp_status status = tour_of(&t);
   rpi_release(wanted.one);
   return status;

@@ -203,8 +203,7 @@ static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int6
 static rp_status plan_workspace(rp_model *m, int64_t *most) {
   const int64_t sentences = planned_sentences(m);
   int64_t *const offsets = rpi_allocate((size_t)(sentences + 1) * sizeof *offsets);
-  RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets",
-            (long long)sentences + 1);
+  RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets", (rpi_wide)sentences + 1);
   *most = 0;
   rp_status status = RP_OK;
   for (int64_t length = m->config.max_length; status == RP_OK; length /= 2) {
@@ -223,7 +222,7 @@ rp_status rpi_model_reserve(rpi_run *run) {
   if (bytes <= m->workspace_bytes) return RP_OK;
   void *workspace = NULL;
   RPI_CHECK(m->ops->allocate(bytes, &workspace) == RP_OK, RP_ERROR_MEMORY,
-            "model: no memory for attention's workspace of %lld bytes on %s", (long long)bytes,
+            "model: no memory for attention's workspace of %lld bytes on %s", (rpi_wide)bytes,
             m->device);
   m->ops->release(m->workspace);
   m->workspace = workspace;
@@ -257,19 +256,19 @@ static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   const bool fits = !p.fixed.failed && !p.numbers.failed && !p.step.failed && add_up(memory);
   RPI_CHECK(fits, RP_ERROR_SHAPE,
             "model: its memory overflows; limits.tokens=%lld, max_length=%lld",
-            (long long)m->limits.tokens, (long long)m->config.max_length);
+            (rpi_wide)m->limits.tokens, (rpi_wide)m->config.max_length);
   m->fixed_bytes = p.fixed.used;
   m->numbers_bytes = p.numbers.used;
   m->fixed = rpi_allocate((size_t)m->fixed_bytes);
   RPI_CHECK(m->fixed, RP_ERROR_MEMORY, "model: no memory for %lld bytes of its layout",
-            (long long)m->fixed_bytes);
+            (rpi_wide)m->fixed_bytes);
   plan again = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_counting(),
                 rpi_arena_counting()};
   carve(m, &again, memory);
   for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
   RPI_TRY(plan_workspace(m, &memory->workspace));
   RPI_CHECK(add_up(memory), RP_ERROR_SHAPE, "model: its memory overflows; limits.tokens=%lld",
-            (long long)m->limits.tokens);
+            (rpi_wide)m->limits.tokens);
   return RP_OK;
 }
 
@@ -299,7 +298,7 @@ static rp_status set_weights(rp_model *m) {
   const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
   real *const weights = m->ops->host ? m->weights : rpi_allocate((size_t)bytes);
   RPI_CHECK(weights, RP_ERROR_MEMORY, "model: no memory for %lld bytes of initial weights",
-            (long long)bytes);
+            (rpi_wide)bytes);
   rpi_layout_start(&m->config, &m->layout, weights);
   rp_status status = RP_OK;
   if (!m->ops->host) {
@@ -330,7 +329,7 @@ static rp_status make(rp_model *m) {
                     m->ops->allocate(memory.workspace, &m->workspace) == RP_OK;
   RPI_CHECK(made, RP_ERROR_MEMORY,
             "model: no memory for %lld bytes on %s; rp_model_memory says what they are for",
-            (long long)memory.total, m->device);
+            (rpi_wide)memory.total, m->device);
   plan p = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_over(m->numbers, m->numbers_bytes),
             rpi_arena_over(m->step_memory, memory.activations)};
   carve(m, &p, &memory);
@@ -371,7 +370,7 @@ rp_status rpi_model_own_weights(rp_model *m) {
   const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
   void *memory = NULL;
   RPI_CHECK(m->ops->allocate(bytes, &memory) == RP_OK, RP_ERROR_MEMORY,
-            "model: no memory for %lld bytes of weights on %s", (long long)bytes, m->device);
+            "model: no memory for %lld bytes of weights on %s", (rpi_wide)bytes, m->device);
   m->weights = m->own_weights = memory;
   return m->ops->zero(m->weights, m->layout.numbers);
 }

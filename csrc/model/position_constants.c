@@ -133,8 +133,7 @@ static rp_status make_constant(const rp_ops *ops, const rpi_positions *p, int64_
   }
   const int64_t bytes = count * (int64_t)sizeof *to;
   real *const made = rpi_allocate((size_t)bytes);
-  RPI_CHECK(made, RP_ERROR_MEMORY, "model: no memory for %lld bytes of positions",
-            (long long)bytes);
+  RPI_CHECK(made, RP_ERROR_MEMORY, "model: no memory for %lld bytes of positions", (rpi_wide)bytes);
   make(p, made);
   const rp_status status = ops->write(to, made, bytes);
   rpi_release(made);

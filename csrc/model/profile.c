@@ -14,7 +14,7 @@
 
 rp_status rpi_profile_start(rpi_profile *profile, const rp_ops *ops, int64_t most) {
   rpi_profile_entry *const entries = rpi_allocate((size_t)most * sizeof *entries);
-  RPI_CHECK(entries, RP_ERROR_MEMORY, "profile: no memory for %lld lines", (long long)most);
+  RPI_CHECK(entries, RP_ERROR_MEMORY, "profile: no memory for %lld lines", (rpi_wide)most);
   rpi_profile_free(profile);
   *profile =
       (rpi_profile){.on = true, .ops = ops->host ? NULL : ops, .entries = entries, .most = most};
@@ -51,7 +51,7 @@ static rpi_profile_entry *entry_of(rpi_profile *profile, int stack, int64_t laye
       .stack = stack, .layer = layer, .operation = operation, .backward = backward};
   static const char *const stacks[] = {"encoder.", "decoder."};
   char number[24] = "";
-  if (layer >= 0) snprintf(number, sizeof number, "%lld.", (long long)layer);
+  if (layer >= 0) snprintf(number, sizeof number, "%lld.", (rpi_wide)layer);
   snprintf(e->name, sizeof e->name, "%s%s%s", stack >= 0 ? stacks[stack] : "", number, operation);
   return e;
 }
