@@ -191,6 +191,12 @@ def test_cuda_mk_lists_every_source() -> None:
     assert set(lists["EMULATOR_SOURCES"].split()) == emulator
 
 
+def test_design_names_every_file() -> None:
+    """docs/design.md says what every source and header is for: by one of the two, they share it."""
+    named = set(re.findall(r"(\w+)\.[ch]\b", (ROOT / "docs" / "design.md").read_text()))
+    assert [name_of(path) for path in core_files() if path.stem not in named] == []
+
+
 def test_every_base_file_has_its_test() -> None:
     tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "c").glob("test_*.c")}
     missing = {path.stem for path in (CSRC / "base").glob("*.c")} - tested

@@ -2,14 +2,14 @@
  *
  * ops.h: the operation table. Everything above it (model, training, decoding)
  * computes only through these pointers; csrc/isa/ fills one table per instruction
- * set, cuda/ will fill one per device.
+ * set, cuda/ one for all GPUs.
  *
  * Dimension letters: B batch, H heads, N queries, M keys, D head width, Dv value
  * width, T relations, C model width, K clip distance, V vocabulary.
  *
  * Rules of every entry:
  *   - It returns a status, because a device can fail. CPU entries return RP_OK.
- *   - Arguments have been checked (api.c, or the model): entries only assert.
+ *   - Arguments have been checked (api*.c, or the model): entries only assert.
  *   - Parameter gradients accumulate, activation gradients overwrite.
  *   - The caller provides the workspace, sized by the entry's own query; nothing
  *     allocates.
