@@ -34,6 +34,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/integers.h"
 #include "base/rng.h"
 
 #define FIRST_LISTED ((int64_t)128) /* likeliest classes a draw looks at first, before all */
@@ -184,9 +185,6 @@ typedef struct search {
   double *drawn_log;
 } search;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static int64_t forced_of(const search *s, int64_t b) {
   return s->forced->offsets ? s->forced->offsets[b + 1] - s->forced->offsets[b] : 0;
 }
@@ -199,12 +197,12 @@ static int64_t most_of(const search *s, int64_t b) {
   const rp_search *const q = s->q;
   int64_t wanted = q->max_length;
   if (wanted == 0) wanted = (s->source ? source_of(s, b) : forced_of(s, b)) + q->max_more;
-  return most(least(wanted, s->d->max_length), forced_of(s, b));
+  return rpi_max(rpi_min(wanted, s->d->max_length), forced_of(s, b));
 }
 
 static void carve(search *s, rpi_arena *arena) {
   const rp_search *const q = s->q;
-  const int64_t S = s->sentences, rows = S * s->width, block = least(s->d->block_rows, rows);
+  const int64_t S = s->sentences, rows = S * s->width, block = rpi_min(s->d->block_rows, rows);
   const int64_t forced = s->forced->offsets ? s->forced->offsets[S] : 0;
   const int64_t cover = q->coverage > 0 ? s->longest_source : 0;
   const int64_t banned = q->suppressed_count + 1 + (q->no_repeat > 0 ? s->longest : 0);
@@ -254,7 +252,7 @@ static rp_status need_nodes(search *s) {
 /* ---- scores ---------------------------------------------------------------- */
 
 static double divisor(const rp_search *q, int64_t length) {
-  const double L = (double)most(length, 1);
+  const double L = (double)rpi_max(length, 1);
   if (q->penalty == RP_PENALTY_WU) return pow((5 + L) / 6, q->alpha);
   return q->penalty == RP_PENALTY_POWER ? pow(L, q->alpha) : 1;
 }
@@ -346,7 +344,7 @@ enum { DRAW_NOTHING = -1, DRAW_BEYOND = -2 };
 /* The place of the class where `u` falls: DRAW_BEYOND, where that cannot be said from this list;
  * DRAW_NOTHING, where it is empty. */
 static int64_t place_of(const rp_search *q, const list *l, double u) {
-  const int64_t end = q->top_k > 0 ? least(q->top_k, l->count) : l->count;
+  const int64_t end = q->top_k > 0 ? rpi_min(q->top_k, l->count) : l->count;
   double sum = 0;
   int64_t n = 0;
   bool whole = l->whole;
@@ -418,7 +416,7 @@ static rp_status look(search *s) {
   const int64_t V = s->d->vocabulary;
   real *const logits = m->scratch.logits;
   for (int64_t first = 0; first < s->count; first += s->d->block_rows) {
-    const int64_t count = least(s->count - first, s->d->block_rows);
+    const int64_t count = rpi_min(s->count - first, s->d->block_rows);
     RPI_TRY(rpi_decoder_logits(s->d, first, count, logits));
     const double began = rpi_profile_now(&m->profile);
     ban(s, first, count);
@@ -695,8 +693,8 @@ static rp_status write_results(const search *s, rpi_results *to) {
 static rp_status run(search *s) {
   rp_decoder *const d = s->d;
   for (int64_t b = 0; b < s->sentences; b++) {
-    s->longest = most(s->longest, most_of(s, b));
-    s->longest_source = most(s->longest_source, source_of(s, b));
+    s->longest = rpi_max(s->longest, most_of(s, b));
+    s->longest_source = rpi_max(s->longest_source, source_of(s, b));
   }
   rpi_arena counting = rpi_arena_counting();
   carve(s, &counting);
@@ -722,7 +720,7 @@ rp_status rpi_search(rp_decoder *d, const rp_search *q) {
       .one_by_one = q->coverage > 0,
       .nodes = d->nodes.memory,
       .key = rpi_philox_step_key(q->seed, 0)};
-  if (q->sample) s.listed = least(q->top_k > 0 ? q->top_k : FIRST_LISTED, d->vocabulary);
+  if (q->sample) s.listed = rpi_min(q->top_k > 0 ? q->top_k : FIRST_LISTED, d->vocabulary);
   RPI_TRY(run(&s));
   const rpi_results before = d->results;
   d->results = d->next;

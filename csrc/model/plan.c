@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/integers.h"
 #include "base/threads.h"
 #include "isa/devices.h"
 #include "model/model.h"
@@ -168,14 +169,12 @@ static rp_status workspace_of(const rpi_run *run, int64_t *most) {
 #define PLANNED_SENTENCES ((int64_t)1 << 13)
 #define PLANNED_TOKENS ((int64_t)1 << 16)
 
-static int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static int64_t planned_sentences(const rp_model *m) {
-  return least_of(m->limits.sentences, PLANNED_SENTENCES);
+  return rpi_min(m->limits.sentences, PLANNED_SENTENCES);
 }
 static int64_t planned_tokens(const rp_model *m) {
   const int64_t longest = m->config.max_length;
-  return least_of(m->limits.tokens, longest > PLANNED_TOKENS ? longest : PLANNED_TOKENS);
+  return rpi_min(m->limits.tokens, rpi_max(longest, PLANNED_TOKENS));
 }
 
 /* Batches as large as the limits allow, of sentences of `length` tokens on either side. */
