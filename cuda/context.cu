@@ -174,42 +174,66 @@ rp_status stage_small(Staging &s, const void *key, const void *from, int64_t byt
   return send(staged, key, from, bytes);
 }
 
+bool fits(const Block &block, int64_t bytes) {
+  return block.capacity >= bytes && block.capacity / 2 <= bytes;
+}
+
 /* May `bytes` under this key go into a block that this entry does not use? It had this key before,
  * or nobody asked for it during as many calls as no entry makes. */
 bool suits(const Staging &s, const Block &block, const void *key, int64_t bytes) {
   if (block.entry == selected->entries || block.capacity < bytes) return false;
   const bool idle = s.calls - block.used > remembered;
-  return block.holds.key == key || (idle && block.capacity / 2 <= bytes);
+  return block.holds.key == key || (idle && fits(block, bytes));
 }
 
 void release_block(Staging &s, Block *block) {
-  (void)cudaFree(block->device); /* waits for those who read or write it */
+  (void)cudaStreamSynchronize(context().stream); /* what reads or writes it was asked for before */
+  (void)cudaFree(block->device);
   (void)cudaFreeHost(block->host);
   (void)cudaEventDestroy(block->copied);
   s.large_bytes -= block->capacity;
   *block = s.large[--s.blocks];
 }
 
-/* One whose copy is done, or a new one, so that nobody waits; where there are many already one that
- * is not done, or a new one in the place of the one that was idle longest. */
-rp_status find_block(Staging &s, const void *key, int64_t bytes, Block **found) {
-  Block *oldest = nullptr, *busy = nullptr;
+/* Of those that this entry does not use the one that was used longest ago; NULL: there is none. */
+Block *find_oldest(Staging &s) {
+  Block *oldest = nullptr;
   for (int i = 0; i < s.blocks; i++) {
     Block &block = s.large[i];
-    if (suits(s, block, key, bytes)) {
-      *found = &block;
-      if (has_passed(block.copied)) return RP_OK;
-      if (busy == nullptr || block.used < busy->used) busy = &block;
-    } else if (s.calls - block.used > remembered) {
-      if (oldest == nullptr || block.used < oldest->used) oldest = &block;
-    }
+    if (block.entry == selected->entries) continue;
+    if (oldest == nullptr || block.used < oldest->used) oldest = &block;
   }
-  if (s.blocks == most_large || s.large_bytes + bytes > most_large_bytes) {
-    if (busy != nullptr) {
-      *found = busy;
-      return wait_for(busy->copied);
+  return oldest;
+}
+
+bool is_full(const Staging &s, int64_t bytes) {
+  return s.blocks == most_large || s.large_bytes + rounded(bytes) > most_large_bytes;
+}
+
+/* One whose copy is done, or a new one, so that nobody waits. Where there are many already, one
+ * that is not done; or the one that was used longest ago, whatever its key, or a new one in its
+ * place. */
+rp_status find_block(Staging &s, const void *key, int64_t bytes, Block **found) {
+  Block *busy = nullptr;
+  for (int i = 0; i < s.blocks; i++) {
+    Block &block = s.large[i];
+    if (!suits(s, block, key, bytes)) continue;
+    *found = &block;
+    if (has_passed(block.copied)) return RP_OK;
+    if (busy == nullptr || block.used < busy->used) busy = &block;
+  }
+  if (busy != nullptr && is_full(s, bytes)) {
+    *found = busy;
+    return wait_for(busy->copied);
+  }
+  while (is_full(s, bytes)) {
+    Block *const oldest = find_oldest(s);
+    if (oldest == nullptr) break; /* this entry needs all of them */
+    if (fits(*oldest, bytes)) {
+      *found = oldest;
+      return wait_for(oldest->copied);
     }
-    if (oldest != nullptr) release_block(s, oldest);
+    release_block(s, oldest);
   }
   if (s.blocks == most_large) {
     return fail(RP_ERROR_MEMORY, "one operation was given more than %d large arrays", most_large);
@@ -377,10 +401,11 @@ void scratch_begin() {
   Scratch &s = selected->scratch;
   s.at = 0;
   if (s.chunks < 2) return;
+  (void)cudaStreamSynchronize(context().stream); /* for those who use them */
   int64_t all = 0;
   for (int i = 0; i < s.chunks; i++) {
     all += s.bytes[i];
-    (void)cudaFree(s.chunk[i]); /* waits for those who use it */
+    (void)cudaFree(s.chunk[i]);
   }
   s.chunks = 0;
   if (cudaMalloc(&s.chunk[0], static_cast<size_t>(all)) != cudaSuccess) {

@@ -53,7 +53,7 @@ rp_status allocate(int64_t bytes, void **memory) {
 
 void release(void *memory) {
   const Current current(any_primary());
-  (void)cudaFree(memory);
+  (void)cudaFree(memory); /* waits for all streams, whoever's they are */
 }
 
 rp_status write(void *to, const void *from, int64_t bytes) {

@@ -391,6 +391,30 @@ def test_nothing_leaks(freed: Callable[[], int]) -> None:
     assert [x.lent for x in there] == [0] * 5
 
 
+def test_many_masks_take_no_more_room_than_they_may() -> None:
+    """What the host gives is kept on the GPU in 256 MiB: of masks of 64 MiB four."""
+    batch, n, count = 64, 1024, 8
+    q, k, v = (Foreign(rows(batch, 1, n, 1, seed=i)) for i in range(3))
+    size = batch * n * n
+    whole = np.ones(size + 64 * count, bool)
+    masks = [whole[64 * i :][:size].reshape(batch, 1, n, n) for i in range(count)]
+
+    def used_after(sequences: int, count: int) -> int:
+        there = [x.part(lambda x: x[:sequences]) for x in (q, k, v)]
+        for mask in masks[:count]:
+            given = {"mask": mask[:sequences], "lengths": [1] * sequences}  # a pair of each
+            out: Any = relpos.attention(*there, **given)
+            np.testing.assert_array_equal(out.numpy()[:, 0, 0], v.numpy()[:sequences, 0, 0])
+            del out
+        gc.collect()
+        _, _, total, free, _ = _core.devices()[1]
+        return total - free
+
+    before = used_after(batch, 1)
+    for sequences in (batch, batch // 4, batch):
+        assert used_after(sequences, count) - before <= 256 << 20
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
