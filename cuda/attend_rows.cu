@@ -19,8 +19,9 @@
 namespace rpc {
 namespace {
 
-constexpr int attend_threads = 256; /* of a block, and keys of a group */
-constexpr int attend_lanes = 8;     /* threads that share a key */
+constexpr int attend_threads = 256;  /* of a block, and keys of a group */
+constexpr int attend_lanes = 8;      /* threads that share a key */
+constexpr int64_t most_down = 65535; /* blocks along a grid's y */
 
 /* One table on a band; that of head h lies h head_strides further on. */
 struct AttendPart {
@@ -343,8 +344,9 @@ rp_status attend_rows(const rpi_attend_rows_args *args) {
   RPI_TRY(parts_of(s->value, &a.value, &wide));
   RPI_TRY(stage_lists(args, &a, &wide));
   RPI_TRY(stage(args->mean, args->rows, &a.mean));
+  const int64_t heads = a.H < most_down ? a.H : most_down; /* a block goes on to others */
   const dim3 grid(static_cast<unsigned>(a.rows),
-                  a.mean != nullptr ? 1u : static_cast<unsigned>(a.H));
+                  a.mean != nullptr ? 1u : static_cast<unsigned>(heads));
   const size_t shared = static_cast<size_t>(attend_slices(a.D) * ((a.D + 3) / 4)) * sizeof(Four);
   CUDA_TRY(launch(wide ? attend_row<true> : attend_row<false>,
                   {grid, dim3(attend_threads), shared, context().stream}, a));

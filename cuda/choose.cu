@@ -149,7 +149,8 @@ __device__ inline void sort_within_tiles(uint64_t *keys, int64_t size, int64_t f
 }
 
 /* All classes of a row in order, by bitonic merging: keys[size], size a power of two. */
-__global__ void choose_sorted(ChooseRows a, int64_t first_row, uint64_t *all_keys, int64_t size) {
+__global__ void __launch_bounds__(sort_threads)
+    choose_sorted(ChooseRows a, int64_t first_row, uint64_t *all_keys, int64_t size) {
   const int64_t row = first_row + blockIdx.x;
   const float *const x = a.logits + row * a.stride;
   uint64_t *const keys = all_keys + blockIdx.x * size;

@@ -99,7 +99,7 @@ struct LossRows {
 };
 
 /* One block: thread t has the rows t, t + 1024, ... */
-__global__ void losses_all(LossRows a) {
+__global__ void __launch_bounds__(losses_threads) losses_all(LossRows a) {
   __shared__ double shared[losses_threads / 32];
   __shared__ int64_t counts[losses_threads / 32];
   double loss = 0, nll = 0;
