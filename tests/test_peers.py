@@ -346,6 +346,21 @@ def test_compiled_step_peer_against_float64(name: str) -> None:
     check_step_peer(name, STEP)
 
 
+def test_the_peers_loss_under_autocast() -> None:
+    """Operands of its three products are rounded, to half a unit in 8 bits, and nothing else is."""
+    torch.manual_seed(0)
+    hidden, table = torch.randn(1000, 24), torch.randn(40, 24).requires_grad_()
+    labels = torch.randint(40, (1000,))
+    output, found = torch_training.Output(table, 0.1), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss, dhidden = output(hidden, labels)
+        assert loss.dtype == dhidden.dtype == table.grad.dtype == torch.float32
+        found.append((loss, dhidden, table.grad.clone()))
+    for exact, rounded in zip(*found, strict=True):
+        assert 0 < (rounded - exact).norm() < 4 * 2.0**-8 * exact.norm()
+
+
 @pytest.mark.parametrize("rate", [26 / 256, 0.5])
 def test_the_peers_dropout(rate: float) -> None:
     """Drops as many as it should, and makes up for them."""

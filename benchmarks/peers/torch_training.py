@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROWS = 512  # of logits at a time
+ROWS = {"cpu": 512, "cuda": 8192}  # of logits at a time
 
 Parameters = dict[str, Tensor]
 Hidden = Callable[[Tensor, Tensor], Tensor]
@@ -92,6 +92,17 @@ class _LookUp(torch.autograd.Function):  # type: ignore[misc]
         return None, None, None, None
 
 
+def _as_operand(x: Tensor) -> Tensor:
+    """Rounded as autocast would: it leaves products alone that write into memory they are given."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a b; a product of narrow operands is narrow."""
+    return torch.mm(a, b, out=out) if a.dtype == out.dtype else out.copy_(torch.mm(a, b))
+
+
 class Output:
     """Loss over the vocabulary with its gradients, in buffers that stay.
 
@@ -99,9 +110,9 @@ class Output:
     dh = (p - y) W,   dW = (p - y)^T h,   where the eps / V are products with sums
     """
 
-    def __init__(self, table: Tensor, smoothing: float, rows: int = ROWS) -> None:
+    def __init__(self, table: Tensor, smoothing: float) -> None:
         self.table, self.smoothing = table, smoothing
-        self.logits = table.detach().new_empty(rows, len(table))
+        self.logits = table.detach().new_empty(ROWS[table.device.type], len(table))
         table.grad = torch.empty_like(table)
 
     def __call__(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,11 +123,12 @@ class Output:
         columns = table.sum(0)
         dhidden, scaled = torch.empty_like(hidden), hidden / count
         dtable = self.table.grad.copy_((-even * scaled.sum(0)).expand_as(table))
+        x, w, scaled = _as_operand(hidden), _as_operand(table), _as_operand(scaled)
         loss = hidden.new_zeros(())
         for first in range(0, count, len(self.logits)):
             end = min(first + len(self.logits), count)
             rows, label = hidden[first:end], labels[first:end, None]
-            logits = torch.mm(rows, table.mT, out=self.logits[: end - first])
+            logits = _multiply(x[first:end], w.mT, self.logits[: end - first])
             at_label = logits.gather(1, label)
             p = torch.softmax(logits, 1, out=logits)
             log_p = p.gather(1, label).clamp_min_(1e-38).log_()
@@ -124,8 +136,12 @@ class Output:
             loss -= (1 - self.smoothing) * log_p.sum()
             loss -= even * (rows @ columns - len(table) * log_sum[:, 0]).sum()
             p.scatter_add_(1, label, p.new_full((1, 1), self.smoothing - 1).expand_as(label))
-            torch.mm(p, table, out=dhidden[first:end])
-            dtable.addmm_(p.mT, scaled[first:end])
+            p = _as_operand(p)
+            _multiply(p, w, dhidden[first:end])
+            if p.dtype == dtable.dtype:
+                dtable.addmm_(p.mT, scaled[first:end])
+            else:
+                dtable.add_(torch.mm(p.mT, scaled[first:end]))
         dhidden.sub_(even * columns).div_(count)
         return loss / count, dhidden
 
