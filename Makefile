@@ -10,7 +10,9 @@
 #   make sanitized          libcore.so and libcore_f64.so under ASan and UBSan, for
 #                           tests/test_sanitizers.py
 #   make f64                libcore_f64.so and .a: the same sources with double (tests only)
-#   make gpu-check PART=build  then test, sanitize, bench: on a machine with a GPU (docs/cuda.md)
+#   make gpu-check PART=build  then test, sanitize, bench: on a machine with a GPU (docs/cuda.md);
+#                           `python3 .ci/gpu_check.py build` also says by its status, 3, that time
+#                           is up
 #   make examples           examples/c against the static library
 #   make cuda               librelpos_cuda.so in build/cuda/, by nvcc (see cuda/nvcc.py)
 #   make emulated           librelpos_cuda.so for a CPU, in build/emulated/: cuda/ compiled by CXX

@@ -7,19 +7,24 @@
     sanitize   compute-sanitizer's four tools over tests/gpu_small.py
     bench      benchmarks/bench_cuda.py
 
-Needs Python, CUDA 13 and torch, and no network. A part that runs out of time ends with status 3 and
-goes on from there when it is started again. What it found is in build/gpu-check/PART.json, what was
-printed in PART.log.
+Needs Python 3.12, CUDA 13 and torch, and no network. A part that runs out of time ends with status 3
+(with 2 under make, as what fails does) and goes on from there when it is started again. What it found
+is in build/gpu-check/PART.json, what was printed in PART.log. Another tree begins from the start.
+
+It is also what makes pytest go on: `-p gpu_check` leaves out the tests that are done.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +32,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "cuda")]
+
+import nvcc  # noqa: E402
+
+from sources import digest  # noqa: E402
+
 OUT = ROOT / "build" / "gpu-check"
 WHEELS = ROOT / "build" / "gpu-wheels"
 SITE = OUT / "site"
@@ -35,6 +46,8 @@ PACKAGES = ("numpy", "pytest", "setuptools")
 MINUTES = 8.5
 MORE = 3  # status: time is up, start it again
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SHARES = 8  # of tests/gpu_small.py, each a step of its own
+DONE = ("passed", "skipped")
 # These are about the emulator, or about how things are built.
 NOT_ON_A_GPU = tuple(f"test_cuda_{of}.py" for of in ("emulator", "orders", "build", "vectors"))
 
@@ -47,14 +60,13 @@ class Part:
         self.begun = time.monotonic()
         self.end = self.begun + 60 * minutes
         self.path = OUT / f"{name}.json"
-        self.commit = said("git", "rev-parse", "HEAD").strip()
-        self.result: dict[str, Any] = {"part": name, "commit": self.commit, "done": {}}
+        self.sources = digest()
+        self.result = found(name, self.sources)
+        self.result |= {"part": name, "sources": self.sources, "complete": False}
+        self.result["commit"] = said("git", "rev-parse", "HEAD").strip()
         OUT.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            before = json.loads(self.path.read_text())
-            if before["commit"] == self.commit:
-                self.result = before
-        self.done: dict[str, str] = self.result["done"]  # what: "passed", "failed: ..."
+        # what: "passed", "skipped", "failed: ..."
+        self.done: dict[str, str] = self.result.setdefault("done", {})
         self.log = (OUT / f"{name}.log").open("a")
 
     def left(self) -> float:
@@ -73,28 +85,40 @@ class Part:
         """(status, or None where time ran out; what it printed)."""
         line = " ".join(str(word) for word in command)
         self.log.write(f"$ {line}\n")
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=ROOT,
-            env=os.environ | surroundings() | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        status: int | None
         try:
-            text, _ = process.communicate(timeout=max(self.left(), 1))
-            status: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            text, _ = process.communicate()
-            status = None
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=ROOT,
+                env=os.environ | surroundings() | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                process_group=0,
+            )
+        except OSError as error:  # there is no such program
+            status, text = 127, str(error)
+        else:
+            status, text = self.wait(process)
         self.log.write(text + f"\n[status {status}]\n")
         self.log.flush()
         return status, text
 
+    def wait(self, process: subprocess.Popen[str]) -> tuple[int | None, str]:
+        """Ends it with all that it has started, when time is up or this program is ended."""
+        try:
+            text, _ = process.communicate(timeout=max(self.left(), 1))
+            return process.returncode, text
+        except subprocess.TimeoutExpired:
+            return None, end(process)
+        except BaseException:
+            end(process)
+            raise
+
     def step(self, what: str, *command: str | Path, **environment: str) -> bool:
         """Runs a command that is not done yet."""
-        if self.done.get(what) == "passed":
+        if self.done.get(what) in DONE:
             return True
         status, text = self.run(*command, **environment)
         if status is None:
@@ -103,16 +127,37 @@ class Part:
         return status == 0
 
     def stop(self) -> None:
-        self.write(complete=False)
+        self.write()
         print("time is up; the same command goes on from here")
         sys.exit(MORE)
 
     def finish(self) -> int:
-        bad = [what for what, verdict in self.done.items() if not verdict.startswith("passed")]
+        bad = [what for what, verdict in self.done.items() if verdict not in DONE]
+        skipped = [what for what, verdict in self.done.items() if verdict == "skipped"]
         seconds = round(time.monotonic() - self.begun, 1)
-        self.write(complete=True, failed=bad, seconds=seconds)
-        print(f"{self.name}: {len(self.done) - len(bad)} passed, {len(bad)} failed, {seconds} s")
+        self.write(complete=True, failed=bad, skipped=skipped, seconds=seconds)
+        passed = len(self.done) - len(bad) - len(skipped)
+        counts = f"{passed} passed, {len(skipped)} skipped, {len(bad)} failed"
+        print(f"{self.name}: {counts}, {seconds} s")
         return 1 if bad else 0
+
+
+def found(name: str, sources: str) -> dict[str, Any]:
+    """What a part has found of these sources."""
+    path = OUT / f"{name}.json"
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return before if before.get("sources") == sources else {}
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Ends it and what it has started; what they have printed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def said(*command: str) -> str:
@@ -127,19 +172,35 @@ def machine() -> dict[str, str]:
     line = said("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", "--id=0")
     words = (word.strip() for word in line.split(","))
     card = dict(zip(names.split(","), words, strict=False))
-    return card | {"nvcc": said("nvcc", "--version").strip().rsplit("\n", 1)[-1]}
+    compiler = said(str(toolkit() / "nvcc"), "--version") if toolkit() else ""
+    return card | {"nvcc": compiler.strip().rsplit("\n", 1)[-1]}
+
+
+@functools.cache
+def toolkit() -> Path | None:
+    """The folder of nvcc, and of compute-sanitizer."""
+    try:
+        return nvcc.find().nvcc.parent
+    except nvcc.Missing:
+        return None
+
+
+def joined(*paths: object) -> str:
+    return os.pathsep.join(str(path) for path in paths if path)
 
 
 def surroundings() -> dict[str, str]:
     """Settings of every command: the packages of `build`, and the library that it made."""
-    paths = [str(SITE), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PATH": joined(toolkit(), os.environ.get("PATH")),
+        "PYTHONPATH": joined(SITE, ROOT, ROOT / ".ci", os.environ.get("PYTHONPATH")),
         "PYTHONUNBUFFERED": "1",  # what was printed before time ran out is not lost
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # what machine() names
+        "BLAS": "builtin",  # to make, also where tests call it
         "RELPOS_BLAS": "builtin",
         "RELPOS_CUDA": "0",
         "RELPOS_CUDA_LIBRARY": str(CUDA),
-        "RELPOS_TEST_CUDA": str(CUDA),
+        "RELPOS_TEST_CUDA": "gpu",
         "RELPOS_TEST_CORE": str(ROOT / "build" / "release" / "libcore.so"),
         "RELPOS_TEST_CORE_F64": str(ROOT / "build" / "f64" / "libcore_f64.so"),
     }
@@ -155,12 +216,13 @@ def prepare(part: Part) -> int:
 
 
 def build(part: Part) -> int:
+    part.done.clear()  # make and nvcc.py know themselves what is there already
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index")
         part.step("packages", *command, "--find-links", WHEELS, "--target", SITE, *missing)
     jobs = f"-j{os.cpu_count()}"
-    part.step("libcore", "make", jobs, "BLAS=builtin", "all", "f64")
+    part.step("libcore", "make", jobs, "all", "f64")
     capability = machine().get("compute_cap", "").replace(".", "")
     only = ("--only", capability) if capability else ()
     part.step("cuda", sys.executable, "cuda/nvcc.py", "--out", CUDA.parent, *only)
@@ -169,39 +231,44 @@ def build(part: Part) -> int:
     return part.finish()
 
 
-PASSED = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+VERDICT = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """pytest's hook: the tests that are done are not run again."""
+    done = json.loads(Path(os.environ["GPU_CHECK_DONE"]).read_text())["done"]
+    items[:] = [item for item in items if done.get(item.nodeid) not in DONE]
 
 
 def run_tests(part: Part, file: Path) -> None:
-    """The tests of a file that have not passed yet; what passes is kept, also if time runs out."""
-    known = [what for what, verdict in part.done.items() if verdict.startswith("passed")]
-    skip = [word for what in known if "::" in what for word in ("--deselect", what)]
+    """The tests of a file that are not done yet; what is done is kept, also if time runs out."""
+    part.write()
     command = (sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short")
-    command += ("-p", "no:cacheprovider")
-    status, text = part.run(*command, file.relative_to(ROOT), *skip)
-    for name, verdict in PASSED.findall(text):
-        part.done[name] = "passed" if verdict in ("PASSED", "SKIPPED") else f"failed: {verdict}"
+    command += ("-p", "no:cacheprovider", "-p", "gpu_check")
+    status, text = part.run(*command, file.relative_to(ROOT), GPU_CHECK_DONE=str(part.path))
+    for name, verdict in VERDICT.findall(text):
+        part.done[name] = verdict.lower() if verdict.lower() in DONE else f"failed: {verdict}"
     part.write()
     if status is None:
         part.stop()
-    if status not in (0, 1, 5):  # passed, failed, none left
-        part.keep(str(file.name), f"failed ({status}): {text[-2000:]}")
-    elif status == 0 or "failed" not in text:
-        part.keep(str(file.name), "passed")
+    known = any(what.startswith(f"tests/{file.name}::") for what in part.done)
+    if status in (0, 5):  # passed; none left, or skipped as a whole
+        part.keep(file.name, "passed" if known else "skipped")
+    else:
+        part.keep(file.name, f"failed ({status}): {text[-2000:]}")
 
 
 def test(part: Part) -> int:
     vectors = OUT / "vectors"
-    compiler = shutil.which("nvcc") or "nvcc"
     flags = ("-x", "cu", "-std=c++17", "-arch=native", "-Icuda", "-Icsrc", "-Icsrc/include")
-    if part.step("vectors", compiler, *flags, "tests/emulator/vectors.cpp", "-o", vectors):
+    if part.step("vectors", "nvcc", *flags, "tests/emulator/vectors.cpp", "-o", vectors):
         status, text = part.run(vectors)
         head = f"# {json.dumps(machine())}\n"
         (OUT / "ptx_vectors.txt").write_text(head + text)
         part.keep("vectors run", "passed" if status == 0 else f"failed: {text[-500:]}")
     files = sorted((ROOT / "tests").glob("test_cuda_*.py"))
     for file in files:
-        if file.name in NOT_ON_A_GPU or part.done.get(file.name) == "passed":
+        if file.name in NOT_ON_A_GPU or part.done.get(file.name) in DONE:
             continue
         if part.left() < 10:
             part.stop()
@@ -210,12 +277,12 @@ def test(part: Part) -> int:
 
 
 def sanitize(part: Part) -> int:
-    for tool in TOOLS:
+    for tool, share in itertools.product(TOOLS, range(1, SHARES + 1)):
         if part.left() < 30:
             part.stop()
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         command += ("--target-processes", "all", sys.executable, "tests/gpu_small.py")
-        part.step(tool, *command)
+        part.step(f"{tool} {share}/{SHARES}", *command, f"{share}/{SHARES}")
     return part.finish()
 
 
@@ -238,7 +305,12 @@ def main() -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     given = parser.parse_args()
-    return PARTS[given.part](Part(given.part, given.minutes))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    part = Part(given.part, given.minutes)
+    built = found("build", part.sources)
+    if given.part not in ("prepare", "build") and (not built.get("complete") or built["failed"]):
+        parser.error("this tree is not built: build comes first")
+    return PARTS[given.part](part)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ The step: paper-base and paper-big in bf16 with 25,000 + 25,000 tokens; ours, ou
 positions, and the compiled peer of peers/torch_step.py under autocast.
 
 What is measured is written at once, with card, clocks, driver and command; a case that is there
-already, of the same commit, is not measured again.
+already, of the same sources, is not measured again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import torch  # noqa: E402
 import capi  # noqa: E402
 import device_capi  # noqa: E402
 from peers import torch_attention  # noqa: E402
+from sources import digest  # noqa: E402
 
 Json = dict[str, Any]
 Call = Callable[[], Any]
@@ -74,6 +75,7 @@ def machine(dry: bool) -> Json:
     return card | {
         "commit": asked("git", "rev-parse", "HEAD").strip(),
         "changed": bool(asked("git", "status", "--porcelain", "--untracked-files=no").strip()),
+        "sources": digest(),
         "command": " ".join(sys.argv),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
@@ -338,7 +340,7 @@ class Report:
         self.cases: Json = {}
         if self.path.exists():
             before = json.loads(self.path.read_text())
-            if before["machine"].get("commit") == self.machine["commit"]:
+            if before["machine"].get("sources") == self.machine["sources"]:
                 self.cases = before["cases"]
 
     def has(self, name: str) -> bool:

@@ -136,6 +136,7 @@ def compile_one(compiler: Compiler, name: str, out: Path, flags: list[str]) -> t
     command += ["-c", str(ROOT / "cuda" / name), "-o", str(target)]
     log = target.with_suffix(".log")  # what ptxas says of registers and spills
     if not is_fresh(target, command):
+        target.with_suffix(".command").unlink(missing_ok=True)  # until it is whole
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         log.write_text(done.stdout + done.stderr)
         if done.returncode != 0:

@@ -7,9 +7,11 @@ under a sanitizer); without them `make all f64` runs once.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -72,3 +74,14 @@ def emulated_device() -> Path:
             make("emulated")
         os.environ["RELPOS_CUDA_LIBRARY"] = str(library)
     return Path(given)
+
+
+@pytest.fixture
+def nvcc() -> ModuleType:
+    """cuda/nvcc.py, which finds the compiler."""
+    spec = importlib.util.spec_from_file_location("nvcc", ROOT / "cuda" / "nvcc.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nvcc"] = module  # its dataclass looks for itself
+    spec.loader.exec_module(module)
+    return module

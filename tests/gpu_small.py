@@ -4,6 +4,7 @@ compute-sanitizer looks at (`make gpu-check PART=sanitize`), which takes a hundr
 the work itself, and tests/test_cuda_orders.py.
 
     RELPOS_CUDA_LIBRARY=build/emulated/librelpos_cuda.so python tests/gpu_small.py
+    ...                                                  python tests/gpu_small.py 2/8    a share of it
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +47,24 @@ class Digest:
         return self.sum.hexdigest()[:16]
 
 
-def attention(core: DeviceCore) -> str:
+def attention(core: Path, element: int, precision: int) -> str:
+    device = DeviceCore(core, element=element, precision=precision)
     done, digest = 0, Digest()
     for case in CORNERS[::EVERY]:
         arrays = make_arrays(case, np.float32)
         try:
-            forward = capi.run_forward(core, case, arrays)
-            gradients = capi.run_backward(core, case, arrays, forward)
+            forward = capi.run_forward(device, case, arrays)
+            gradients = capi.run_backward(device, case, arrays, forward)
         except capi.CoreError as error:
             if error.status == capi.DEVICE:
                 raise
             continue  # the same refusal as on the CPU
         digest.add(forward.out.raw, forward.lse.raw, *gradients.values())
         done += 1
-    return f"{done} cases {digest}"
+    return f"{device.name} {done} cases {digest}"
 
 
-def training(position: str, precision: str, activation: str) -> Digest:
+def training(position: str, precision: str, activation: str) -> str:
     stacks = {f"{stack}__position": position for stack in ("encoder", "decoder")}
     config = small_config(**stacks, activation=activation, ema=0.9)
     model = relpos.Transformer(config, tokens=256, sentences=32, device="cuda", precision=precision)
@@ -83,23 +86,24 @@ def training(position: str, precision: str, activation: str) -> Digest:
         other = relpos.Transformer.load(Path(folder) / "model", device="cuda")
     digest.add(relpos.Decoder(model, other).search(batch, search)[0][0].score)
     digest.add(model.attention_maps(pairs(), 0, 1, "decoder"))
-    return digest
+    return f"{position} {precision} {activation} {digest}"
 
 
 def main() -> int:
     core = Path(os.environ.get("RELPOS_TEST_CORE", ROOT / "build" / "release" / "libcore.so"))
-    for element, precision in ((F32, F32), (F32, BF16), (BF16, BF16)):
-        one = DeviceCore(core, element=element, precision=precision)
-        print(one.name, attention(one), flush=True)
-    for position, precision, activation in (
+    types = ((F32, F32), (F32, BF16), (BF16, BF16))
+    models = (
         ("shaw", "f32", "relu"),
         ("shaw", "bf16", "swiglu"),
         ("t5", "bf16", "gelu"),
         ("deberta", "f32", "relu"),
         ("rope", "f32", "relu"),
-    ):
-        digest = training(position, precision, activation)
-        print(position, precision, activation, digest, flush=True)
+    )
+    pieces = [partial(attention, core, *each) for each in types]
+    pieces += [partial(training, *each) for each in models]
+    share, shares = map(int, (sys.argv[1] if len(sys.argv) > 1 else "1/1").split("/"))
+    for piece in pieces[share - 1 :: shares]:
+        print(piece(), flush=True)
     return 0
 
 

@@ -8,7 +8,6 @@ cuda of .ci/run makes it for all architectures, which takes minutes.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import shutil
@@ -24,16 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Where the products of attention are, in bf16 on tensor cores; backward's general path multiplies
 # one number at a time.
 TENSOR = ("attention_forward", "attention_backward_band")
-
-
-@pytest.fixture
-def nvcc() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nvcc", ROOT / "cuda" / "nvcc.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["nvcc"] = module  # its dataclass looks for itself
-    spec.loader.exec_module(module)
-    return module
 
 
 # --------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def run(make: Any, given: list[Any], dtype: Any = None, **options: Any) -> list[
         x.grad = None
     q, k, v = (x.to(dtype) for x in given[:3])
     out = relpos.torch.attention(q, k, v, position=make(*given[3:]), causal=True, **options)
-    out.backward(tensor(*out.shape, seed=4, dtype=out.dtype, grad=False))
+    out.backward(tensor(*out.shape, seed=4, dtype=out.dtype, grad=False).to(out.device))
     return [out.detach(), *(x.grad for x in given)]
 
 
@@ -307,6 +307,9 @@ def test_refused(spoil: Any, sentence: str) -> None:
 @pytest.mark.usefixtures("on_the_emulator")
 def test_nothing_is_left_on_the_device() -> None:
     import gc
+
+    if os.environ.get("RELPOS_TEST_CUDA") == "gpu":
+        pytest.skip("a GPU's memory is counted in large pieces")
 
     def free() -> int:
         gc.collect()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+""".ci/gpu_check.py, as far as that goes without a GPU: what is done is not done again, what is new
+is, and what hangs is ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from sources import FILES, digest  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="for Python 3.12")
+
+FEW = """
+import os
+import pytest
+
+def begun(name):
+    with open("begun", "a") as file:
+        file.write(name)
+
+def test_a():
+    begun("a")
+
+def test_ab():
+    begun("b")
+    assert os.path.exists("mended")
+
+@pytest.mark.parametrize("x", ["[", "a b::c"])
+def test_of(x):
+    begun("c")
+
+def test_not_here():
+    begun("d")
+    pytest.skip("not here")
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program, in a tree of its own."""
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / ".ci" / "gpu_check.py")
+    assert spec and spec.loader
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in FILES:
+        (tmp_path / name).write_text("")
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "OUT", tmp_path / "build")
+    monkeypatch.setattr(module, "digest", lambda: digest(tmp_path))
+    monkeypatch.setattr(module, "toolkit", lambda: None)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / ".ci"))
+    return module
+
+
+def test_what_has_been_tested_is_not_tested_again(check: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "tests" / "test_few.py"
+    file.write_text(FEW)
+    part = check.Part("test", 1)
+    check.run_tests(part, file)
+    assert part.finish() == 1
+    assert part.result["failed"] == ["tests/test_few.py::test_ab", "test_few.py"]
+    assert part.result["skipped"] == ["tests/test_few.py::test_not_here"]
+    (tmp_path / "mended").touch()
+    part = check.Part("test", 1)
+    check.run_tests(part, file)
+    assert part.finish() == 0 and len(part.done) == 6
+    assert (tmp_path / "begun").read_text() == "abccdb"
+    file.write_text(FEW + "\n")
+    assert check.Part("test", 1).done == {}
+
+
+def test_what_was_built_is_what_counts(tmp_path: Path) -> None:
+    for name in (*FILES, "cuda/a.cu"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    before = digest(tmp_path)
+    for name in ("relpos/lib/libcore.a", "tests/__pycache__/x", "README.md", "build/log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert digest(tmp_path) == before
+    (tmp_path / "cuda" / "a.cu").rename(tmp_path / "cuda" / "b.cu")
+    assert digest(tmp_path) != before
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(check: ModuleType) -> None:
+    """The second one has what is printed open for as long as it lives."""
+    begun = time.monotonic()
+    part = check.Part("test", 0)
+    assert part.run("sh", "-c", "echo here; sleep 100 & sleep 100") == (None, "here\n")
+    with pytest.raises(SystemExit) as ended:
+        part.step("hangs", "sleep", "100")
+    assert ended.value.code == check.MORE and part.done == {}
+    assert time.monotonic() - begun < 50
+
+
+def test_a_program_that_is_not_there_is_a_failure(check: ModuleType) -> None:
+    part = check.Part("sanitize", 1)
+    assert not part.step("tool", "no-such-program")
+    assert part.done["tool"].startswith("failed (127): ") and part.finish() == 1
