@@ -61,7 +61,7 @@ static int64_t gemm_part(int64_t length, int64_t most, int64_t step) {
 
 /* What a cut into blocks costs. Packing or fetching its part of A takes a block as long as for_a of
  * its columns do, packing B as long as for_b of its rows; for the last thread a quarter of a
- * block is waited, where there is but one `alone` of it. Measured: docs/gemm.md. */
+ * block is waited, where there is but one `alone` of it. Fitted to the shapes in docs/gemm.md. */
 typedef struct gemm_costs {
   double for_a, for_b, alone;
   int64_t rows, columns, shorter; /* at most, and the shorter of the two */

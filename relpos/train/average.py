@@ -15,8 +15,6 @@ from relpos.config import Config
 from relpos.model import Transformer
 from relpos.train.checkpoint import CONFIG, MODEL, TOKENIZER, Checkpoint, write_json
 
-LAST = 20
-
 # How a run was trained may change on the way, what it trains may not.
 _SCHEDULE = frozenset(("schedule", "learning_rate", "warmup", "steps", "final_rate", "clip_norm"))
 
