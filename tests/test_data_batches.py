@@ -385,7 +385,7 @@ def test_no_more_is_made_ahead_than_asked(
     made = Batches(pairs, prefetch=3, **BUDGET)
     packed = []
     inner = made._packer.pack
-    monkeypatch.setattr(made._packer, "pack", lambda x: packed.append(x) or inner(x))
+    monkeypatch.setattr(made._packer, "pack", lambda *x: packed.append(x) or inner(*x))
     iterator = iter(made)
     next(iterator)
     time.sleep(0.2)
@@ -404,10 +404,10 @@ def test_an_error_reaches_the_caller_in_its_place(
     made = Batches(pairs, prefetch=prefetch, **BUDGET)
     inner, count = made._packer.pack, iter(range(1000))
 
-    def pack(chosen: Any) -> Any:
+    def pack(*pairs: Any) -> Any:
         if next(count) == 10:
             raise Full("no memory")
-        return inner(chosen)
+        return inner(*pairs)
 
     monkeypatch.setattr(made._packer, "pack", pack)
     given = []

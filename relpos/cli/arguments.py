@@ -49,6 +49,16 @@ def minutes(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected 0 or more and below 1, got {text}")
+    return value
+
+
 def add_progress(command: Any, elsewhere: str = "lines") -> None:
     command.add_argument(
         "--progress",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from relpos.cli.arguments import (
     add_threads,
     count,
     minutes,
+    share,
     use_threads,
 )
 
@@ -99,19 +100,20 @@ def _demo(options: argparse.Namespace) -> int:
 # --------------------------------------------------------------------------------------------------
 
 # Options of the loop: those of `Trainer`, which also may stand in the [train] table of a TOML file.
-_LOOP: dict[str, tuple[type, str, str]] = {
-    "steps": (int, "N", "updates after which to end; the schedule's length too"),
-    "epochs": (int, "N", "end after so many passes over the data"),
-    "minutes": (float, "M", "end after so many minutes"),
-    "patience": (int, "N", "end after so many validations in a row without a better one"),
-    "tokens": (int, "N", "the most tokens of a batch, on each side (4096)"),
-    "sentences": (int, "N", "the most sentences of a batch (512)"),
-    "accumulate_tokens": (int, "N", "the most tokens of an update, in several batches"),
-    "validate_every": (int, "N", "updates between validations (500)"),
-    "save_every": (int, "N", "updates between checkpoints (1000)"),
-    "save_minutes": (float, "M", "minutes between checkpoints, if that is earlier (10)"),
-    "keep": (int, "N", "checkpoints that stay, beside the best one (20)"),
-    "log_every": (int, "N", "updates to a line of the log (10)"),
+_LOOP: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "steps": (count, "N", "updates after which to end; the schedule's length too"),
+    "epochs": (count, "N", "end after so many passes over the data"),
+    "minutes": (minutes, "M", "end after so many minutes"),
+    "patience": (count, "N", "end after so many validations in a row without a better one"),
+    "tokens": (count, "N", "the most tokens of a batch, on each side (4096)"),
+    "sentences": (count, "N", "the most sentences of a batch (512)"),
+    "accumulate_tokens": (count, "N", "the most tokens of an update, in several batches"),
+    "split": (share, "P", "the chance that a token of the training data is split in two (0)"),
+    "validate_every": (count, "N", "updates between validations (500)"),
+    "save_every": (count, "N", "updates between checkpoints (1000)"),
+    "save_minutes": (minutes, "M", "minutes between checkpoints, if that is earlier (10)"),
+    "keep": (count, "N", "checkpoints that stay, beside the best one (20)"),
+    "log_every": (count, "N", "updates to a line of the log (10)"),
 }
 
 
@@ -172,8 +174,7 @@ def _add_train(commands: Any) -> None:
     )
     model.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and order (1)")
     loop = command.add_argument_group("training")
-    for name, (kind, letter, what) in _LOOP.items():
-        check = count if kind is int else minutes
+    for name, (check, letter, what) in _LOOP.items():
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
     run = command.add_argument_group("run")
     run.add_argument(
@@ -355,6 +356,13 @@ def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return config, loop
 
 
+_NUMBERS: dict[Callable[[str], Any], str] = {
+    count: f"a whole number, 1 to {LARGEST:,}",
+    minutes: "a number above 0",
+    share: "a number from 0 to below 1",
+}
+
+
 def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{path}: train: expected a table, [train], got {table!r}")
@@ -362,11 +370,16 @@ def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
         if name not in _LOOP:
             known = ", ".join(_LOOP)
             raise ValueError(f"{path}: train.{name}: no such option; there are {known}")
-        whole = _LOOP[name][0] is not float
-        kind, most = (int, LARGEST) if whole else (int | float, math.inf)
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value <= most:
-            said = f"a whole number, 1 to {LARGEST:,}" if whole else "a number above 0"
-            raise ValueError(f"{path}: train.{name}: expected {said}, got {value!r}")
+        check = _LOOP[name][0]
+        kind: Any = int if check is count else int | float
+        try:
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise argparse.ArgumentTypeError
+            check(str(value))
+        except argparse.ArgumentTypeError:
+            raise ValueError(
+                f"{path}: train.{name}: expected {_NUMBERS[check]}, got {value!r}"
+            ) from None
     return dict(table)
 
 

@@ -12,6 +12,7 @@ docs/data.md says more.
 
 from relpos.data.batches import Batches, InOrder
 from relpos.data.cache import TokenCache
+from relpos.data.splits import Splits
 from relpos.data.subwords import (
     SentencePiece,
     Subwords,
@@ -29,6 +30,7 @@ __all__ = [
     "Pairs",
     "Report",
     "SentencePiece",
+    "Splits",
     "Subwords",
     "TokenCache",
     "Words",

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,13 @@ import numpy.typing as npt
 from relpos.batch import Batch
 from relpos.data.cache import TokenCache
 from relpos.data.order import permuted, shuffled, word
+from relpos.data.splits import Splits
 from relpos.data.text import Report
 from relpos.position.arrays import check_count
 
 CHUNK = 1 << 16  # pairs
-PAIRS, BATCHES = 0, 1  # what is put into a random order
+PAIRS, BATCHES = 0, 1  # what is put into a random order,
+SPLITS = 2  # and what else is random
 SEEDS = 1 << 64
 
 Places = npt.NDArray[np.int64]
@@ -51,6 +53,8 @@ class Batches(Iterable[tuple[Batch, ...]]):
         is a batch.
     seed: int. Of the orders.
     shuffle: bool. False: every epoch in the order of the cache, neither shuffled nor sorted.
+    splits: Splits. Tokens that are split, others in every epoch; a pair that would be too long then
+        stays whole. None: none are.
     bos, eos: int. Before and after a target; None: those of the cache.
     epochs: int. Iteration ends after so many, counted from the first; None: never.
     prefetch: int. Updates made ahead of time by a thread; 0: no thread.
@@ -69,6 +73,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
         accumulate_tokens: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        splits: Splits | None = None,
         bos: int | None = None,
         eos: int | None = None,
         epochs: int | None = None,
@@ -82,6 +87,14 @@ class Batches(Iterable[tuple[Batch, ...]]):
         if seed >= SEEDS:
             raise ValueError(f"seed: expected below 2**64, got {seed}")
         self._shuffle = bool(shuffle)
+        if not isinstance(splits, Splits | None):
+            raise TypeError(f"splits: expected relpos.data.Splits, got {type(splits).__name__}")
+        if splits is not None and splits.size != cache.size:
+            raise ValueError(
+                f"splits: expected of a vocabulary of {cache.size:,}, the cache's, got one of "
+                f"{splits.size:,}"
+            )
+        self._splits = splits
         self._epochs = None if epochs is None else check_count("epochs", epochs, 0)
         self._prefetch = check_count("prefetch", prefetch, 0)
         self._where = _Where()
@@ -114,10 +127,11 @@ class Batches(Iterable[tuple[Batch, ...]]):
         state: of Batches over the same cache and with the same arguments; else it is refused, with
             the name of what differs.
         """
+        before = {"splits": 0} | dict(state)  # which states of older versions do not name
         for name, value in self._settings().items():
-            if state.get(name) != value:
+            if before.get(name) != value:
                 raise ValueError(
-                    f"state: {name}: it was {state.get(name)}, is {value} now; with other data or "
+                    f"state: {name}: it was {before.get(name)}, is {value} now; with other data or "
                     "other batches there is no going on from it"
                 )
         names = ("epoch", "chunk", "batch", "position")
@@ -154,6 +168,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
         return {
             "seed": self._seed,
             "shuffle": int(self._shuffle),
+            "splits": 0 if self._splits is None else self._splits.checksum,
             "tokens": packer.tokens,
             "sentences": packer.sentences,
             "max_length": packer.max_length,
@@ -164,48 +179,55 @@ class Batches(Iterable[tuple[Batch, ...]]):
 
     def _updates(self, where: _Where) -> Iterator[tuple[_Where, tuple[Batch, ...]]]:
         """Updates from there on, each with where the next one begins."""
-        pack = self._packer.pack
         while self._epochs is None or where.epoch < self._epochs:
-            update: list[Places] = []
+            update: list[tuple[_Text, Places]] = []
             filled = np.zeros(2, np.int64)
-            for chunk, batch, chosen, sizes in self._batches(where):
+            for chunk, batch, pairs, sizes in self._batches(where):
                 if update and (filled + sizes > self._accumulate).any():
                     where = _Where(where.epoch, chunk, batch, where.position + 1)
-                    yield where, tuple(map(pack, update))
+                    yield where, self._packed(update)
                     update, filled = [], np.zeros(2, np.int64)
-                update.append(chosen)
+                update.append(pairs)
                 filled += sizes
             where = _Where(where.epoch + 1)
             if update:  # none: resumed at a place that this epoch does not have
-                yield where, tuple(map(pack, update))
+                yield where, self._packed(update)
 
-    def _batches(self, where: _Where) -> Iterator[tuple[int, int, Places, Places]]:
+    def _packed(self, update: list[tuple[_Text, Places]]) -> tuple[Batch, ...]:
+        return tuple(self._packer.pack(text, chosen) for text, chosen in update)
+
+    def _batches(self, where: _Where) -> Iterator[tuple[int, int, tuple[_Text, Places], Places]]:
         """The rest of an epoch: (chunk, batch, the pairs in it, its tokens on both sides)."""
         first = where.batch
         for chunk in range(where.chunk, -(-len(self._packer.cache) // CHUNK)):
-            chosen, sizes = self._chunk(where.epoch, chunk)
+            text, chosen, sizes = self._chunk(where.epoch, chunk)
             borders = cut(sizes, self._packer.tokens, self._packer.sentences)
             order: Places = np.arange(len(borders) - 1)
             if self._shuffle:
                 order = shuffled(len(order), word(self._seed, where.epoch, BATCHES, chunk))
             for batch, number in enumerate(order[first:].tolist(), first):
                 part = slice(borders[number], borders[number + 1])
-                yield chunk, batch, chosen[part], sizes[:, part].sum(axis=1)
+                yield chunk, batch, (text, chosen[part]), sizes[:, part].sum(axis=1)
             first = 0
 
-    def _chunk(self, epoch: int, chunk: int) -> tuple[Places, Places]:
-        """The pairs of a chunk that are not too long, by length, and their sizes."""
+    def _chunk(self, epoch: int, chunk: int) -> tuple[_Text, Places, Places]:
+        """The pairs of a chunk that are not too long, by length, the text they are of, their sizes."""
         begin, n = chunk * CHUNK, len(self._packer.cache)
         end = min(begin + CHUNK, n)
         chosen: Places = np.arange(begin, end)
         if self._shuffle:
             chosen = permuted(begin, end, n, word(self._seed, epoch, PAIRS))
-        sizes = self._packer.sizes(chosen)
-        chosen, sizes = self._packer.fitting(chosen, sizes)
+        text = self._packer.text
+        chosen, sizes = self._packer.fitting(chosen)
+        if self._splits is not None and len(chosen) > 0:
+            key = word(self._seed, epoch, SPLITS, chunk)
+            text = text.split(chosen, self._splits, key, self._packer.max_length)
+            chosen = np.arange(len(chosen))
+            sizes = text.sizes(chosen)
         if self._shuffle:
             by_length = np.argsort(sizes.max(axis=0), kind="stable")
             chosen, sizes = chosen[by_length], sizes[:, by_length]
-        return chosen, sizes
+        return text, chosen, sizes
 
 
 class InOrder(Iterable[Batch]):
@@ -235,10 +257,10 @@ class InOrder(Iterable[Batch]):
         packer = self._packer
         for begin in range(0, len(packer.cache), CHUNK):
             chosen: Places = np.arange(begin, min(begin + CHUNK, len(packer.cache)))
-            chosen, sizes = packer.fitting(chosen, packer.sizes(chosen))
+            chosen, sizes = packer.fitting(chosen)
             borders = cut(sizes, packer.tokens, packer.sentences)
             for first, last in pairwise(borders):
-                yield packer.pack(chosen[first:last])
+                yield packer.pack(packer.text, chosen[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +292,46 @@ def cut(sizes: Places, tokens: int, sentences: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Pairs of sentences as tokens: those of a cache, or of a chunk whose tokens were split.
+
+    begins: where pair i begins in tokens, its source and then its target. source_lengths: None for
+    single sentences.
+    """
+
+    tokens: npt.NDArray[Any]
+    begins: npt.NDArray[np.int64]
+    source_lengths: npt.NDArray[Any] | None
+    target_lengths: npt.NDArray[Any]
+
+    def sizes(self, chosen: Places | slice) -> Places:
+        """What pairs take in a batch: int (sides, pairs), bos counted."""
+        target = self.target_lengths[chosen].astype(np.int64) + 1
+        if self.source_lengths is None:
+            return target[None]
+        return np.stack((self.source_lengths[chosen].astype(np.int64), target))
+
+    def split(self, chosen: Places, splits: Splits, key: int, longest: int) -> _Text:
+        """Those pairs with some of their tokens split, but those that would be longer than that."""
+        whole = self.sizes(chosen)
+        whole[-1] -= 1
+        lengths = whole.sum(axis=0)
+        plain = self.tokens[_runs(self.begins[chosen], lengths)]
+        tokens, counts = splits.apply(plain, key)
+        # source, target, source, target and so on: what each has become
+        sides = np.add.reduceat(counts, _offsets(whole.T.ravel())[:-1]).reshape(-1, len(whole)).T
+        begins = _offsets(sides.sum(axis=0))[:-1]
+        too_long = (sides > longest).any(axis=0) | (sides[-1] == longest)
+        if too_long.any():
+            begins = np.where(too_long, tokens.size + _offsets(lengths)[:-1], begins)
+            sides = np.where(too_long, whole, sides)
+            tokens = np.concatenate((tokens, plain.astype(np.int32)))
+        return _Text(tokens, begins, sides[0] if len(sides) == 2 else None, sides[-1])
+
+
 class _Packer:
-    """Pairs of a cache as a Batch, in a few operations on arrays."""
+    """Pairs as a Batch, in a few operations on arrays."""
 
     def __init__(
         self,
@@ -291,40 +351,34 @@ class _Packer:
         self.max_length = min(longest, tokens)
         self._bos = cache.bos if bos is None else check_count("bos", bos, 0)
         self._eos = cache.eos if eos is None else check_count("eos", eos, 0)
+        self.text = _Text(cache.tokens, cache.offsets, cache.source_lengths, cache.target_lengths)
         blocks = range(0, len(cache), CHUNK)
-        fit = sum(int(self._fit(self.sizes(slice(x, x + CHUNK))).sum()) for x in blocks)
+        fit = sum(int(self._fit(self.text.sizes(slice(x, x + CHUNK))).sum()) for x in blocks)
         self.report = replace(cache.report, too_long=len(cache) - fit)
         if fit == 0:
             raise ValueError(
                 f"max_length: no sentence fits into {self.max_length} tokens: {self.report}"
             )
 
-    def sizes(self, chosen: Places | slice) -> Places:
-        """What pairs take in a batch: int (sides, pairs), bos counted."""
-        target = self.cache.target_lengths[chosen].astype(np.int64) + 1
-        if self.cache.source_lengths is None:
-            return target[None]
-        return np.stack((self.cache.source_lengths[chosen].astype(np.int64), target))
-
     def _fit(self, sizes: Places) -> npt.NDArray[np.bool_]:
         return np.asarray((sizes <= self.max_length).all(axis=0))
 
-    def fitting(self, chosen: Places, sizes: Places) -> tuple[Places, Places]:
-        """Without those that are too long."""
+    def fitting(self, chosen: Places) -> tuple[Places, Places]:
+        """Those of the cache that are not too long, and their sizes."""
+        sizes = self.text.sizes(chosen)
         fit = self._fit(sizes)
         return chosen[fit], sizes[:, fit]
 
-    def pack(self, chosen: Places) -> Batch:
-        cache = self.cache
-        begins = cache.offsets[chosen]
-        lengths = cache.target_lengths[chosen].astype(np.int64)
+    def pack(self, text: _Text, chosen: Places) -> Batch:
+        begins = text.begins[chosen]
+        lengths = text.target_lengths[chosen].astype(np.int64)
         source = source_offsets = None
-        if cache.source_lengths is not None:
-            source_lengths = cache.source_lengths[chosen].astype(np.int64)
-            source = cache.tokens[_runs(begins, source_lengths)]
+        if text.source_lengths is not None:
+            source_lengths = text.source_lengths[chosen].astype(np.int64)
+            source = text.tokens[_runs(begins, source_lengths)]
             source_offsets = _offsets(source_lengths)
             begins = begins + source_lengths
-        words = cache.tokens[_runs(begins, lengths)]
+        words = text.tokens[_runs(begins, lengths)]
         offsets = _offsets(lengths + 1)
         target = np.empty(words.size + len(chosen), np.int32)
         labels = np.empty_like(target)

@@ -230,6 +230,15 @@ class SentencePiece:
         """How the token is written, with "▁" for a space: for pictures."""
         return str(self._processor.IdToPiece(_within((token,), self.size)[0]))
 
+    def spellings(self) -> list[str | None]:
+        """How each token is written, for `Splits`; None: bytes, and what is not of a text."""
+        of = self._processor
+        unwritten = (of.IsControl, of.IsUnknown, of.IsUnused, of.IsByte)
+        return [
+            None if any(each(token) for each in unwritten) else str(of.IdToPiece(token))
+            for token in range(self.size)
+        ]
+
     def fingerprint(self) -> str:
         return hashlib.sha256(self._model).hexdigest()
 

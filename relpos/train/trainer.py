@@ -33,11 +33,13 @@ from relpos.data import (
     InOrder,
     Report,
     SentencePiece,
+    Splits,
     Subwords,
     TokenCache,
     check_vocabulary,
     load_subwords,
 )
+from relpos.data.splits import check_chance
 from relpos.model import Precision, Transformer, model_memory
 from relpos.position.arrays import check_count
 from relpos.saved import find_model
@@ -108,6 +110,8 @@ class Trainer:
 
     tokens, sentences: int. The most of a batch, on each side.
     accumulate_tokens: int. The most of an update on each side, in several batches; None: one batch.
+    split: float. The chance that a token of the training data is two others, spelled alike (see
+        `relpos.data.Splits`); 0: none is.
     seed: int. Of the order of the data; the configuration has that of weights and dropout.
 
     steps: int. Training ends after so many updates; None: config.steps, which alone is the
@@ -136,6 +140,7 @@ class Trainer:
         tokens: int = 4096,
         sentences: int = 512,
         accumulate_tokens: int | None = None,
+        split: float = 0.0,
         seed: int = 1,
         steps: int | None = None,
         epochs: int | None = None,
@@ -184,6 +189,7 @@ class Trainer:
         check_count("tokens", tokens, 2)
         if accumulate_tokens is not None:
             check_count("accumulate_tokens", accumulate_tokens, tokens)
+        check_chance(split)
         look_at("data", data, config, throughout=False)
         look_at("validation", validation, config, throughout=True)
 
@@ -203,11 +209,13 @@ class Trainer:
         size = self.subwords.size
         self.config = config.replace({"source_vocabulary": size, "target_vocabulary": size})
         check_vocabulary(self.subwords, self.config)
+        splits = None if split == 0 else Splits(self.subwords, split)
         self.cache = self._tokenised("data", data, "train")
         self._batches = Batches(
             self.cache,
             tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
             accumulate_tokens=accumulate_tokens, seed=seed, epochs=epochs,
+            splits=splits,
         )  # fmt: skip
         self._validation: InOrder | None = None
         if validation is not None:
