@@ -244,6 +244,9 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
             r"train\.steps: expected a whole number, 1 to 2,147,483,647, got 1\.5",
         ),
         ("[train]\nsteps = true\n", r"train\.steps: expected a whole number, .*, got True"),
+        ("[train]\nminutes = 0\n", r"train\.minutes: expected a number above 0, got 0"),
+        ("[train]\nsplit = 1\n", r"train\.split: expected a number from 0 to below 1, got 1"),
+        ("[train]\nsplit = 'x'\n", r"train\.split: expected a number from 0 to below 1, got 'x'"),
         ("train = 5\n", r"train: expected a table"),
         ("preset = 5\n", "preset: expected a name, got 5"),
         ("width = \n", "not TOML"),
@@ -390,6 +393,8 @@ def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
             "--steps: expected a whole number, 1 to 2,147,483,647, got many",
         ),
         (("train", "--tokens", "1" + 30 * "0"), "--tokens: expected a whole number, 1 to"),
+        (("train", "--split", "1"), "--split: expected 0 or more and below 1, got 1"),
+        (("train", "--split", "half"), "--split: expected 0 or more and below 1, got half"),
         (
             ("train", "--text", "x", "--minutes", "few"),
             "--minutes: expected minutes above 0, got few",
