@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/names.md has every public name, each with what its docstring says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "names.md"
+
+
+@pytest.fixture(scope="module")
+def make_names() -> Any:
+    spec = importlib.util.spec_from_file_location("make_names", ROOT / "docs" / "make_names.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_would_be_written(make_names: Any) -> None:
+    assert PAGE.read_text() == make_names.page(), "python docs/make_names.py writes it anew"
+
+
+def test_every_name_says_what_it_is() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    assert len(rows) > 80
+    for name, said in rows:
+        words = re.sub(r"`\.\w+`,? ?", "", said).split()
+        assert len(words) > 1, name
+
+
+def test_every_exported_function_is_there() -> None:
+    found = re.findall(r"`(rp_\w+)`", PAGE.read_text())
+    assert sorted(found) == sorted((ROOT / "tests" / "exported_symbols.txt").read_text().split())
