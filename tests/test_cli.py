@@ -225,7 +225,7 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     path.write_text(
         'preset = "tiny"\nwidth = 32\nfeed_forward = 64\ndropout = 0.2\nmax_length = 16\n'
         "[encoder]\nk = 5\n[decoder]\nk = 6\n"
-        "[train]\nsteps = 4\ntokens = 256\nsave_minutes = 2\n"
+        "[train]\nsteps = 4\ntokens = 256\nsave_minutes = 2\nminutes = inf\nsplit = 0\n"
     )
     output = tmp_path / "run"
     given = ("--config", path, "--subwords", "words", "--progress", "none", "--output", output)
@@ -244,9 +244,9 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
             r"train\.steps: expected a whole number, 1 to 2,147,483,647, got 1\.5",
         ),
         ("[train]\nsteps = true\n", r"train\.steps: expected a whole number, .*, got True"),
-        ("[train]\nminutes = 0\n", r"train\.minutes: expected a number above 0, got 0"),
-        ("[train]\nsplit = 1\n", r"train\.split: expected a number from 0 to below 1, got 1"),
-        ("[train]\nsplit = 'x'\n", r"train\.split: expected a number from 0 to below 1, got 'x'"),
+        ("[train]\nminutes = 0\n", r"train\.minutes: expected minutes above 0, got 0"),
+        ("[train]\nsplit = 1\n", r"train\.split: expected 0 or more and below 1, got 1"),
+        ("[train]\nsplit = 'x'\n", r"train\.split: expected a number, got 'x'"),
         ("train = 5\n", r"train: expected a table"),
         ("preset = 5\n", "preset: expected a name, got 5"),
         ("width = \n", "not TOML"),

@@ -140,7 +140,7 @@ def test_a_cache_of_ones_own(tmp_path: Path) -> None:
     assert trainer.train().step == 3 and trainer.cache is cache
     with pytest.raises(ValueError, match="subwords: expected those that the token cache"):
         make(tmp_path / "other", data=cache, subwords=None)
-    with pytest.raises(ValueError, match="subwords: expected the 28 tokens of"):
+    with pytest.raises(ValueError, match="subwords: expected the 28 tokens that .* was made with"):
         make(tmp_path / "third", data=cache, subwords=relpos.data.Words(["a"]))
 
 

@@ -44,7 +44,7 @@ def minutes(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
     return value
 

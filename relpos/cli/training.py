@@ -13,7 +13,6 @@ from typing import Any
 
 from relpos.cli.arguments import (
     INTERRUPTED,
-    LARGEST,
     USAGE,
     add_command,
     add_device,
@@ -172,7 +171,9 @@ def _add_train(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="a field of the configuration, as --set encoder.k=8; may be repeated",
     )
-    model.add_argument("--seed", type=int, metavar="N", help="of weights, dropout and order (1)")
+    model.add_argument(
+        "--seed", type=int, metavar="N", help="of weights, dropout, order and splits (1)"
+    )
     loop = command.add_argument_group("training")
     for name, (check, letter, what) in _LOOP.items():
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
@@ -242,6 +243,8 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
         raise ValueError(
             "--text: this model has an encoder: --set encoder.layers=0 leaves a decoder alone"
         )
+    if options.subwords == "words" and loop.get("split"):
+        raise ValueError("--split: whole words have no parts; --subwords bpe has")
     side = "" if pairs else "text"
     if bool(options.validation_source) != bool(options.validation_target):
         raise ValueError("--validation-source and --validation-target belong together")
@@ -356,13 +359,6 @@ def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return config, loop
 
 
-_NUMBERS: dict[Callable[[str], Any], str] = {
-    count: f"a whole number, 1 to {LARGEST:,}",
-    minutes: "a number above 0",
-    share: "a number from 0 to below 1",
-}
-
-
 def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{path}: train: expected a table, [train], got {table!r}")
@@ -370,16 +366,12 @@ def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
         if name not in _LOOP:
             known = ", ".join(_LOOP)
             raise ValueError(f"{path}: train.{name}: no such option; there are {known}")
-        check = _LOOP[name][0]
-        kind: Any = int if check is count else int | float
         try:
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise argparse.ArgumentTypeError
-            check(str(value))
-        except argparse.ArgumentTypeError:
-            raise ValueError(
-                f"{path}: train.{name}: expected {_NUMBERS[check]}, got {value!r}"
-            ) from None
+            if isinstance(value, str):
+                raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
+            _LOOP[name][0](str(value))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{path}: train.{name}: {error}") from None
     return dict(table)
 
 

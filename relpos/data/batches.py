@@ -23,14 +23,14 @@ import numpy.typing as npt
 
 from relpos.batch import Batch
 from relpos.data.cache import TokenCache
-from relpos.data.order import permuted, shuffled, word
-from relpos.data.splits import Splits
+from relpos.data.order import STEP, mixed, permuted, shuffled, word
+from relpos.data.splits import NEVER, Splits
 from relpos.data.text import Report
 from relpos.position.arrays import check_count
 
 CHUNK = 1 << 16  # pairs
-PAIRS, BATCHES = 0, 1  # what is put into a random order,
-SPLITS = 2  # and what else is random
+PAIRS, BATCHES, SPLITTING = 0, 1, 2  # what is put into a random order, and what else is random
+BLOCK = 4096  # pairs that are split at a time
 SEEDS = 1 << 64
 
 Places = npt.NDArray[np.int64]
@@ -51,10 +51,10 @@ class Batches(Iterable[tuple[Batch, ...]]):
         configuration; longer ones are left out and counted. None: `tokens`.
     accumulate_tokens: int. The most of an update on each side, in several batches. None: an update
         is a batch.
-    seed: int. Of the orders.
+    seed: int. Of the orders, and of what is split.
     shuffle: bool. False: every epoch in the order of the cache, neither shuffled nor sorted.
-    splits: Splits. Tokens that are split, others in every epoch; a pair that would be too long then
-        stays whole. None: none are.
+    splits: Splits. Tokens that are split, others in every epoch; a pair of which a side would be
+        too long then stays whole. None: none are.
     bos, eos: int. Before and after a target; None: those of the cache.
     epochs: int. Iteration ends after so many, counted from the first; None: never.
     prefetch: int. Updates made ahead of time by a thread; 0: no thread.
@@ -79,7 +79,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
         epochs: int | None = None,
         prefetch: int = 8,
     ) -> None:
-        self._packer = _Packer(cache, tokens, sentences, max_length, bos, eos)
+        self._packer = _Packer(cache, tokens, sentences, max_length, bos, eos, splits)
         self._accumulate = 0
         if accumulate_tokens is not None:
             self._accumulate = check_count("accumulate_tokens", accumulate_tokens, tokens)
@@ -87,14 +87,6 @@ class Batches(Iterable[tuple[Batch, ...]]):
         if seed >= SEEDS:
             raise ValueError(f"seed: expected below 2**64, got {seed}")
         self._shuffle = bool(shuffle)
-        if not isinstance(splits, Splits | None):
-            raise TypeError(f"splits: expected relpos.data.Splits, got {type(splits).__name__}")
-        if splits is not None and splits.size != cache.size:
-            raise ValueError(
-                f"splits: expected of a vocabulary of {cache.size:,}, the cache's, got one of "
-                f"{splits.size:,}"
-            )
-        self._splits = splits
         self._epochs = None if epochs is None else check_count("epochs", epochs, 0)
         self._prefetch = check_count("prefetch", prefetch, 0)
         self._where = _Where()
@@ -115,19 +107,19 @@ class Batches(Iterable[tuple[Batch, ...]]):
         """Updates given of the current epoch."""
         return self._where.position
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """Where iteration is, for `resume`: after the update that was given last."""
         where = self._where
         place = {"epoch": where.epoch, "chunk": where.chunk, "batch": where.batch}
         return place | {"position": where.position} | self._settings()
 
-    def resume(self, state: Mapping[str, int]) -> None:
+    def resume(self, state: Mapping[str, float]) -> None:
         """Goes on after the update that was given last when `state` was taken.
 
         state: of Batches over the same cache and with the same arguments; else it is refused, with
             the name of what differs.
         """
-        before = {"splits": 0} | dict(state)  # which states of older versions do not name
+        before = {"split": 0, "splits": 0} | dict(state)  # older versions have no names for none
         for name, value in self._settings().items():
             if before.get(name) != value:
                 raise ValueError(
@@ -163,12 +155,14 @@ class Batches(Iterable[tuple[Batch, ...]]):
         finally:
             ahead.close()
 
-    def _settings(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, float]:
         packer = self._packer
+        splits = packer.splits
         return {
             "seed": self._seed,
             "shuffle": int(self._shuffle),
-            "splits": 0 if self._splits is None else self._splits.checksum,
+            "split": 0 if splits is None else splits.chance,
+            "splits": 0 if splits is None else splits.checksum,
             "tokens": packer.tokens,
             "sentences": packer.sentences,
             "max_length": packer.max_length,
@@ -180,54 +174,51 @@ class Batches(Iterable[tuple[Batch, ...]]):
     def _updates(self, where: _Where) -> Iterator[tuple[_Where, tuple[Batch, ...]]]:
         """Updates from there on, each with where the next one begins."""
         while self._epochs is None or where.epoch < self._epochs:
-            update: list[tuple[_Text, Places]] = []
+            key = self._key(where.epoch)
+            update: list[Places] = []
             filled = np.zeros(2, np.int64)
-            for chunk, batch, pairs, sizes in self._batches(where):
+            for chunk, batch, chosen, sizes in self._batches(where):
                 if update and (filled + sizes > self._accumulate).any():
                     where = _Where(where.epoch, chunk, batch, where.position + 1)
-                    yield where, self._packed(update)
+                    yield where, tuple(self._packer.pack(x, key) for x in update)
                     update, filled = [], np.zeros(2, np.int64)
-                update.append(pairs)
+                update.append(chosen)
                 filled += sizes
             where = _Where(where.epoch + 1)
             if update:  # none: resumed at a place that this epoch does not have
-                yield where, self._packed(update)
+                yield where, tuple(self._packer.pack(x, key) for x in update)
 
-    def _packed(self, update: list[tuple[_Text, Places]]) -> tuple[Batch, ...]:
-        return tuple(self._packer.pack(text, chosen) for text, chosen in update)
+    def _key(self, epoch: int) -> int:
+        """Of what is split in this epoch."""
+        return word(self._seed, epoch, SPLITTING)
 
-    def _batches(self, where: _Where) -> Iterator[tuple[int, int, tuple[_Text, Places], Places]]:
+    def _batches(self, where: _Where) -> Iterator[tuple[int, int, Places, Places]]:
         """The rest of an epoch: (chunk, batch, the pairs in it, its tokens on both sides)."""
         first = where.batch
         for chunk in range(where.chunk, -(-len(self._packer.cache) // CHUNK)):
-            text, chosen, sizes = self._chunk(where.epoch, chunk)
+            chosen, sizes = self._chunk(where.epoch, chunk)
             borders = cut(sizes, self._packer.tokens, self._packer.sentences)
             order: Places = np.arange(len(borders) - 1)
             if self._shuffle:
                 order = shuffled(len(order), word(self._seed, where.epoch, BATCHES, chunk))
             for batch, number in enumerate(order[first:].tolist(), first):
                 part = slice(borders[number], borders[number + 1])
-                yield chunk, batch, (text, chosen[part]), sizes[:, part].sum(axis=1)
+                yield chunk, batch, chosen[part], sizes[:, part].sum(axis=1)
             first = 0
 
-    def _chunk(self, epoch: int, chunk: int) -> tuple[_Text, Places, Places]:
-        """The pairs of a chunk that are not too long, by length, the text they are of, their sizes."""
+    def _chunk(self, epoch: int, chunk: int) -> tuple[Places, Places]:
+        """The pairs of a chunk that are not too long, by length, and their sizes."""
         begin, n = chunk * CHUNK, len(self._packer.cache)
         end = min(begin + CHUNK, n)
         chosen: Places = np.arange(begin, end)
         if self._shuffle:
             chosen = permuted(begin, end, n, word(self._seed, epoch, PAIRS))
-        text = self._packer.text
         chosen, sizes = self._packer.fitting(chosen)
-        if self._splits is not None and len(chosen) > 0:
-            key = word(self._seed, epoch, SPLITS, chunk)
-            text = text.split(chosen, self._splits, key, self._packer.max_length)
-            chosen = np.arange(len(chosen))
-            sizes = text.sizes(chosen)
+        sizes = self._packer.split_sizes(chosen, sizes, self._key(epoch))
         if self._shuffle:
             by_length = np.argsort(sizes.max(axis=0), kind="stable")
             chosen, sizes = chosen[by_length], sizes[:, by_length]
-        return text, chosen, sizes
+        return chosen, sizes
 
 
 class InOrder(Iterable[Batch]):
@@ -260,7 +251,7 @@ class InOrder(Iterable[Batch]):
             chosen, sizes = packer.fitting(chosen)
             borders = cut(sizes, packer.tokens, packer.sentences)
             for first, last in pairwise(borders):
-                yield packer.pack(packer.text, chosen[first:last])
+                yield packer.pack(chosen[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,46 +283,11 @@ def cut(sizes: Places, tokens: int, sentences: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    """Pairs of sentences as tokens: those of a cache, or of a chunk whose tokens were split.
-
-    begins: where pair i begins in tokens, its source and then its target. source_lengths: None for
-    single sentences.
-    """
-
-    tokens: npt.NDArray[Any]
-    begins: npt.NDArray[np.int64]
-    source_lengths: npt.NDArray[Any] | None
-    target_lengths: npt.NDArray[Any]
-
-    def sizes(self, chosen: Places | slice) -> Places:
-        """What pairs take in a batch: int (sides, pairs), bos counted."""
-        target = self.target_lengths[chosen].astype(np.int64) + 1
-        if self.source_lengths is None:
-            return target[None]
-        return np.stack((self.source_lengths[chosen].astype(np.int64), target))
-
-    def split(self, chosen: Places, splits: Splits, key: int, longest: int) -> _Text:
-        """Those pairs with some of their tokens split, but those that would be longer than that."""
-        whole = self.sizes(chosen)
-        whole[-1] -= 1
-        lengths = whole.sum(axis=0)
-        plain = self.tokens[_runs(self.begins[chosen], lengths)]
-        tokens, counts = splits.apply(plain, key)
-        # source, target, source, target and so on: what each has become
-        sides = np.add.reduceat(counts, _offsets(whole.T.ravel())[:-1]).reshape(-1, len(whole)).T
-        begins = _offsets(sides.sum(axis=0))[:-1]
-        too_long = (sides > longest).any(axis=0) | (sides[-1] == longest)
-        if too_long.any():
-            begins = np.where(too_long, tokens.size + _offsets(lengths)[:-1], begins)
-            sides = np.where(too_long, whole, sides)
-            tokens = np.concatenate((tokens, plain.astype(np.int32)))
-        return _Text(tokens, begins, sides[0] if len(sides) == 2 else None, sides[-1])
-
-
 class _Packer:
-    """Pairs as a Batch, in a few operations on arrays."""
+    """Pairs of a cache as a Batch, in a few operations on arrays.
+
+    Where tokens are split, which ones follows from a key and the token's place in the cache.
+    """
 
     def __init__(
         self,
@@ -341,45 +297,91 @@ class _Packer:
         max_length: int | None,
         bos: int | None,
         eos: int | None,
+        splits: Splits | None = None,
     ) -> None:
         if not isinstance(cache, TokenCache):
             raise TypeError(f"cache: expected relpos.data.TokenCache, got {type(cache).__name__}")
+        if not isinstance(splits, Splits | None):
+            raise TypeError(f"splits: expected relpos.data.Splits, got {type(splits).__name__}")
+        if splits is not None and not cache.is_of(splits.size, splits.fingerprint):
+            raise ValueError(
+                f"splits: expected of the {cache.size:,} subwords that {cache.folder} was made with, "
+                f"got of {splits.size:,} others"
+            )
         self.cache = cache
+        self.splits = None if splits is None or splits.chance == 0 else splits
         self.tokens = check_count("tokens", tokens, 2)
         self.sentences = check_count("sentences", sentences, 1)
         longest = tokens if max_length is None else check_count("max_length", max_length, 2)
         self.max_length = min(longest, tokens)
         self._bos = cache.bos if bos is None else check_count("bos", bos, 0)
         self._eos = cache.eos if eos is None else check_count("eos", eos, 0)
-        self.text = _Text(cache.tokens, cache.offsets, cache.source_lengths, cache.target_lengths)
         blocks = range(0, len(cache), CHUNK)
-        fit = sum(int(self._fit(self.text.sizes(slice(x, x + CHUNK))).sum()) for x in blocks)
+        fit = sum(int(self._fit(self._sizes(slice(x, x + CHUNK))).sum()) for x in blocks)
         self.report = replace(cache.report, too_long=len(cache) - fit)
         if fit == 0:
             raise ValueError(
                 f"max_length: no sentence fits into {self.max_length} tokens: {self.report}"
             )
 
+    def _lengths(self, chosen: Places | slice) -> Places:
+        """Tokens of pairs in the cache: int (sides, pairs)."""
+        target = self.cache.target_lengths[chosen].astype(np.int64)
+        if self.cache.source_lengths is None:
+            return target[None]
+        return np.stack((self.cache.source_lengths[chosen].astype(np.int64), target))
+
+    def _sizes(self, chosen: Places | slice) -> Places:
+        return _with_bos(self._lengths(chosen))
+
     def _fit(self, sizes: Places) -> npt.NDArray[np.bool_]:
         return np.asarray((sizes <= self.max_length).all(axis=0))
 
     def fitting(self, chosen: Places) -> tuple[Places, Places]:
-        """Those of the cache that are not too long, and their sizes."""
-        sizes = self.text.sizes(chosen)
+        """Those that are not too long, and what they take in a batch."""
+        sizes = self._sizes(chosen)
         fit = self._fit(sizes)
         return chosen[fit], sizes[:, fit]
 
-    def pack(self, text: _Text, chosen: Places) -> Batch:
-        begins = text.begins[chosen]
-        lengths = text.target_lengths[chosen].astype(np.int64)
-        source = source_offsets = None
-        if text.source_lengths is not None:
-            source_lengths = text.source_lengths[chosen].astype(np.int64)
-            source = text.tokens[_runs(begins, source_lengths)]
-            source_offsets = _offsets(source_lengths)
-            begins = begins + source_lengths
-        words = text.tokens[_runs(begins, lengths)]
-        offsets = _offsets(lengths + 1)
+    def split_sizes(self, chosen: Places, sizes: Places, key: int) -> Places:
+        """What pairs of these sizes take when their tokens have been split."""
+        if self.splits is None or len(chosen) == 0:
+            return sizes
+        blocks = range(0, len(chosen), BLOCK)
+        lengths = [self._read(chosen[x : x + BLOCK], key)[1] for x in blocks]
+        return _with_bos(np.concatenate(lengths, axis=1))
+
+    def _read(self, chosen: Places, key: int) -> tuple[npt.NDArray[Any], Places]:
+        """The tokens of pairs end to end, and how many there are of each side."""
+        lengths = self._lengths(chosen)
+        each = lengths.sum(axis=0)
+        places = _runs(self.cache.offsets[chosen], each)
+        tokens = self.cache.tokens[places]
+        if self.splits is None:
+            return tokens, lengths
+        words = mixed(places.astype(np.uint64) * np.uint64(STEP) + np.uint64(key))
+        split, split_lengths = self._split(tokens, words, lengths)
+        fit = self._fit(_with_bos(split_lengths))
+        if not fit.all():
+            words[np.repeat(~fit, each)] = NEVER
+            split, split_lengths = self._split(tokens, words, lengths)
+        return split, split_lengths
+
+    def _split(self, tokens: npt.NDArray[Any], words: Any, lengths: Places) -> tuple[Any, Places]:
+        assert self.splits is not None and (lengths > 0).all()  # reduceat has no empty sums
+        split, counts = self.splits.apply(tokens, words)
+        sides = np.add.reduceat(counts, _offsets(lengths.T.ravel())[:-1])
+        return split, sides.reshape(-1, len(lengths)).T
+
+    def pack(self, chosen: Places, key: int = 0) -> Batch:
+        """key: of what is split, where something is."""
+        tokens, lengths = self._read(chosen, key)
+        words, source, source_offsets = tokens, None, None
+        if len(lengths) == 2:
+            of_source = np.repeat(np.tile((True, False), len(chosen)), lengths.T.ravel())
+            source, words = tokens[of_source], tokens[~of_source]
+            source_offsets = _offsets(lengths[0])
+        offsets = _offsets(lengths[-1] + 1)
         target = np.empty(words.size + len(chosen), np.int32)
         labels = np.empty_like(target)
         inside = np.ones(target.size, bool)
@@ -389,6 +391,13 @@ class _Packer:
         inside[offsets[1:] - 1] = False
         labels[inside], labels[~inside] = words, self._eos
         return Batch(source, source_offsets, target, offsets, labels)
+
+
+def _with_bos(lengths: Places) -> Places:
+    """What sentences of these lengths take in a batch: a target begins with bos."""
+    sizes = lengths.copy()
+    sizes[-1] += 1
+    return sizes
 
 
 def _offsets(lengths: Places) -> Places:

@@ -78,6 +78,7 @@ class TokenCache:
             self.unknown_tokens, self.checksum = int(told["unknown_tokens"]), int(told["checksum"])
             self.report = Report(**told["report"])
             self._identity, files = told["identity"], dict(told["files"])
+            self._subwords = told.get("subwords")
             self.tokens = self._mapped(files, "tokens", dtype, count)
             self.offsets = self._mapped(files, "offsets", np.dtype("<i8"), pairs + 1)
             self.target_lengths = self._mapped(files, "target", np.dtype("<i4"), pairs)
@@ -157,6 +158,10 @@ class TokenCache:
         end = self.offsets[self._index(i) + 1]
         return self.tokens[end - self.target_lengths[i] : end]
 
+    def is_of(self, size: int, fingerprint: str) -> bool:
+        """Were the tokens made by subwords of this size and fingerprint? Old caches know the size."""
+        return self.size == size and self._subwords in (None, fingerprint)
+
     def _index(self, i: int) -> int:
         if not 0 <= i < len(self):
             raise IndexError(f"i: expected 0 to {len(self) - 1}, got {i}")
@@ -212,6 +217,7 @@ def _build(
             "pairs": writer.pairs,
             "tokens": writer.tokens,
             "dtype": writer.dtype.str,
+            "subwords": subwords.fingerprint(),
             "size": subwords.size,
             "bos": subwords.bos,
             "eos": subwords.eos,

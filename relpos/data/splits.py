@@ -2,40 +2,45 @@
 """Tokens that now and then are two others, spelled alike: a sentence looks different every epoch.
 
 A model learns so what its subwords are made of, which helps where there is little text. It is what
-BPE-dropout (Provilkov et al. 2020) and sampled segmentations (Kudo 2018) are for; here it begins
-from tokens, so that neither the text nor a tokenizer is needed while a model is trained, and it
-follows from integers, so that an epoch is the same however often it is made.
+BPE-dropout (Provilkov et al. 2020) and sampled segmentations (Kudo 2018) are for. Those segment a
+text anew and may move borders; here every border stays and some are added, so that neither the text
+nor a tokenizer is needed while a model is trained.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from relpos.data.order import STEP, mixed, word
+from relpos.data.order import STEP, WORD, Numbers, mixed
 from relpos.data.subwords import Subwords
+from relpos.position.arrays import check_number
 
 Tokens = npt.NDArray[np.int32]
 Counts = npt.NDArray[np.int64]
 
-_PARTS = 1  # names the draws for the parts of a token, after those for the token
+NEVER = np.uint64(WORD)  # a word that splits nothing
+_HALF = 32  # bits of a word say whether a token is split, and as many into which two
+_LOW = np.uint64((1 << _HALF) - 1)
 
 
 @runtime_checkable
 class Spelled(Protocol):
-    """A vocabulary whose tokens have parts."""
+    """Subwords whose tokens are written as one string, which may be that of two others."""
 
     def spellings(self) -> list[str | None]:
-        """How each token is written; None: a token that is not written, or cannot be parted."""
+        """How each token is written; None: it is not, or is never to be split."""
 
 
-def check_chance(chance: float) -> float:
-    if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance < 1:
-        raise ValueError(f"split: expected 0 or more and below 1, got {chance!r}")
-    return float(chance)
+def check_chance(name: str, value: Any) -> float:
+    chance = check_number(name, value)
+    if not 0 <= chance < 1:
+        raise ValueError(f"{name}: expected 0 or more and below 1, got {value}")
+    return chance
 
 
 class Splits:
@@ -48,42 +53,52 @@ class Splits:
     chance: float, 0 or more and below 1. That a token is split where it comes; of all pairs of tokens
         that are spelled as it is, each is as likely, and its halves are split with the same chance.
 
+    size: int, fingerprint: str. Of the subwords.
     checksum: int. Of all that decides, 32 bits.
     """
 
     def __init__(self, subwords: Subwords, chance: float) -> None:
-        chance = check_chance(chance)
+        self.chance = check_chance("chance", chance)
+        if not isinstance(subwords, Subwords) or isinstance(subwords, type):
+            raise TypeError(f"subwords: expected Subwords, got {subwords!r:.80}")
         if not isinstance(subwords, Spelled):
             raise ValueError(
-                f"split: tokens of {type(subwords).__name__} have no parts; SentencePiece's have"
+                f"subwords: tokens of {type(subwords).__name__} have no parts to be split into; "
+                "those of SentencePiece have"
             )
         spellings = subwords.spellings()
-        self.size = len(spellings)
-        self._chance = np.uint64(int(chance * (1 << 32)))
+        self.size, self.fingerprint = subwords.size, subwords.fingerprint()
+        fits = isinstance(spellings, list) and len(spellings) == self.size
+        if not fits or not all(isinstance(x, str | None) for x in spellings):
+            raise TypeError(
+                f"subwords: expected spellings() to give a list of {self.size:,}, str or None "
+                f"each, got {spellings!r:.80}"
+            )
+        self._below = np.uint64(min(math.ceil(self.chance * (1 << _HALF)), (1 << _HALF) - 1))
         pairs = _pairs(spellings)
         ways = np.bincount([token for token, _, _ in pairs], minlength=self.size)
         self._ways = ways.astype(np.uint64)
         self._begins: Counts = np.cumsum(ways) - ways
         self._halves = np.array([pair[1:] for pair in pairs], np.int32).reshape(-1, 2)
-        decides = b"".join(x.tobytes() for x in (self._chance, self._ways, self._halves))
+        decides = b"".join(x.tobytes() for x in (self._below, self._ways, self._halves))
         self.checksum = zlib.crc32(decides)
 
-    def apply(self, tokens: npt.NDArray[np.integer], key: int) -> tuple[Tokens, Counts]:
+    def apply(self, tokens: npt.NDArray[Any], words: Numbers) -> tuple[Tokens, Counts]:
         """The tokens with some of them split, and how many each of them has become.
 
         tokens: integers (n,), each below size.
-        key: int. The draws that belong to it; the same key splits the same tokens alike.
+        words: uint64 (n,). 64 random bits for each token, which decide; NEVER: it stays.
         """
-        draws = mixed(np.arange(tokens.size, dtype=np.uint64) * np.uint64(STEP) + np.uint64(key))
         ways = self._ways[tokens]
-        split = (ways > 0) & ((draws >> np.uint64(32)) < self._chance)
+        split = (ways > 0) & ((words >> np.uint64(_HALF)) < self._below)
         counts = np.ones(tokens.size, np.int64)
         if not split.any():
             return tokens.astype(np.int32), counts
-        draws, ways = draws[split] & np.uint64((1 << 32) - 1), ways[split]
-        way = (draws * ways >> np.uint64(32)).astype(np.int64)
+        words = words[split]
+        way = ((words & _LOW) * ways[split] >> np.uint64(_HALF)).astype(np.int64)
         halves = self._halves[self._begins[tokens[split]] + way]
-        parts, parts_counts = self.apply(halves.ravel(), word(key, _PARTS))
+        each = mixed(words[:, None] + np.uint64(STEP) * np.arange(1, 3, dtype=np.uint64))
+        parts, parts_counts = self.apply(halves.ravel(), each.ravel())
         counts[split] = parts_counts.reshape(-1, 2).sum(axis=1)
         made = np.repeat(split, counts)
         result = np.empty(made.size, np.int32)
@@ -91,13 +106,16 @@ class Splits:
         return result, counts
 
     def __repr__(self) -> str:
-        can, chance = np.count_nonzero(self._ways), int(self._chance) / (1 << 32)
-        return f"<Splits of {can:,} of {self.size:,} tokens, chance {chance:.3g}>"
+        can = np.count_nonzero(self._ways)
+        return f"<Splits of {can:,} of {self.size:,} tokens, chance {self.chance:.3g}>"
 
 
 def _pairs(spellings: list[str | None]) -> list[tuple[int, int, int]]:
     """(token, first half, second half), for every way to write a token with two others."""
-    named = {text: token for token, text in enumerate(spellings) if text}
+    named: dict[str, int] = {}
+    for token, text in enumerate(spellings):
+        if text:
+            named.setdefault(text, token)
     return [
         (token, named[text[:i]], named[text[i:]])
         for token, text in enumerate(spellings)

@@ -15,7 +15,7 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -231,13 +231,14 @@ class SentencePiece:
         return str(self._processor.IdToPiece(_within((token,), self.size)[0]))
 
     def spellings(self) -> list[str | None]:
-        """How each token is written, for `Splits`; None: bytes, and what is not of a text."""
-        of = self._processor
-        unwritten = (of.IsControl, of.IsUnknown, of.IsUnused, of.IsByte)
-        return [
-            None if any(each(token) for each in unwritten) else str(of.IdToPiece(token))
-            for token in range(self.size)
-        ]
+        """How each token is written, for `Splits`; None: bytes, what is not of a text, and symbols
+        that whoever made the model wants to be one token always."""
+        spellings = list[str | None]()
+        for piece in _messages(self._model, 1):
+            told = dict(_fields(piece))
+            text: Any = told[1]
+            spellings.append(text.decode() if told.get(3, _NORMAL) == _NORMAL else None)
+        return spellings
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._model).hexdigest()
@@ -247,6 +248,40 @@ class SentencePiece:
 
     def __repr__(self) -> str:
         return f"<SentencePiece of {self.size:,} tokens>"
+
+
+_NORMAL = 1  # the type of a piece that text is made of, and what it is where none is told
+
+
+def _messages(message: bytes, wanted: int) -> list[bytes]:
+    return [value for number, value in _fields(message) if number == wanted]  # type: ignore[misc]
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protocol buffer, which a sentencepiece model is: number and value each.
+
+    sentencepiece tells the types of pieces, but not which were defined by a user.
+    """
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        tag = number()
+        field, kind = tag >> 3, tag & 7
+        if kind == 0:
+            yield field, number()
+            continue
+        length = {1: 8, 5: 4}.get(kind) or number()
+        yield field, message[at : at + length]
+        at += length
 
 
 def _sentencepiece() -> Any:

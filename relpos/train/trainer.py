@@ -112,7 +112,8 @@ class Trainer:
     accumulate_tokens: int. The most of an update on each side, in several batches; None: one batch.
     split: float. The chance that a token of the training data is two others, spelled alike (see
         `relpos.data.Splits`); 0: none is.
-    seed: int. Of the order of the data; the configuration has that of weights and dropout.
+    seed: int. Of the order of the data, and of what is split; the configuration has that of weights
+        and dropout.
 
     steps: int. Training ends after so many updates; None: config.steps, which alone is the
         schedule's length.
@@ -189,7 +190,7 @@ class Trainer:
         check_count("tokens", tokens, 2)
         if accumulate_tokens is not None:
             check_count("accumulate_tokens", accumulate_tokens, tokens)
-        check_chance(split)
+        check_chance("split", split)
         look_at("data", data, config, throughout=False)
         look_at("validation", validation, config, throughout=True)
 
@@ -300,10 +301,10 @@ class Trainer:
             cache = TokenCache.build(
                 self.folder / "cache" / folder, data, self.subwords, progress=self._teller(folder)
             )
-        if cache.size != self.subwords.size:
+        if not cache.is_of(self.subwords.size, self.subwords.fingerprint()):
             raise ValueError(
-                f"subwords: expected the {cache.size:,} tokens of {cache.folder}, "
-                f"got {self.subwords.size:,}"
+                f"subwords: expected the {cache.size:,} tokens that {cache.folder} was made with, "
+                f"got {self.subwords.size:,} others"
             )
         check_sides(name, cache.sides, self.config)
         return cache
@@ -568,4 +569,4 @@ def _subwords_of(folder: Path, given: Subwords | Callable[[], Subwords] | None) 
     subwords = load_subwords(folder, tokenizer=own)
     if own is not None and own.fingerprint() != subwords.fingerprint():
         raise ValueError(f"subwords: not those of {folder}")
-    return subwords
+    return subwords if own is None else own
