@@ -28,6 +28,7 @@ from relpos.train.checkpoint import (
     CheckpointWarning,
     checkpoints,
     flaw,
+    read_json,
 )
 
 SENTENCES = 512  # the most of a batch
@@ -41,16 +42,21 @@ class Saved:
     tokenizer: Path
 
 
-def find_model(path: str | os.PathLike[str], average: int | None = None) -> Saved:
+def find_model(
+    path: str | os.PathLike[str], average: int | None = None, best: bool = False
+) -> Saved:
     """What a path means.
 
     path: str or PathLike. The folder of a checkpoint, of `relpos average`, of a run (its newest
         whole checkpoint), or a file of weights. Of a folder the running average, if there is one.
     average: int. The mean of so many of a run's last checkpoints.
+    best: bool. Of a run the checkpoint that had the best validation.
     """
     where = Path(path)
     if average is not None:
         check_count("average", average, 1)
+        if best:
+            raise ValueError("best: average is given, the mean of the last checkpoints")
     if where.is_dir() and not (where / MODEL).exists() and (in_run := checkpoints(where)):
         weights: tuple[Path, ...] = ()
         for each in reversed(in_run):
@@ -62,9 +68,13 @@ def find_model(path: str | os.PathLike[str], average: int | None = None) -> Save
         if not weights:
             raise CheckpointError(f"{where}: none of its checkpoints is whole")
         newest = weights[-1].parent
+        if best:
+            return find_model(_best_step(where, newest))
         return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
     if average is not None:
         raise ValueError(f"{where}: is no run, whose last checkpoints could be averaged")
+    if best and where.exists():
+        raise ValueError(f"{where}: is no run, of which the best checkpoint could be told")
     if where.is_file():
         return Saved((where,), where.parent / TOKENIZER)
     if not where.is_dir():
@@ -75,6 +85,18 @@ def find_model(path: str | os.PathLike[str], average: int | None = None) -> Save
     elif not (where / MODEL).is_file():
         raise CheckpointError(f"{where}: no model here: neither {MODEL} nor a checkpoint of a run")
     return Saved((_best_of(where),), where / TOKENIZER)
+
+
+def _best_step(run: Path, newest: Path) -> Path:
+    """The folder of the checkpoint with the best validation, as the newest one says."""
+    told = read_json(newest / STATE).get("run")
+    step = told.get("best_step") if isinstance(told, dict) else None
+    if step is None:
+        raise ValueError(f"{run}: has no best checkpoint, as nothing was validated")
+    found = [each.folder for each in checkpoints(run) if each.step == step]
+    if not found:
+        raise CheckpointError(f"{run}: its best checkpoint, of step {step:,}, is not there")
+    return found[-1]
 
 
 def _best_of(folder: Path) -> Path:

@@ -51,7 +51,8 @@ class Search:
         target place j pays to source place i in the last layer, mean over its heads; 0: nothing.
     min_length: int. Tokens before the end, at least.
     max_length: int. At most, those of a beginning that is given among them; 0: source tokens +
-        max_more, or without a source those of the beginning + max_more.
+        max_more, or without a source those of the beginning + max_more; or min_length, if that is
+        more.
     max_more: int.
     no_repeat: int. No n-gram of so many tokens comes twice; 0: they may.
     suppressed: int each. Tokens that are never said.

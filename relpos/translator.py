@@ -41,6 +41,8 @@ class _Line:
     line: int
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)  # what is forced, or given
+    source_text: str | None = None
+    target_text: str | None = None
     cut: int = 0
     unknown: int = 0
 
@@ -79,6 +81,7 @@ class Translator:
         paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         average: int | None = None,
+        best: bool = False,
         tokenizer: Any = None,
         batch_tokens: int = BATCH_TOKENS,
         device: str = "cpu",
@@ -89,6 +92,7 @@ class Translator:
 
         paths: str or PathLike, or several.
         average: int. The mean of so many of a run's last checkpoints.
+        best: bool. A run's checkpoint with the best validation instead of the newest.
         tokenizer: the vocabulary itself, where it is an object of your own.
         batch_tokens: int. The most source tokens that are translated at the same time.
         device, precision: as of `Transformer`.
@@ -100,7 +104,7 @@ class Translator:
         models, found = [], None
         for path in given:
             model, subwords = load_model(
-                find_model(path, average), tokenizer=tokenizer, batch_tokens=batch_tokens,
+                find_model(path, average, best), tokenizer=tokenizer, batch_tokens=batch_tokens,
                 device=device, precision=precision,
             )  # fmt: skip
             if found is not None and subwords.fingerprint() != found.fingerprint():
@@ -328,7 +332,8 @@ class Translator:
         for line, found in zip(batch, several, strict=True):
             for rank, each in enumerate(found):
                 said = each.tokens[: self.max_length - 1].tolist()
-                lines.append(_Line(len(lines) + 1, line.source, said))
+                number = len(lines) + 1
+                lines.append(_Line(number, line.source, said, source_text=line.source_text))
                 whose.append((found, rank))
         for (found, rank), alignment in zip(whose, self._aligned(lines, layer, head), strict=True):
             found[rank] = replace(found[rank], links=alignment.links)
@@ -445,7 +450,8 @@ class Translator:
         return [found[line.line] for line in lines]
 
     def _alignment(self, line: _Line, weights: Array) -> Alignment:
-        words, said = words_of(self.subwords, line.source), words_of(self.subwords, line.target)
+        words = words_of(self.subwords, line.source, line.source_text)
+        said = words_of(self.subwords, line.target, line.target_text)
         links: tuple[tuple[int, int], ...] = ()
         if words and said and np.isfinite(weights).all():
             best = weights[:-1].argmax(axis=1).tolist()
@@ -500,6 +506,7 @@ class Translator:
                 tokens = tokens[:longest]
             line.unknown += tokens.count(unknown)
             setattr(line, side, list(tokens))
+            setattr(line, f"{side}_text", text)
 
     def _budget(self, batch_tokens: int | None) -> int:
         if batch_tokens is None:
@@ -537,10 +544,22 @@ class Translator:
         return f"<Translator: {many}, {self.subwords!r}>"
 
 
-def words_of(subwords: Subwords, tokens: Sequence[int]) -> list[int]:
-    """The number of the word, from 0, that each token belongs to."""
+def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None) -> list[int]:
+    """The number of the word, from 0, that each token belongs to.
+
+    text: what the tokens were made of, if it is known: words are what white space parts in it.
+        sentencepiece may see more of them: it reads "don´t" as "don ´t".
+    """
     if not isinstance(subwords, SentencePiece):
         return list(range(len(tokens)))
+    if text is not None:
+        words = text.split()
+        numbers = words_of(subwords, tokens)
+        if not numbers or (text.isascii() and numbers[-1] + 1 == len(words)):
+            return numbers
+        seen = [len({*words_of(subwords, each)}) for each in subwords.encode_many(words)]
+        origins = [word for word, count in enumerate(seen) for _ in range(count)]
+        return [origins[min(number, len(origins) - 1)] for number in numbers]
     numbers, word = [], -1
     for token in tokens:
         if word < 0 or subwords.piece(token).startswith("▁"):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,28 @@ def test_soft_links_are_of_words() -> None:
     )
     least = float(np.sort(each.soft.ravel())[3])
     assert len(each.weighted(least).split()) == 3 and each.weighted(1.1) == ""
+
+
+def test_words_are_those_of_the_text() -> None:
+    """sentencepiece reads an acute, a space that does not break and the like as spaces of its own."""
+    text = ["Don´t go now, don´t run."] * 3 + ["Two dogs run through the snow."]
+    subwords = SentencePiece.train(text, size=290)
+    for line in ("don´t go now", "go\u00a0now run", "run \u2028 dogs  \u00b4 go", "dogs run"):
+        tokens = subwords.encode(line)
+        found = words_of(subwords, tokens, line)
+        words = line.split()
+        assert sorted(set(found)) == list(range(len(words))) and found == sorted(found)
+        for number, word in enumerate(words):
+            said = subwords.decode([t for t, w in zip(tokens, found, strict=True) if w == number])
+            assert said.replace(" ", "") == unicodedata.normalize("NFKC", word).replace(" ", "")
+    assert len(set(words_of(subwords, subwords.encode("don´t go")))) == 3
+    model = random_model(source_vocabulary=subwords.size, target_vocabulary=subwords.size)
+    [each] = Translator(model, subwords).align(["don´t go"], ["go don´t"])
+    assert set(each.source_words) == {0, 1} == set(each.target_words)
+    [said] = Translator(model, subwords).translate_all(
+        ["don´t go"], search=relpos.Search(max_length=6), align=(-1, None)
+    )
+    assert all(i < 2 for i, _ in said.n_best[0].links or ())
 
 
 def test_windows_have_running_numbers(translator: Translator) -> None:

@@ -179,9 +179,49 @@ def test_going_on(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None
     assert cli.main([*shown, "--resume", "--steps", "40"]) == 0
     out, error = capsys.readouterr()
     assert f"going on from {tmp_path / 'run' / 'step-000000030'}" in out
-    assert "200 read, 200 kept, 28 subwords" in out
+    assert "200 read, 200 kept, 28 subwords\n" in out
+    assert "validation: 20 read, 20 kept\n" in out
     assert re.search(r"all steps made, at step 40, best validation \d\.\d{4} at step \d+: ", out)
     assert "step 40  validation" in error
+
+
+def test_going_on_as_it_was(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    """Without a preset it has the configuration that it had; a changed one is always told."""
+    made = tmp_path / "run"
+    shutil.copytree(run.made, made)
+    command = ("train", *run.files, *run.more, "--tokens", 256, "--sentences", 32, "--resume")
+    quiet = ("--progress", "none", "--output", made)
+    assert cli.main([str(x) for x in (*command, *quiet, "--steps", 31)]) == 0
+    found, before = newest(made), newest(run.made)
+    assert found is not None and before is not None and found.step == 31
+    assert found.config == before.config.replace({"steps": 31})
+    assert "goes on with steps=31, and 30 before\n" in capsys.readouterr().err
+    rate = ("--set", "learning_rate=0.003", "--steps", 32)
+    assert cli.main([str(x) for x in (*command, *quiet, *rate)]) == 0
+    assert "learning_rate=0.003, and 0.002 before" in capsys.readouterr().err
+
+
+def test_subwords_by_themselves(capsys: Capture, tmp_path: Path) -> None:
+    """Few lines give few tokens; a model of sentencepiece is taken as it is."""
+    pytest.importorskip("sentencepiece")
+    source, target = text_files.write_pairs(tmp_path, "train", 50)
+    files = ("train", "--source", source, "--target", target, "--steps", 1)  # small, of 8,000
+    rest = ("--set", "max_length=128", "--progress", "lines", "--tokens", 256)
+    said = relpos_says(capsys, *files, *rest, "--output", tmp_path / "run")
+    assert (found := re.search(r"50 kept, (\d+) subwords\n", said)) and 256 < int(found[1]) < 999
+    model = tmp_path / "run" / "tokenizer" / "sentencepiece.model"
+    given = (*files, *rest, "--output", tmp_path / "other", "--subwords", model)
+    assert f"50 kept, {found[1]} subwords\n" in relpos_says(capsys, *given)
+    said = relpos_says(capsys, *given, "--vocabulary", "99", status=1)
+    assert said == f"relpos: --vocabulary: {model} is a vocabulary that is there\n"
+
+
+def test_a_share_of_unknown_tokens_is_told(capsys: Capture, tmp_path: Path) -> None:
+    source, target = text_files.write_pairs(tmp_path, "train", 50)
+    few = ("--subwords", "words", "--vocabulary", 10, "--steps", 1, "--preset", "tiny")
+    given = ("train", "--source", source, "--target", target, *few, "--output", tmp_path / "run")
+    said = relpos_says(capsys, *given, "--set", "max_length=32", "--progress", "lines")
+    assert re.search(r"50 kept, 10 subwords, [1-9]\d\.\d\d% of all tokens unknown to them\n", said)
 
 
 def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
@@ -311,6 +351,7 @@ def too_many_tokens(folder: Path) -> tuple[tuple[Any, ...], str]:
     for name in "ab":
         (folder / name).write_text("one two\nthree four\n")
     given = ("--source", folder / "a", "--target", folder / "b", "--subwords", "bpe")
+    given = (*given, "--vocabulary", "8000")
     return given, "--vocabulary: 8,000 tokens are more than these lines give"
 
 

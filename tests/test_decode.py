@@ -394,6 +394,12 @@ def test_default_lengths(core: Core) -> None:
         found = decoder.search(batch_of(texts), [END], max_more=3)
         assert [len(f[0].tokens) for f in found] == [5, 8, 12]
         assert not any(f[0].finished for f in found)
+        found = decoder.search(batch_of(texts), max_more=3, min_length=7)
+        assert [len(f[0].tokens) for f in found][0] == 7  # which is more than 5
+        found = decoder.search(batch_of(texts), [END], max_more=3, min_length=7)
+        assert [len(f[0].tokens) for f in found] == [7, 8, 12]
+        found = decoder.search(batch_of(texts), max_more=3, min_length=99)
+        assert [len(f[0].tokens) for f in found] == [12, 12, 12]
         (whole,) = decoder.search(batch_of([[3]], [[4, 5, 6]]), max_length=2)
         assert whole == [Found((4, 5, 6), 0.0, 0.0, False)]
         (most,) = decoder.search(batch_of([[3]], [[4] * 11]), [END], max_length=12)

@@ -185,6 +185,37 @@ def test_epochs_end_it(tmp_path: Path) -> None:
     assert further.epoch == 3 and further.step == pytest.approx(1.5 * outcome.step, abs=2)
 
 
+def test_what_is_gone_through_once(tmp_path: Path) -> None:
+    """With subwords that are there an iterator is as good as a list."""
+    config = text_files.config(steps=3)
+    one, other = (
+        make(tmp_path / name, config=config, data=data, validation=validation)
+        for name, data, validation in (
+            ("list", TEXT, VALID), ("iterator", (x for x in TEXT), iter(VALID)),
+        )
+    )  # fmt: skip
+    assert one.report == other.report and one.validation_report == other.validation_report
+    assert one.train().validation == other.train().validation
+    for name, x in one.model.parameters.items():
+        assert np.array_equal(x, other.model.parameters[name]), name
+
+
+def test_the_end_is_validated(tmp_path: Path) -> None:
+    """Where the last step is none of validate_every's, once, and not where nothing was done."""
+    config = text_files.config(steps=25)
+    outcome = make(tmp_path, config=config, save_every=25).train()
+    assert kinds_in(tmp_path, "validation") == [20, 25]
+    assert outcome.validation is not None and outcome.best_step in (20, 25)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found == outcome.checkpoint
+    told = json.loads((found.folder / checkpoint.STATE).read_text())["run"]
+    assert (told["validated"], told["best"]) == (outcome.validation, outcome.best)
+    assert make(tmp_path, config=config, resume=True).train().validation == outcome.validation
+    assert kinds_in(tmp_path, "validation") == [20, 25]
+    short = make(tmp_path / "short", epochs=1, steps=10_000, validate_every=10_000).train()
+    assert short.best_step == short.step and short.best == short.validation is not None
+
+
 def test_time_ends_it(tmp_path: Path) -> None:
     outcome = make(tmp_path, minutes=0.5 / 60, steps=10**6, validation=None).train()
     assert outcome.reason == "time" and outcome.step > 0
@@ -443,8 +474,13 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
         ({"precision": "f16"}, "precision: expected"),
         ({"precision": "bf16"}, "precision: expected 'f32', all that a CPU has, got 'bf16'"),
         ({"tokens": 0}, "tokens: expected 1 or more"),
-        ({"data": iter(TEXT)}, "data: expected what may be gone through more than once"),
-        ({"validation": (pair for pair in TEXT)}, "validation: expected .* got generator"),
+        (
+            {"data": iter(TEXT), "subwords": None},
+            "data: expected what may be gone through more than once.*got list_iterator",
+        ),
+        ({"data": iter(()), "tokens": 99}, "data: expected lines with text, got nothing"),
+        ({"validation": (text for text in "ab")}, "validation: expected pairs, .* got lines"),
+        ({"subwords": VALID}, "subwords: expected Subwords.*relpos.data.Wrapped makes them of"),
     ],
 )
 def test_arguments_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import re
 import shutil
@@ -494,10 +495,7 @@ def test_generate_command(models: SimpleNamespace, capsys: Capture) -> None:
     assert one.startswith("ba be") and one.count("\n") == 2
     rows = relpos_says(capsys, *given, "--n-best", 3, stdin=b"\n").out.splitlines()
     assert len(rows) == 3 and all(row.startswith("1\t") for row in rows)
-    searched = [
-        relpos_says(capsys, *given, "--beam", 2, "--seed", seed, stdin=b"ba\n").out
-        for seed in (1, 2)
-    ]
+    searched = [relpos_says(capsys, *given, "--beam", 2, stdin=b"ba\n").out for _ in range(2)]
     assert searched[0] == searched[1]
 
 
@@ -551,6 +549,70 @@ def test_lines_as_they_arrive() -> None:
     os.close(read)
 
 
+def test_lines_that_cannot_be_read(
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    """They are told and empty, the others are translated, and the status says that some failed."""
+    text = b"ba be\ndo \xff\nka\n"
+    (tmp_path / "text").write_bytes(text)
+    first, last = one_by_one(["ba be", "ka"])
+    for given, name in (((tmp_path / "text",), "text"), ((), "standard input")):
+        found = relpos_says(
+            capsys, "translate", models.run, *given, *EIGHT, stdin=b"" if given else text, status=1
+        )
+        assert found.out == f"{first}\n\n{last}\n"
+        assert f"{name}: line 2, byte 4 of it: 0xff is not UTF-8 here" in found.error
+        assert "an empty line instead" in found.error
+    said = relpos_says(
+        capsys, "generate", models.language, *EIGHT, stdin=b"\xff\nba be\n", status=1
+    )
+    assert said.out.splitlines()[1].startswith("ba be")
+
+
+def test_gzip_is_for_files(models: SimpleNamespace, capsys: Capture) -> None:
+    zipped = gzip.compress(b"ba be\n")
+    said = relpos_says(capsys, "translate", models.run, stdin=zipped, status=1).error
+    assert said.startswith("relpos: standard input: is gzip, which only files may be: gzip -dc")
+
+
+def test_an_empty_line_has_no_score(
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "target").write_text("ba\nba\n\n")
+    given = ("translate", models.run, "--target", tmp_path / "target", "--score")
+    rows = relpos_says(capsys, *given, stdin=b"ba be\n\n \n").out.splitlines()
+    assert float(rows[0]) < 0 and rows[1:] == ["", ""]
+    rows = relpos_says(capsys, *given, "--align", stdin=b"ba be\n\n \n").out.splitlines()
+    assert rows[0].endswith("\t" + rows[0].split("\t")[1]) and rows[1:] == ["\t", "\t"]
+
+
+def test_the_best_checkpoint(models: SimpleNamespace, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(models.run, run)
+    newest = checkpoint.newest(run)
+    assert newest is not None
+    state = newest.folder / checkpoint.STATE
+    told = json.loads(state.read_text())
+
+    def says(step: int) -> None:
+        state.write_text(json.dumps(told | {"run": {"best_step": step}}))
+        manifest = newest.folder / checkpoint.MANIFEST
+        content = json.loads(manifest.read_text())
+        content["files"]["state.json"]["bytes"] = state.stat().st_size
+        manifest.write_text(json.dumps(content))
+
+    first = checkpoint.checkpoints(run)[0]
+    says(first.step)
+    best, of_step = Translator.load(run, best=True), Translator.load(first.folder)
+    assert best.translate(LINES, search=SHORT) == of_step.translate(LINES, search=SHORT)
+    assert best.translate(LINES, search=SHORT) != Translator.load(run).translate(
+        LINES, search=SHORT
+    )
+    says(99)
+    with pytest.raises(CheckpointError, match="its best checkpoint, of step 99, is not there"):
+        Translator.load(run, best=True)
+
+
 def test_a_pipe_that_does_not_wait() -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -592,9 +654,43 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
             ("translate", "{run}", "{text}", "--length-penalty", "-1"),
             "--length-penalty: expected 0",
         ),
-        (("translate", "{run}", "{text}", "--top-p", "2"), "--top-p: expected above 0"),
+        (("translate", "{run}", "{text}", "--sample", "--top-p", "2"), "--top-p: expected above 0"),
+        (("translate", "{run}", "{text}", "--seed", "0"), "--seed: is of --sample, which is not"),
+        (
+            ("translate", "{run}", "{text}", "--sample", "--beam", "2"),
+            "--beam: is of a search, --sa",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--align-layer", "0"),
+            "--align-layer: is of --align, whi",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--target", "{text}", "--n-best", "2"),
+            "--n-best: --targ",
+        ),
+        (
+            ("generate", "{language}", "{text}", "--penalty", "none"),
+            "--penalty: is of a search: --b",
+        ),
+        (
+            ("generate", "{language}", "--beam", "2", "--top-k", "2"),
+            "--top-k: is of draws, --beam s",
+        ),
+        (
+            ("evaluate", "--hypothesis", "{text}", "--reference", "{text}", "--average", "2"),
+            "--average: --hypothesis says what is said",
+        ),
+        (("translate", "{run}", "{text}", "--best"), "run: has no best checkpoint, as nothing was"),
+        (("translate", "{run}", "--best", "--average", "2"), "best: average is given, the mean of"),
+        (
+            ("translate", "{run}/step-000000001", "--best"),
+            "is no run, of which the best checkpoint",
+        ),
         (("translate", "{run}", "{text}", "-o", "{text}"), "--output: .*text is read as well"),
-        (("translate", "{run}", "{latin}"), "latin: line 2, byte 3 of it: 0xfc is not UTF-8"),
+        (
+            ("translate", "{run}", "--prefix", "{latin}", "{one}"),
+            "latin: line 2, byte 3 of it: 0xfc",
+        ),
         (("translate", "{run}", "{text}", "--prefix", "{one}"), "prefixes: expected one for each"),
         (
             ("translate", "{run}", "{one}", "--prefix", "{text}"),

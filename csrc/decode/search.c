@@ -196,7 +196,10 @@ static int64_t source_of(const search *s, int64_t b) {
 static int64_t most_of(const search *s, int64_t b) {
   const rp_search *const q = s->q;
   int64_t wanted = q->max_length;
-  if (wanted == 0) wanted = (s->source ? source_of(s, b) : forced_of(s, b)) + q->max_more;
+  if (wanted == 0) {
+    wanted = (s->source ? source_of(s, b) : forced_of(s, b)) + q->max_more;
+    wanted = rpi_max(wanted, q->min_length);
+  }
   return rpi_max(rpi_min(wanted, s->d->max_length), forced_of(s, b));
 }
 

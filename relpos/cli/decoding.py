@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,9 @@ def add_running(command: Any) -> None:
         "--average", type=count, metavar="N", help="the mean of a run's last N checkpoints"
     )
     group.add_argument(
+        "--best", action="store_true", help="a run's checkpoint with the best validation"
+    )
+    group.add_argument(
         "--batch-tokens",
         type=count,
         default=2048,
@@ -145,6 +149,28 @@ def search_of(options: argparse.Namespace, translator: Translator) -> Search:
         raise ValueError(f"--{_FIELDS[field].replace('_', '-')}{colon}{rest}") from None
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_SEARCHING = ("beam", "penalty", "length_penalty", "coverage")
+_SAID = ("sample", "n_best", "min_length", "max_length", "max_more", "no_repeat", "no_unknown")
+SAYING = (*_SEARCHING, *_SAMPLING, *_SAID)
+
+
+def refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Options that would do nothing, where they are given."""
+    for name in names:
+        value = getattr(options, name, None)
+        if value is not None and value is not False:
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
+
+
+def refuse_of_the_other(options: argparse.Namespace) -> None:
+    """Those of a search where --sample draws, and of drawing where it does not."""
+    if options.sample:
+        refuse(options, _SEARCHING, "is of a search, --sample draws")
+    else:
+        refuse(options, _SAMPLING, "is of --sample, which is not given")
+
+
 def _models_and_files(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Models come first: folders, and files of weights. The rest is text."""
     models = 0
@@ -165,7 +191,7 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
 
     use_threads(options)
     return Translator.load(
-        models, average=options.average, batch_tokens=options.batch_tokens,
+        models, average=options.average, best=options.best, batch_tokens=options.batch_tokens,
         device=options.device, precision=options.precision,
     )  # fmt: skip
 
@@ -245,7 +271,7 @@ def _add_translate(commands: Any) -> None:
         help="a column with the links of words, as 0-0 1-2 (source-target, from 0)",
     )
     group.add_argument(
-        "--align-layer", type=int, default=-1, metavar="N", help="layer of the links (-1: the last)"
+        "--align-layer", type=int, metavar="N", help="layer of the links (-1: the last)"
     )
     group.add_argument(
         "--align-head", type=int, metavar="N", help="its head, from 0 (the mean of all)"
@@ -266,6 +292,12 @@ def _translate(options: argparse.Namespace) -> int:
     from relpos.cli.lines import lines_in, windows_of, written
     from relpos.translator import WINDOW
 
+    if options.target is not None:
+        refuse(options, (*SAYING, "prefix"), "--target says what is said")
+    refuse_of_the_other(options)
+    if not options.align:
+        refuse(options, ("align_layer", "align_head"), "is of --align, which is not given")
+    layer = -1 if options.align_layer is None else options.align_layer
     models, files = _models_and_files(options.paths)
     for file in (*files, *filter(None, (options.prefix, options.target))):
         if file != "-":
@@ -277,9 +309,10 @@ def _translate(options: argparse.Namespace) -> int:
         raise ValueError("this model has no encoder, it goes on from text: relpos generate")
     search = search_of(options, translator)
     if options.target is not None:
-        return _with_targets(options, translator, files)
-    align = (options.align_layer, options.align_head) if options.align else None
+        return _with_targets(options, translator, files, layer)
+    align = (layer, options.align_head) if options.align else None
     prefixes = None if options.prefix is None else lines_in([options.prefix])
+    bad = Bad()
     failed = False
     inputs = [*files, *filter(None, [options.prefix])]
     with (
@@ -287,12 +320,25 @@ def _translate(options: argparse.Namespace) -> int:
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
         for each in translator.in_windows(
-            windows_of(files, WINDOW), search=search, prefixes=prefixes, align=align, progress=tell
-        ):
+            windows_of(files, WINDOW, bad), search=search, prefixes=prefixes, align=align,
+            progress=tell,
+        ):  # fmt: skip
             failed |= each.failed
             for line in _lines_of(each, options):
                 write(line)
-    return FAILED if failed else 0
+    return FAILED if failed or bad.seen else 0
+
+
+class Bad:
+    """Warns of lines that cannot be read, so that the others are answered. seen: bool."""
+
+    seen = False
+
+    def __call__(self, said: str) -> None:
+        from relpos.translation import TranslationWarning
+
+        self.seen = True
+        warnings.warn(f"{said}: an empty line instead", TranslationWarning, stacklevel=2)
 
 
 def _lines_of(translation: Translation, options: argparse.Namespace) -> list[str]:
@@ -315,7 +361,9 @@ def _columns(candidate: Candidate | None, number: int | None, options: argparse.
     return "\t".join(columns)
 
 
-def _with_targets(options: argparse.Namespace, translator: Translator, files: Sequence[str]) -> int:
+def _with_targets(
+    options: argparse.Namespace, translator: Translator, files: Sequence[str], layer: int
+) -> int:
     """Scores, links or both of targets that are given, a line each."""
     from relpos.cli.lines import lines_in, written
 
@@ -329,12 +377,11 @@ def _with_targets(options: argparse.Namespace, translator: Translator, files: Se
         if options.score or not options.align:
             scores = translator.score(sources, targets, progress=tell)
             failed = any(each.failed for each in scores)
-            for column, each in zip(columns, scores, strict=True):
-                column.append(f"{each.log_probability:.4f}")
+            for column, source, each in zip(columns, sources, scores, strict=True):
+                blank = not source or source.isspace()  # an empty line gives an empty line
+                column.append("" if blank else f"{each.log_probability:.4f}")
         if options.align:
-            links = translator.align(
-                sources, targets, layer=options.align_layer, head=options.align_head
-            )
+            links = translator.align(sources, targets, layer=layer, head=options.align_head)
             failed |= any(each.failed for each in links)
             for column, link in zip(columns, links, strict=True):
                 column.append(link.pharaoh)
@@ -378,6 +425,10 @@ def _generate(options: argparse.Namespace) -> int:
     from relpos.cli.lines import windows_of, written
     from relpos.translator import WINDOW
 
+    if options.beam is None:
+        refuse(options, _SEARCHING, "is of a search: --beam")
+    else:
+        refuse(options, _SAMPLING, "is of draws, --beam searches")
     models, files = _models_and_files(options.paths)
     for file in files:
         if file != "-":
@@ -388,13 +439,15 @@ def _generate(options: argparse.Namespace) -> int:
     options.sample = options.beam is None
     options.score = options.align = False
     search = search_of(options, translator)
+    bad = Bad()
     failed = False
     with (
         written(options.output, files) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
-        for each in translator.in_windows(windows_of(files, WINDOW), search=search, progress=tell):
+        windows = windows_of(files, WINDOW, bad)
+        for each in translator.in_windows(windows, search=search, progress=tell):
             failed |= each.failed
             for line in _lines_of(each, options):
                 write(line)
-    return FAILED if failed else 0
+    return FAILED if failed or bad.seen else 0

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from relpos.cli.arguments import FAILED, USAGE, add_command
-from relpos.cli.decoding import add_running, add_sampling, add_search, load, search_of, shown
+from relpos.cli.decoding import (
+    SAYING,
+    add_running,
+    add_sampling,
+    add_search,
+    load,
+    refuse,
+    refuse_of_the_other,
+    search_of,
+    shown,
+)
 
 _EVALUATE_NEXT = """\
 relpos evaluate: what is missing is {missing}. To translate and compare,
@@ -91,6 +101,9 @@ def _evaluate(options: argparse.Namespace) -> int:
     if missing:
         print(_EVALUATE_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
         return USAGE
+    if options.hypothesis is not None:
+        refuse(options, (*SAYING, "average", "best"), "--hypothesis says what is said")
+    refuse_of_the_other(options)
     from relpos import evaluation
     from relpos.cli.lines import lines_in, one_line, written
 

@@ -7,20 +7,24 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 from relpos.data.files import named
-from relpos.data.text import BYTE_ORDER_MARK, lines_of
+from relpos.data.text import GZIP_MAGIC, lines_of, text_of
 
 STANDARD = "-"  # standard input
 _CHUNK = 1 << 16
 
 
-def windows_of(files: Sequence[str], most: int) -> Iterator[list[str]]:
+# Is told of a line that is not UTF-8, which is empty then. None: it is an error.
+Bad = Callable[[str], object]
+
+
+def windows_of(files: Sequence[str], most: int, bad: Bad | None = None) -> Iterator[list[str]]:
     """The lines of files one after the other, "-" or none being standard input, `most` at a time.
 
     Of a pipe or terminal: those that have arrived, so that nobody who writes slowly waits for an
@@ -28,14 +32,14 @@ def windows_of(files: Sequence[str], most: int) -> Iterator[list[str]]:
     """
     for file in files or (STANDARD,):
         if file == STANDARD:
-            yield from arriving(sys.stdin.fileno(), "standard input", most)
+            yield from arriving(sys.stdin.fileno(), "standard input", most, bad)
         elif stat.S_ISREG(os.stat(file).st_mode):
-            with closing(lines_of(file)) as lines:
+            with closing(lines_of(file, bad)) as lines:
                 while window := list(islice(lines, most)):
                     yield window
         else:
             with open(file, "rb", buffering=0) as stream:
-                yield from arriving(stream.fileno(), file, most)
+                yield from arriving(stream.fileno(), file, most, bad)
 
 
 def lines_in(files: Sequence[str]) -> list[str]:
@@ -43,7 +47,7 @@ def lines_in(files: Sequence[str]) -> list[str]:
     return [line for window in windows_of(files, 1 << 20) for line in window]
 
 
-def arriving(descriptor: int, name: str, most: int) -> Iterator[list[str]]:
+def arriving(descriptor: int, name: str, most: int, bad: Bad | None = None) -> Iterator[list[str]]:
     """Lines of a stream, at least one at a time, and of those that are there about `most`."""
     number, rest, ended = 0, b"", False
     while not ended:
@@ -56,24 +60,19 @@ def arriving(descriptor: int, name: str, most: int) -> Iterator[list[str]]:
             lines += whole
         if ended and rest:
             lines.append(rest)
+        if number == 0 and lines and lines[0].startswith(GZIP_MAGIC):
+            raise ValueError(
+                f"{name}: is gzip, which only files may be: gzip -dc FILE.gz gives plain text"
+            )
         if lines:
-            yield [_text(line, number, name) for number, line in enumerate(lines, number + 1)]
+            yield [
+                text_of(line, number, name, bad) for number, line in enumerate(lines, number + 1)
+            ]
         number += len(lines)
 
 
 def _ready(descriptor: int) -> bool:
     return bool(select.select((descriptor,), (), (), 0)[0])
-
-
-def _text(line: bytes, number: int, name: str) -> str:
-    try:
-        text = line.decode().removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name}: line {number:,}, byte {error.start + 1} of it: {line[error.start]:#04x} is "
-            f"not UTF-8 here ({error.reason})"
-        ) from None
-    return text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
 
 
 def one_line(text: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -141,14 +142,18 @@ def _add_train(commands: Any) -> None:
     data.add_argument(
         "--subwords",
         metavar="KIND",
-        help="bpe or unigram of sentencepiece, words, or the folder of a saved vocabulary (bpe)",
+        help="bpe or unigram of sentencepiece, words, or a vocabulary that is there, its folder or a\n"
+        "sentencepiece model (bpe)",
     )
     data.add_argument(
-        "--vocabulary", type=count, metavar="N", help="tokens of a new one (the preset's)"
+        "--vocabulary", type=count, metavar="N", help="tokens of a new one (the preset's, at most)"
     )
     model = command.add_argument_group("model")
     model.add_argument(
-        "--preset", metavar="NAME", help="the configuration to change (small); see --list-presets"
+        "--preset",
+        metavar="NAME",
+        help="the configuration to change (small, or that of the run that --resume goes on with);\n"
+        "see --list-presets",
     )
     model.add_argument(
         "--start",
@@ -270,7 +275,11 @@ def _train_on(options: argparse.Namespace, pairs: bool) -> int:
         tensorboard=options.tensorboard, **loop,
     )  # fmt: skip
     say = print if options.progress != "none" else lambda *_: None
-    say(f"{trainer.report}, {trainer.subwords.size:,} subwords")
+    unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
+    strange = f", {unknown:.2%} of all tokens unknown to them" if unknown > 0 else ""
+    say(f"{trainer.report}, {trainer.subwords.size:,} subwords{strange}")
+    if trainer.validation_report is not None:
+        say(f"validation: {trainer.validation_report}")
     numbers = sum(array.size for array in trainer.model.parameters.values())
     say(f"{numbers:,} weights: {trainer.config!r}")
     if trainer.resumed is not None:
@@ -305,7 +314,9 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
     kind: Any = options.subwords or "bpe"
     size = options.vocabulary or config.target_vocabulary
     if kind not in ("words", "bpe", "unigram"):
-        return data.load_subwords(kind)
+        if options.vocabulary is not None:
+            raise ValueError(f"--vocabulary: {kind} is a vocabulary that is there")
+        return data.SentencePiece.load(kind) if Path(kind).is_file() else data.load_subwords(kind)
     if options.start is not None:
         for name in ("subwords", "vocabulary"):
             if getattr(options, name) is not None:
@@ -316,7 +327,7 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
         try:
             if kind == "words":
                 return data.Words.train(text, size)
-            return data.SentencePiece.train(text, size, kind)
+            return data.SentencePiece.train(text, size, kind, fewer=options.vocabulary is None)
         except ValueError as error:  # by the names that things have here
             name, colon, rest = str(error).partition(": ")
             names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}
@@ -334,10 +345,8 @@ def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     preset = options.preset or named
     if not isinstance(preset, str | None):
         raise ValueError(f"{options.config}: preset: expected a name, got {preset!r}")
-    if preset is None and options.start is not None:
-        from relpos.saved import find_model
-
-        config = Config.load(find_model(options.start).weights[-1])
+    if preset is None and (before := _before(options)) is not None:
+        config = Config.load(before)
     else:
         config = Config.preset(preset or "small")
     loop = _loop_of(told.pop("train", {}), options.config)
@@ -357,6 +366,18 @@ def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     if options.seed is not None:
         config = config.replace({"seed": options.seed})
     return config, loop
+
+
+def _before(options: argparse.Namespace) -> Path | None:
+    """The weights that a run goes on from, or starts with, whose configuration it has."""
+    from relpos.saved import find_model
+    from relpos.train.checkpoint import checkpoints
+
+    if options.resume and checkpoints(options.output):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
+            return find_model(options.output).weights[-1]
+    return None if options.start is None else find_model(options.start).weights[-1]
 
 
 def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class SentencePiece:
         character_coverage: float = 0.9995,
         sentences: int = 1_000_000,
         seed: int = 0,
+        fewer: bool = False,
     ) -> SentencePiece:
         """A vocabulary for these lines, one for source and target together.
 
@@ -156,6 +157,7 @@ class SentencePiece:
             first; 1: every character of the lines.
         sentences: int. The most to learn from; more are sampled, with the seed.
         seed: int.
+        fewer: bool. Where the lines give fewer tokens than size, so many; False: an error.
 
         The same lines and arguments give the same vocabulary, on any machine with the same
         sentencepiece.
@@ -169,25 +171,12 @@ class SentencePiece:
         sample = _sample(lines, check_count("sentences", sentences, 1), seed)
         if not sample:
             raise ValueError("lines: expected at least one that is not empty, got none")
-        written = io.BytesIO()
         try:
-            _sentencepiece().SentencePieceTrainer.Train(
-                sentence_iterator=iter(sample),
-                model_writer=written,
-                vocab_size=size,
-                model_type=kind,
-                byte_fallback=byte_fallback,
-                character_coverage=character_coverage,
-                unk_id=UNKNOWN,
-                bos_id=BOS,
-                eos_id=EOS,
-                pad_id=-1,
-                num_threads=16,  # sums of the unigram model are in the order of its threads
-                minloglevel=2,
-            )
+            return cls(_trained(sample, size, kind, byte_fallback, character_coverage))
         except RuntimeError as error:
+            if fewer and (most := _most(error)) is not None:
+                return cls(_trained(sample, most, kind, byte_fallback, character_coverage))
             raise ValueError(_why_no_training(error, size)) from None
-        return cls(written.getvalue())
 
     @classmethod
     def load(cls, path: Folder) -> SentencePiece:
@@ -309,10 +298,37 @@ def _sample(lines: Iterable[Item], most: int, seed: int) -> list[str]:
     return kept
 
 
+def _trained(
+    sample: list[str], size: int, kind: str, byte_fallback: bool, character_coverage: float
+) -> bytes:
+    written = io.BytesIO()
+    _sentencepiece().SentencePieceTrainer.Train(
+        sentence_iterator=iter(sample),
+        model_writer=written,
+        vocab_size=size,
+        model_type=kind,
+        byte_fallback=byte_fallback,
+        character_coverage=character_coverage,
+        unk_id=UNKNOWN,
+        bos_id=BOS,
+        eos_id=EOS,
+        pad_id=-1,
+        num_threads=16,  # sums of the unigram model are in the order of its threads
+        minloglevel=2,
+    )
+    return written.getvalue()
+
+
+def _most(error: RuntimeError) -> int | None:
+    """How many tokens there can be, if that is what was wrong."""
+    limit = re.search(r"too high.*value <= (\d+)", str(error))
+    return int(limit[1]) if limit else None
+
+
 def _why_no_training(error: RuntimeError, size: int) -> str:
     text = str(error)
-    if limit := re.search(r"too high.*value <= (\d+)", text):
-        return f"size: {size:,} tokens are more than these lines give, at most {int(limit[1]):,}"
+    if (most := _most(error)) is not None:
+        return f"size: {size:,} tokens are more than these lines give, at most {most:,}"
     if limit := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return (
             f"size: {size:,} tokens are too few, single characters and bytes alone need "

@@ -12,7 +12,7 @@ import gzip
 import os
 import stat
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -149,23 +149,36 @@ def check_files(name: str, files: Files) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def lines_of(path: str) -> Generator[str, None, None]:
-    """Every line of a file, the empty ones too."""
+def lines_of(path: str, bad: Callable[[str], object] | None = None) -> Generator[str, None, None]:
+    """Every line of a file, the empty ones too.
+
+    bad: is told of a line that is not UTF-8, which is empty then; None: it is an error.
+    """
     number = 0
     with open(path, "rb") as plain:
         zipped = plain.peek(2)[:2] == GZIP_MAGIC
         stream = cast(IO[bytes], gzip.GzipFile(fileobj=plain)) if zipped else plain
         try:
             for number, line in enumerate(stream, 1):  # of bytes: only b"\n" ends it
-                text = line.decode().removesuffix("\n").removesuffix("\r")
-                yield text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}: line {number}, byte {error.start + 1} of it: "
-                f"{line[error.start]:#04x} is not UTF-8 here ({error.reason})"
-            ) from None
+                yield text_of(line.removesuffix(b"\n"), number, path, bad)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: not a whole gzip file: {error}, line {number + 1}") from None
+
+
+def text_of(line: bytes, number: int, name: str, bad: Callable[[str], object] | None = None) -> str:
+    """A line without its end, the first of them being number 1."""
+    try:
+        text = line.decode().removesuffix("\r")
+    except UnicodeDecodeError as error:
+        said = (
+            f"{name}: line {number:,}, byte {error.start + 1} of it: {line[error.start]:#04x} is "
+            f"not UTF-8 here ({error.reason})"
+        )
+        if bad is None:
+            raise ValueError(said) from None
+        bad(said)
+        return ""
+    return text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
 
 
 def _pairs_of(source: str, target: str, report: Report) -> Iterator[tuple[str, str]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from relpos.config import Config
 from relpos.data import Lines, Pairs, TokenCache
 
 Text = Iterable[Any]  # of str, or of (source, target)
+Given = Text | TokenCache | None
 
 
 def check_sides(name: str, sides: int, config: Config) -> None:
@@ -23,15 +25,18 @@ def check_sides(name: str, sides: int, config: Config) -> None:
         )
 
 
-def look_at(name: str, data: Text | TokenCache | None, config: Config, throughout: bool) -> None:
-    """It can be read again, and its first item is what this configuration takes; where throughout,
-    all of it can be read."""
+def look_at(name: str, data: Given, config: Config, *, once: bool, throughout: bool) -> Any:
+    """The data, of which the first item is what this configuration takes; where throughout, and if
+    it can be read again, all of it can be read.
+
+    once: nothing is learned from it before it is tokenised, so that an iterator will do.
+    """
     if data is None or isinstance(data, TokenCache):
-        return
-    if isinstance(data, Iterator):
+        return data
+    if isinstance(data, Iterator) and not once:
         raise TypeError(
-            f"{name}: expected what may be gone through more than once, as a list, "
-            f"got {type(data).__name__}"
+            f"{name}: expected what may be gone through more than once, as a list, as the subwords "
+            f"are learned from it first, got {type(data).__name__}"
         )
     items = iter(data)
     first = next(items, None)
@@ -41,5 +46,8 @@ def look_at(name: str, data: Text | TokenCache | None, config: Config, throughou
             raise ValueError(f"{name}: expected text in {files}, got {data.report}")
         raise ValueError(f"{name}: expected lines with text, got nothing")
     check_sides(name, 1 if isinstance(first, str) else 2, config)
+    if isinstance(data, Iterator):
+        return chain((first,), items)
     if throughout:
         deque(items, maxlen=0)
+    return data

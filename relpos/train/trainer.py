@@ -93,14 +93,14 @@ class Trainer:
 
     config: Config. The vocabularies take the size of the subwords. None: that of `start`.
     data: pairs of str for an encoder and a decoder, or str for a decoder alone: what
-        `relpos.data.read_pairs` and `read_lines` give, or any iterable that may be gone through
-        more than once; or a TokenCache.
+        `relpos.data.read_pairs` and `read_lines` give, or any iterable, which is gone through more
+        than once where subwords are learned from it; or a TokenCache.
     folder: str or PathLike. Where all of the run lies.
     validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
         weights that is validated, and that the best checkpoint is the best by.
     subwords: Subwords, or a function that makes them, which is called where the run has none yet.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
-        its size.
+        its size, or as many as the data gives.
     start: str or PathLike. A model, named as for `Translator.load`, whose weights and subwords the
         run begins with; what its configuration has otherwise than `config` is told. Moments and
         schedule begin anew.
@@ -120,7 +120,8 @@ class Trainer:
     epochs, minutes, patience: end it earlier: passes over the data, minutes in all, validations
         in a row without a better one. None: they don't.
 
-    validate_every, save_every: int. Updates. save_minutes: float, whatever comes first.
+    validate_every, save_every: int. Updates. save_minutes: float, whatever comes first. What a run
+        ends with is validated and saved, unless it was interrupted: then it is saved.
     keep: int. Checkpoints that stay, the best validation's beside them.
     log_every: int. Updates to a line of the log.
     progress: "auto", a bar on terminals and in notebooks, else lines; "bar", "lines" or "none".
@@ -166,7 +167,10 @@ class Trainer:
             raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
         made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
         if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
-            raise TypeError(f"subwords: expected Subwords, or what makes them, got {subwords!r}")
+            raise TypeError(
+                f"subwords: expected Subwords, or what makes them, got {subwords!r:.80}; "
+                "relpos.data.Wrapped makes them of an object with encode and decode"
+            )
         self.folder = Path(folder)
         self._steps = config.steps if steps is None else check_count("steps", steps, 1)
         self._epochs = None if epochs is None else check_count("epochs", epochs, 1)
@@ -191,8 +195,9 @@ class Trainer:
         if accumulate_tokens is not None:
             check_count("accumulate_tokens", accumulate_tokens, tokens)
         check_chance("split", split)
-        look_at("data", data, config, throughout=False)
-        look_at("validation", validation, config, throughout=True)
+        once = begin is not None or isinstance(subwords, Subwords)
+        data = look_at("data", data, config, once=once, throughout=False)
+        validation = look_at("validation", validation, config, once=True, throughout=True)
 
         self._seen = checkpoint.checkpoints(self.folder)
         found = checkpoint.newest(self.folder) if resume else None
@@ -251,6 +256,11 @@ class Trainer:
         """What became of the lines: how many there are, were empty, or are too long for a batch."""
         return self._batches.report
 
+    @property
+    def validation_report(self) -> Report | None:
+        """The same of the validation data; None: there is none."""
+        return None if self._validation is None else self._validation.report
+
     # ---- before ----------------------------------------------------------------------------------
 
     def _find_subwords(
@@ -269,7 +279,7 @@ class Trainer:
                 raise ValueError("subwords: expected those that the token cache was made with")
             self._say("learning the subwords")
             if given is None:
-                own = SentencePiece.train(data, config.target_vocabulary)
+                own = SentencePiece.train(data, config.target_vocabulary, fewer=True)
             else:
                 own = given()  # type: ignore[operator]
                 if not isinstance(own, Subwords):
@@ -325,8 +335,8 @@ class Trainer:
             if changed:
                 raise ValueError(f"config: not that of {whose}: {changed}: {error}") from None
             raise
-        if changed:
-            self._say(f"{where}: goes on with {changed}")
+        if changed:  # told even to those who want no progress
+            print(f"{where}: goes on with {changed}", file=sys.stderr, flush=True)
         return state
 
     def _resume(self, found: Checkpoint) -> None:
@@ -388,6 +398,8 @@ class Trainer:
                 break
             run.begin(update)
         run.catch_up()
+        if reason != "interrupted":
+            run.validate_the_last()
         if run.recent.tokens > 0 and run.step % self._log_every != 0:
             log.write("end", {"step": run.step, "nll": run.recent.nll})
         last = self._save() if run.last is None else run.last
@@ -467,7 +479,8 @@ class _Run:
     """
 
     def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
-        self.step = trainer.model.counters[0]
+        self.step = self._first = trainer.model.counters[0]
+        self._looked = 0  # the step of the last validation
         self.recent = Sums()
         self.last: Checkpoint | None = None
         self._trainer, self._log, self._progress = trainer, log, progress
@@ -553,8 +566,16 @@ class _Run:
         better = False
         if trainer._validation is not None and step % trainer._validate_every == 0:
             better = trainer._validate(step, self._log, self._progress)
+            self._looked = step
         if self._saves(step) or better:
             self.last, self._saved = trainer._save(), time.monotonic()
+
+    def validate_the_last(self) -> None:
+        """What the run has come to, where the last step was not one to be looked at."""
+        trainer = self._trainer
+        if trainer._validation is not None and self.step not in (self._first, self._looked):
+            trainer._validate(self.step, self._log, self._progress)
+            self.last = trainer._save()
 
 
 def _check_minutes(name: str, value: float) -> float:

@@ -50,7 +50,7 @@ typedef struct rp_search {
   int64_t min_length; /* tokens before the end, at least */
   /* At most, and never more than the model's max_length: a target of so many is cut off there,
    * before it could say its end. 0: source tokens + max_more; without a source, those forced and
-   * max_more. What is forced is never cut. */
+   * max_more; or min_length, if that is more. What is forced is never cut. */
   int64_t max_length;
   int64_t max_more;
 
