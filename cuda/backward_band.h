@@ -334,7 +334,7 @@ class QueryBlock : BandBlock<S> {
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
-          const float weight = exp2_approx(call.scale * p[n][e] - level);
+          const float weight = exp2_approx(at_most_zero(call.scale * p[n][e] - level));
           ds[n][e] = weight * (ds[n][e] - delta);
           sum_of_weights += weight;
           sum_of_slopes += ds[n][e];
@@ -374,7 +374,7 @@ class QueryBlock : BandBlock<S> {
             dp += tail ? own.value[1] : own.value[0];
           }
           if (f.biased) score += s.bias[stage][x - r + S::kOwn - 1];
-          float weight = exp2_approx(score - own.lse), keep = 1;
+          float weight = exp2_approx(at_most_zero(score - own.lse)), keep = 1;
           if (cut && !in_sight(*seq, q0 + r, j + x)) weight = 0;
           if (call.dropout.threshold) keep = kept(r % 16, x);
           const float slope = weight > 0 ? weight * (keep * dp - own.delta) : weight;
@@ -691,7 +691,7 @@ class KeyBlock : BandBlock<S> {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           float &own = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
-          own = exp2_approx(call.scale * own - level);
+          own = exp2_approx(at_most_zero(call.scale * own - level));
           slope = own * (slope - delta);
         }
       }
@@ -719,7 +719,7 @@ class KeyBlock : BandBlock<S> {
           dp += rows[tail ? VALUE_HIGH : VALUE_LOW][x];
         }
         if (f.biased) score += s.bias[stage][r - x + S::kOther - 1];
-        float weight = exp2_approx(score - rows[LSE][x]), keep = 1;
+        float weight = exp2_approx(at_most_zero(score - rows[LSE][x])), keep = 1;
         if (cut && !in_sight(*seq, i + x, k0 + r)) weight = 0;
         if (call.dropout.threshold) keep = kept(r % 16, x);
         ds[n][e] = weight > 0 ? weight * (keep * dp - rows[DELTA][x]) : weight;

@@ -301,7 +301,7 @@ __device__ void weigh_tile(const Backward &c, const Where &w, TileMemory &s) {
           bend = 1 - t * t;
         }
         if (value_terms) dp[a][b] += term_values<E>(c, w, s, i, j);
-        const float p = exp2f(score - s.rows[i].lse);
+        const float p = exp2f(at_most_zero(score - s.rows[i].lse));
         float keep = 1;
         if (call.dropout.threshold) {
           keep = is_kept(call.dropout, s.keep[i][j / 4], j % 4) ? call.dropout.scale : 0.0f;

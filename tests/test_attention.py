@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import capi
+import relpos
 from capi import Core
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels, Mask, random_case
@@ -210,3 +211,25 @@ def test_every_element_of_small_gradients(libraries: dict[str, Path], case: Case
                 assert gradient[index] == 0
             else:
                 differences.check(name, direction)
+
+
+@pytest.mark.parametrize("bias", [-1e8, -1e9, -1e10, -1e30])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_a_row_that_sees_masked_keys_alone(bias: float, dropout: float) -> None:
+    """All its keys have a bias of -1e9 or so, as masks are made: a float's log-sum-exp is coarser
+    than that by far, and weights must not come out beyond 1."""
+    N, D = 24, 16
+    random = np.random.default_rng(0)
+    q, k, v, dout = (random.standard_normal((1, 1, N, D)).astype(np.float32) for _ in range(4))
+    labels = np.zeros((1, 1, N, N), np.int8)
+    labels[:, :, 5] = 1
+    for factor in 1 + random.random(20):
+        table = np.array([0, bias * factor], np.float32)
+        graph = relpos.ShawGraph(bias_table=table, labels=labels)
+        out, ctx = relpos.attention_forward(q, k, v, position=graph, dropout=dropout)
+        gradients = relpos.attention_backward(ctx, dout)
+        assert np.isfinite(out).all()
+        # of sums over queries, each weight at most 1 / (1 - dropout), dout and the rest up to 5
+        most = N * D * 2 * 5.0**3 / (1 - dropout) ** 2
+        for x in (gradients.q, gradients.k, gradients.v, gradients.bias_table):
+            assert np.abs(x).max() < most

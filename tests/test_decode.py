@@ -222,6 +222,19 @@ def test_a_language_model_goes_on(core: Core) -> None:
             assert_same(core, got, best[:4])
 
 
+def test_the_end_may_come_though_a_prompt_has_it(core: Core) -> None:
+    """It is none of a target's tokens, so that no n-gram of them comes twice by it."""
+    with language_model(core, target_vocabulary=MANY) as model, Decoder(model) as decoder:
+        batch = batch_of(None, [(5, END, 7)])
+        free, once = (
+            decoder.search(batch, OTHERS, beam=MANY, n_best=4, max_more=4, no_repeat=n)[0]
+            for n in (0, 1)
+        )
+        assert any(each.finished for each in free), free
+        assert any(each.finished for each in once), once
+        assert all(len(set(each.tokens)) == len(each.tokens) for each in once)
+
+
 def test_labelled_graphs_of_the_source(core: Core) -> None:
     texts = sources(8, (3, 5))
     rng = np.random.default_rng(1)

@@ -294,7 +294,8 @@ static void write_target(const search *s, int64_t b, int64_t count, int64_t from
   if (i > 0) memcpy(to, s->forced->ids + s->forced->offsets[b], (size_t)i * sizeof *to);
 }
 
-/* Tokens after which the last no_repeat tokens would have come before. */
+/* Tokens after which the last no_repeat tokens would have come before. The end is none of a
+ * target's tokens, and may come even where what is forced has it. */
 static int64_t ban_repetitions(const search *s, int64_t r, int32_t *to) {
   const int64_t n = s->q->no_repeat, b = s->rows[r].sentence, count = s->at[b].count;
   if (n == 0 || count < n) return 0;
@@ -303,7 +304,7 @@ static int64_t ban_repetitions(const search *s, int64_t r, int32_t *to) {
   int64_t banned = 0;
   for (int64_t i = 0; i + n <= count; i++) {
     if (memcmp(s->history + i, last, (size_t)(n - 1) * sizeof *last) != 0) continue;
-    to[banned++] = s->history[i + n - 1];
+    if (s->history[i + n - 1] != s->q->end) to[banned++] = s->history[i + n - 1];
   }
   return banned;
 }

@@ -104,7 +104,7 @@ static const field fields[] = {
     DECIMAL(final_rate, 0, 1),
     SHARE(beta1),
     SHARE(beta2),
-    DECIMAL(adam_epsilon, 1e-30, 1),
+    DECIMAL(adam_epsilon, 1e-18, 1),
     DECIMAL(weight_decay, 0, 1e3),
     DECIMAL(clip_norm, 0, 1e30),
     SHARE(ema),

@@ -61,7 +61,7 @@ RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *res
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const real start = negated_lse[r];
     RPI_UNROLL(16) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-      const rpi_register weights = rpi_exp2_lanes(rpi_load(s + v) + start);
+      const rpi_register weights = rpi_share_lanes(rpi_load(s + v) + start);
       rpi_store(s + v, weights);
       rpi_store(ds + v, weights * rpi_load(ds + v));
     }
@@ -88,7 +88,7 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
     const int8_t *const keep = mask.of[r];
     const real start = negated_lse[r], delta = negated_delta[r];
     _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) {
-      const real weight = rpi_exp2(cap * s[j] + start), t = capped ? s[j] : 0;
+      const real weight = rpi_share(cap * s[j] + start), t = capped ? s[j] : 0;
       /* a hidden score is -inf, its slope is no number, and its weight is 0 */
       const real slope = weight > 0 ? 1 - t * t : weight;
       const real kept = keep[j] < 0 ? scale : (real)0;

@@ -89,4 +89,18 @@ RPI_INLINE rpi_register rpi_exp2_lanes(rpi_register x) {
 #endif
 }
 
+/* The weight of a pair from what its score is above the log-sum-exp of its row: never more than 1,
+ * not even where a float's log-sum-exp is too coarse for its row (at 1e9 by 64). A NaN stays. */
+static inline real rpi_share(real x) { return rpi_exp2(x > 0 ? 0 : x); }
+
+RPI_INLINE rpi_register rpi_share_lanes(rpi_register x) {
+#if defined(__AVX512DQ__) && RPI_LANES == 16
+  return rpi_exp2_lanes((rpi_register)_mm512_min_ps(_mm512_setzero_ps(), (__m512)x));
+#else
+  rpi_register y;
+  _Pragma("omp simd") for (int l = 0; l < RPI_LANES; l++) y[l] = rpi_share(x[l]);
+  return y;
+#endif
+}
+
 #endif

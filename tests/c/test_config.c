@@ -390,7 +390,7 @@ static void test_ranges(void) {
           c.dropout = 1);
   REFUSED(RP_ERROR_ARGUMENT, "config: dropout=nan", c.dropout = NAN);
   REFUSED(RP_ERROR_ARGUMENT, "config: learning_rate=inf", c.learning_rate = INFINITY);
-  REFUSED(RP_ERROR_ARGUMENT, "config: adam_epsilon=0, must be a number from 1e-30",
+  REFUSED(RP_ERROR_ARGUMENT, "config: adam_epsilon=0, must be a number from 1e-18",
           c.adam_epsilon = 0);
   REFUSED(RP_ERROR_ARGUMENT, "config: bias=2, must be true, false, 1 or 0", c.bias = 2);
   REFUSED(RP_ERROR_ARGUMENT, "config: norm=2, must be one of pre, post", c.norm = 2);
