@@ -92,16 +92,13 @@ def test_nan_in_an_input_reaches_the_results(core: Core, name: str) -> None:
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_large_scores_do_not_overflow(core: Core, size: float) -> None:
-    """Scores of 1e5 and, forward, of 1e9, where float32 resolves no less than 64."""
+    """Scores of 1e5, and of 1e9, where float32 resolves no less than 64: every row sees something."""
     case = replace(SHARED, key=Band(2, 2), value=None, scale=1.0)
     arrays = make_arrays(case, core.dtype)
     arrays.q.view[...] *= core.dtype(size)
     arrays.k.view[...] *= core.dtype(size)
     arrays.remember()
-    if size > 1e3:
-        results = {"out": forward(core, case, arrays)}
-    else:
-        results = capi.run_both(core, case, arrays)
+    results = capi.run_both(core, case, arrays)
     for name, x in results.items():
         finite = bool(np.all(np.isfinite(x)))
         assert finite, name

@@ -70,18 +70,20 @@ RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
   return most;
 }
 
-/* Raises the maximum of the rows that need it, and scales down what they hold. True where
- * a row's scores were summed from a start so far from them that they are to be summed
+/* Raises the maximum of the rows that need it, told in raised, and scales down what they hold. True
+ * where a row's scores were summed from a start so far from them that they are to be summed
  * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
  * what a relation alone gives to all. */
 RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t value_width,
-                                real *buckets, int64_t bucket_stride, pair_buckets *pairs) {
+                                real *buckets, int64_t bucket_stride, pair_buckets *pairs,
+                                bool *raised) {
   bool stale = false;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real most = strip_maximum(1, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
     for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
+    raised[r] = true;
     stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
     if (state.seen[r]) {
       const real factor = rpi_exp2(-most);
@@ -104,6 +106,18 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
     state.negated_max[r] = -state.max[r];
   }
   return stale;
+}
+
+/* Scores of raised rows that were summed again: where they are so large that their rounding alone
+ * puts all of a row far below its maximum, the largest is the maximum all the same, or the row
+ * would have no weight. */
+RPI_NOINLINE void settle_strip(int64_t count, real *s, const bool *raised) {
+  for (int64_t r = 0; r < count; r++) {
+    real *const row = s + r * RPI_TILE;
+    const real most = raised[r] ? strip_maximum(1, row) : 0;
+    if (!(most < -RPI_RAISE) || most == (real)-INFINITY) continue;
+    for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
+  }
 }
 
 /* Weights (2) of a strip in place of its scores, added up into one of the rows' sums. */
@@ -189,15 +203,17 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
   real *const buckets = w->buckets + i * bucket_stride;
   pair_buckets of_pairs;
   pair_buckets_at(&item->pairs, &w->pairs, i, true, &of_pairs);
-  bool again = false;
+  bool again = false, raised[RPI_TILED_ROWS] = {false};
   do {
     if (again && count > RPI_STRIP) forward_products(item, w, view, &x);
     else if (again) x.multiplied = false;
     forward_scores(item, w, view, &state, &x);
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
-    const bool stale = (unseen || strip_maximum(count, at) > RPI_RAISE) &&
-                       raise_maximum(count, at, state, width, buckets, bucket_stride, &of_pairs);
+    const bool stale =
+        (unseen || strip_maximum(count, at) > RPI_RAISE) &&
+        raise_maximum(count, at, state, width, buckets, bucket_stride, &of_pairs, raised);
+    if (again) settle_strip(count, at, raised);
     again = stale && !again;
   } while (again);
   const int meets = window_meets(vw, nearest, farthest);
