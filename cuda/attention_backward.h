@@ -37,6 +37,10 @@ __device__ inline int64_t key_number(const Backward &c, const Sequence &seq, int
   return head * c.key_rows + seq.key_batch * seq.key_rows + seq.key_row + row;
 }
 
+/* What a score is above the log-sum-exp of its row, which may be too coarse for it: at most 0, so
+ * that no weight is more than 1. A NaN stays. */
+__device__ inline float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
+
 /* Over all lanes of a warp. */
 __device__ inline float sum_of_lanes(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);

@@ -138,9 +138,6 @@ __device__ inline float exp2_approx(float x) {
 #endif
 }
 
-/* What is above the log-sum-exp of its row, which may be too coarse: at most 0. A NaN stays. */
-__device__ inline float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
-
 }  // namespace rpc
 
 #endif
