@@ -248,58 +248,6 @@ def test_profile(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))  # each of them rounded
 
 
-def test_toml_before_python_3_11(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text("width = 32\n")
-    reader = cli.training._toml_reader()
-    for name in ("tomllib", "tomli"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"--config: takes tomli .*pip install 'relpos\[train\]'"):
-        cli.training._read_toml(path)
-    monkeypatch.setitem(sys.modules, "tomli", reader)
-    assert cli.training._read_toml(path) == {"width": 32}
-
-
-def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(
-        'preset = "tiny"\nwidth = 32\nfeed_forward = 64\ndropout = 0.2\nmax_length = 16\n'
-        "[encoder]\nk = 5\n[decoder]\nk = 6\n"
-        "[train]\nsteps = 4\ntokens = 256\nsave_minutes = 2\nminutes = inf\nsplit = 0\n"
-    )
-    output = tmp_path / "run"
-    given = ("--config", path, "--subwords", "words", "--progress", "none", "--output", output)
-    relpos_says(capsys, "train", *run.files, *given, "--set", "encoder.k=3", "--steps", "2")
-    found = newest(output)
-    assert found is not None and found.step == 2
-    config = found.config
-    assert (config.dropout, config.encoder.k, config.decoder.k, config.steps) == (0.2, 3, 6, 2)
-
-    for wrong, message in (
-        ("[encoder]\nkk = 5\n", r"encoder\.kk"),
-        ("width = [1]\n", "width: expected a number"),
-        ("[train]\nstep = 4\n", r"train\.step: no such option; there are steps, epochs"),
-        (
-            "[train]\nsteps = 1.5\n",
-            r"train\.steps: expected a whole number, 1 to 2,147,483,647, got 1\.5",
-        ),
-        ("[train]\nsteps = true\n", r"train\.steps: expected a whole number, .*, got True"),
-        ("[train]\nminutes = 0\n", r"train\.minutes: expected minutes above 0, got 0"),
-        ("[train]\nsplit = 1\n", r"train\.split: expected 0 or more and below 1, got 1"),
-        ("[train]\nsplit = 'x'\n", r"train\.split: expected a number, got 'x'"),
-        ("train = 5\n", r"train: expected a table"),
-        ("preset = 5\n", "preset: expected a name, got 5"),
-        ("width = \n", "not TOML"),
-    ):
-        path.write_text(wrong)
-        output = tmp_path / "never"
-        said = relpos_says(
-            capsys, "train", *run.files, "--config", path, "--output", output, status=1
-        )
-        assert re.fullmatch(rf"relpos: {re.escape(str(path))}: .*{message}.*\n", said), said
-        assert not output.exists()
-
-
 def test_ctrl_c(run: SimpleNamespace, tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = ("train", *run.files, *SMALL, "--output", str(output), "--steps", str(10**9))

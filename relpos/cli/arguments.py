@@ -11,6 +11,7 @@ from relpos import library
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 LARGEST = 2**31 - 1  # of whole numbers that are given
+PRECISIONS = ("f32", "bf16")
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -86,7 +87,7 @@ def add_device(command: Any) -> None:
     )
     command.add_argument(
         "--precision",
-        choices=("f32", "bf16"),
+        choices=PRECISIONS,
         default="f32",
         help="of matrix products; bf16 on a GPU alone (f32)",
     )

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,10 +17,9 @@ from relpos.cli.arguments import (
     add_progress,
     add_threads,
     count,
-    minutes,
-    share,
     use_threads,
 )
+from relpos.cli.told import KINDS, LOOP, RUN_FILE, Told, keep, told
 
 _TRAIN_NEXT = """\
 relpos train: what to train on? For a translation model, for example
@@ -99,23 +95,6 @@ def _demo(options: argparse.Namespace) -> int:
 # train
 # --------------------------------------------------------------------------------------------------
 
-# Options of the loop: those of `Trainer`, which also may stand in the [train] table of a TOML file.
-_LOOP: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "steps": (count, "N", "updates after which to end; the schedule's length too"),
-    "epochs": (count, "N", "end after so many passes over the data"),
-    "minutes": (minutes, "M", "end after so many minutes"),
-    "patience": (count, "N", "end after so many validations in a row without a better one"),
-    "tokens": (count, "N", "the most tokens of a batch, on each side (4096)"),
-    "sentences": (count, "N", "the most sentences of a batch (512)"),
-    "accumulate_tokens": (count, "N", "the most tokens of an update, in several batches"),
-    "split": (share, "P", "the chance that a token of the training data is split in two (0)"),
-    "validate_every": (count, "N", "updates between validations (500)"),
-    "save_every": (count, "N", "updates between checkpoints (1000)"),
-    "save_minutes": (minutes, "M", "minutes between checkpoints, if that is earlier (10)"),
-    "keep": (count, "N", "checkpoints that stay, beside the best one (20)"),
-    "log_every": (count, "N", "updates to a line of the log (10)"),
-}
-
 
 def _add_train(commands: Any) -> None:
     command = add_command(
@@ -124,8 +103,8 @@ def _add_train(commands: Any) -> None:
         "train a model on text files",
         "Text is UTF-8 with a sentence a line, plain or gzip. It gets a vocabulary of subwords and\n"
         "is tokenised once; both are kept in the run's folder, with checkpoints and the log. Ctrl-C\n"
-        "finishes the step, saves and leaves; a second one leaves at once. --resume goes on bit\n"
-        "for bit.",
+        "finishes the step, saves and leaves; a second one leaves at once. `--resume --output DIR`\n"
+        "alone goes on bit for bit.",
         _train,
         usage="relpos train --source FILE --target FILE [--output DIR] [options]",
     )
@@ -138,7 +117,7 @@ def _add_train(commands: Any) -> None:
         ("validation-target", "the same for validation"),
         ("validation-text", "the same for validation"),
     ):
-        data.add_argument(f"--{name}", nargs="+", default=[], metavar="FILE", help=what)
+        data.add_argument(f"--{name}", nargs="+", metavar="FILE", help=what)
     data.add_argument(
         "--subwords",
         metavar="KIND",
@@ -166,8 +145,8 @@ def _add_train(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML: preset, fields of the configuration, and a table [train] with the options of\n"
-        "training, below",
+        help="TOML: preset, start, fields of the configuration, and tables [data] and [train] with the\n"
+        "options of data and of training",
     )
     model.add_argument(
         "--set",
@@ -180,19 +159,20 @@ def _add_train(commands: Any) -> None:
         "--seed", type=int, metavar="N", help="of weights, dropout, order and splits (1)"
     )
     loop = command.add_argument_group("training")
-    for name, (check, letter, what) in _LOOP.items():
+    for name, (check, letter, what) in LOOP.items():
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
     run = command.add_argument_group("run")
     run.add_argument(
         "-o",
         "--output",
-        type=Path,
-        default=Path("run"),
         metavar="DIR",
         help="the run's folder (run)",
     )
     run.add_argument(
-        "--resume", action="store_true", help="go on from its newest checkpoint, if there is one"
+        "--resume",
+        action="store_true",
+        help="go on from its newest checkpoint, if there is one; where no text is named, with all that\n"
+        "the run was told before",
     )
     run.add_argument("--recompute", action="store_true", help="less memory, more time")
     run.add_argument(
@@ -206,74 +186,49 @@ def _add_train(commands: Any) -> None:
     add_threads(run)
     add_device(run)
     add_progress(run)
+    command.set_defaults(device=None, precision=None, recompute=None, tensorboard=None)
 
 
 def _train(options: argparse.Namespace) -> int:
-    from relpos.config import Config
-
     if options.list_presets:
+        from relpos.config import Config
+
         print(*Config.presets(), sep="\n")
         return 0
-    pairs = bool(options.source or options.target)
-    if bool(options.source) != bool(options.target):
-        missing = "--target" if options.source else "--source"
+    what = told(options)
+    if ("source" in what.data) != ("target" in what.data):
+        missing = "--target" if "source" in what.data else "--source"
         print(f"relpos train: {missing} is missing: a file of translations", file=sys.stderr)
         return USAGE
-    if pairs and options.text:
+    if what.pairs and "text" in what.data:
         print("relpos train: give --source and --target, or --text", file=sys.stderr)
         return USAGE
-    if not pairs and not options.text:
+    if not what.pairs and "text" not in what.data:
+        if options.resume:
+            print(f"relpos train: {what.output}: no {RUN_FILE} to go on with here", file=sys.stderr)
         print(_TRAIN_NEXT, file=sys.stderr)
         return USAGE
-    return _train_on(options, pairs)
+    return _train_on(options, what)
 
 
-def _train_on(options: argparse.Namespace, pairs: bool) -> int:
+def _train_on(options: argparse.Namespace, what: Told) -> int:
     use_threads(options)
-    config, loop = configured(options)
 
-    from relpos import data
     from relpos.profiling import profile
+    from relpos.train.checkpoint import checkpoints
     from relpos.train.ending import leaving_at_the_second_signal
     from relpos.train.trainer import Trainer
 
-    if config.decoder.layers == 0:
-        raise ValueError(
-            "decoder.layers: an encoder alone labels tokens, which text files cannot say: it is "
-            "trained from Python, with relpos.Batch.from_labels"
-        )
-    if pairs and config.encoder.layers == 0:
-        raise ValueError("--source: this model is a decoder alone: --text is for it")
-    if not pairs and config.encoder.layers > 0:
-        raise ValueError(
-            "--text: this model has an encoder: --set encoder.layers=0 leaves a decoder alone"
-        )
-    if options.subwords == "words" and loop.get("split"):
-        raise ValueError("--split: whole words have no parts; --subwords bpe has")
-    side = "" if pairs else "text"
-    if bool(options.validation_source) != bool(options.validation_target):
-        raise ValueError("--validation-source and --validation-target belong together")
-    if options.validation_text if pairs else options.validation_source:
-        wrong = "--validation-text" if pairs else "--validation-source"
-        raise ValueError(f"{wrong}: the training data is {'pairs' if pairs else 'single lines'}")
-    text: Any
-    validation: Any = None
-    if side:
-        text = data.read_lines(options.text)
-        if options.validation_text:
-            validation = data.read_lines(options.validation_text)
-    else:
-        text = data.read_pairs(options.source, options.target)
-        if options.validation_source:
-            validation = data.read_pairs(options.validation_source, options.validation_target)
+    _check_model(what)
+    text, validation = _texts(what)
+    goes_on = options.resume and bool(checkpoints(what.output))
     trainer = Trainer(
-        config, text,
-        folder=options.output, validation=validation, start=options.start, resume=options.resume,
-        subwords=_subwords(options, config, text),
-        seed=config.seed, progress=options.progress, recompute=options.recompute,
-        device=options.device, precision=options.precision,
-        tensorboard=options.tensorboard, **loop,
+        what.config, text,
+        folder=what.output, validation=validation, resume=options.resume,
+        start=None if goes_on else what.start,
+        subwords=_subwords(what, text), seed=what.config.seed, progress=options.progress, **what.loop,
     )  # fmt: skip
+    keep(what)
     say = print if options.progress != "none" else lambda *_: None
     unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
     strange = f", {unknown:.2%} of all tokens unknown to them" if unknown > 0 else ""
@@ -307,19 +262,64 @@ _ENDED = {
 }
 
 
-def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
+def _check_model(what: Told) -> None:
+    """Refuses a model that this data cannot train."""
+    if what.config.decoder.layers == 0:
+        raise ValueError(
+            "decoder.layers: an encoder alone labels tokens, which text files cannot say: it is "
+            "trained from Python, with relpos.Batch.from_labels"
+        )
+    if what.pairs and what.config.encoder.layers == 0:
+        raise ValueError("--source: this model is a decoder alone: --text is for it")
+    if not what.pairs and what.config.encoder.layers > 0:
+        raise ValueError(
+            "--text: this model has an encoder: --set encoder.layers=0 leaves a decoder alone"
+        )
+    if what.data.get("subwords") == "words" and what.loop.get("split"):
+        raise ValueError("--split: whole words have no parts; --subwords bpe has")
+
+
+def _texts(what: Told) -> tuple[Any, Any]:
+    """The text to train on and that of validation, or None."""
+    from relpos import data
+
+    files = what.data
+    if ("validation_source" in files) != ("validation_target" in files):
+        raise ValueError("--validation-source and --validation-target belong together")
+    other = "validation_text" if what.pairs else "validation_source"
+    if other in files:
+        name, is_of = other.replace("_", "-"), "pairs" if what.pairs else "single lines"
+        raise ValueError(f"--{name}: the training data is {is_of}")
+    if not what.pairs:
+        read = data.read_lines
+        return read(files["text"]), read(v) if (v := files.get("validation_text")) else None
+    for part in ("", "validation_"):
+        source, target = (len(files.get(part + side, ())) for side in ("source", "target"))
+        if source != target:
+            name = f"--{part}target".replace("_", "-")
+            raise ValueError(
+                f"{name}: expected as many files as of the source, {source}, got {target}"
+            )
+    validation = None
+    if "validation_source" in files:
+        validation = data.read_pairs(files["validation_source"], files["validation_target"])
+    return data.read_pairs(files["source"], files["target"]), validation
+
+
+def _subwords(what: Told, text: Any) -> Any:
     """A saved vocabulary, or how a new one is made, where the run has none yet."""
     from relpos import data
 
-    kind: Any = options.subwords or "bpe"
-    size = options.vocabulary or config.target_vocabulary
-    if kind not in ("words", "bpe", "unigram"):
-        if options.vocabulary is not None:
+    kind = what.data.get("subwords", "bpe")
+    named = what.data.get("vocabulary")
+    size = named or what.config.target_vocabulary
+    if kind not in KINDS:
+        if named is not None:
             raise ValueError(f"--vocabulary: {kind} is a vocabulary that is there")
         return data.SentencePiece.load(kind) if Path(kind).is_file() else data.load_subwords(kind)
-    if options.start is not None:
+    if what.start is not None:
         for name in ("subwords", "vocabulary"):
-            if getattr(options, name) is not None:
+            if name in what.data:
                 raise ValueError(f"--{name}: --start brings a vocabulary")
         return None
 
@@ -327,104 +327,13 @@ def _subwords(options: argparse.Namespace, config: Any, text: Any) -> Any:
         try:
             if kind == "words":
                 return data.Words.train(text, size)
-            return data.SentencePiece.train(text, size, kind, fewer=options.vocabulary is None)
+            return data.SentencePiece.train(text, size, kind, fewer=named is None)
         except ValueError as error:  # by the names that things have here
             name, colon, rest = str(error).partition(": ")
             names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}
             raise ValueError(f"{names.get(name, name)}{colon}{rest}") from None
 
     return train
-
-
-def configured(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """Configuration and options of the loop: the preset, the TOML file, then the command line."""
-    from relpos.config import Config
-
-    told = _read_toml(options.config) if options.config is not None else {}
-    named = told.pop("preset", None)
-    preset = options.preset or named
-    if not isinstance(preset, str | None):
-        raise ValueError(f"{options.config}: preset: expected a name, got {preset!r}")
-    if preset is None and (before := _before(options)) is not None:
-        config = Config.load(before)
-    else:
-        config = Config.preset(preset or "small")
-    loop = _loop_of(told.pop("train", {}), options.config)
-    if told:
-        try:
-            config = config.replace(_flat(told))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{options.config}: {error}") from None
-    for given in options.set:
-        name, equals, value = given.partition("=")
-        if not equals:
-            raise ValueError(f"--set: expected NAME=VALUE, as encoder.k=8, got {given!r}")
-        config = config.replace({name.strip(): value.strip()})
-    loop |= {name: value for name in _LOOP if (value := getattr(options, name)) is not None}
-    if "steps" in loop:
-        config = config.replace({"steps": loop["steps"]})
-    if options.seed is not None:
-        config = config.replace({"seed": options.seed})
-    return config, loop
-
-
-def _before(options: argparse.Namespace) -> Path | None:
-    """The weights that a run goes on from, or starts with, whose configuration it has."""
-    from relpos.saved import find_model
-    from relpos.train.checkpoint import checkpoints
-
-    if options.resume and checkpoints(options.output):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
-            return find_model(options.output).weights[-1]
-    return None if options.start is None else find_model(options.start).weights[-1]
-
-
-def _loop_of(table: Any, path: Path | None) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise ValueError(f"{path}: train: expected a table, [train], got {table!r}")
-    for name, value in table.items():
-        if name not in _LOOP:
-            known = ", ".join(_LOOP)
-            raise ValueError(f"{path}: train.{name}: no such option; there are {known}")
-        try:
-            if isinstance(value, str):
-                raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
-            _LOOP[name][0](str(value))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{path}: train.{name}: {error}") from None
-    return dict(table)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    tomllib = _toml_reader()
-    with path.open("rb") as file:
-        try:
-            table: dict[str, Any] = tomllib.load(file)
-            return table
-        except ValueError as error:
-            raise ValueError(f"{path}: not TOML: {error}") from None
-
-
-def _toml_reader() -> Any:
-    """Python's own from 3.11 on, before that the package which that was made from."""
-    for name in ("tomllib", "tomli"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ImportError("--config: takes tomli before Python 3.11, `pip install 'relpos[train]'`")
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of `relpos train` is told: by TOML files, then by the command line.
+
+Both say the same things by the same names, so that the command line is read as one more file. A run
+keeps all that it was told in its own file, RUN_FILE, which a later command goes on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relpos.cli.arguments import PRECISIONS, count, minutes, share
+
+if TYPE_CHECKING:
+    from relpos.config import Config
+
+RUN_FILE = "run.toml"  # in the run's folder
+KINDS = ("bpe", "unigram", "words")  # of new subwords
+_PRESET = "small"  # where nothing names one
+
+# name: (what checks a text, its letter in the help, what it is)
+_Option = tuple[Callable[[str], Any], str, str]
+
+# Options of the loop, of `Trainer`, by their names in the table [train].
+LOOP: dict[str, _Option] = {
+    "steps": (count, "N", "updates after which to end; the schedule's length too"),
+    "epochs": (count, "N", "end after so many passes over the data"),
+    "minutes": (minutes, "M", "end after so many minutes"),
+    "patience": (count, "N", "end after so many validations in a row without a better one"),
+    "tokens": (count, "N", "the most tokens of a batch, on each side (4096)"),
+    "sentences": (count, "N", "the most sentences of a batch (512)"),
+    "accumulate_tokens": (count, "N", "the most tokens of an update, in several batches"),
+    "split": (share, "P", "the chance that a token of the training data is split in two (0)"),
+    "validate_every": (count, "N", "updates between validations (500)"),
+    "save_every": (count, "N", "updates between checkpoints (1000)"),
+    "save_minutes": (minutes, "M", "minutes between checkpoints, if that is earlier (10)"),
+    "keep": (count, "N", "checkpoints that stay, beside the best one (20)"),
+    "log_every": (count, "N", "updates to a line of the log (10)"),
+}
+# What else it may have: how it is computed and where it goes.
+_COMPUTED: dict[str, type | tuple[str, ...]] = {
+    "device": str, "precision": PRECISIONS, "recompute": bool, "tensorboard": bool, "output": str,
+}  # fmt: skip
+# The table [data].
+_TRAINED_ON = ("source", "target", "text")
+FILES = (*_TRAINED_ON, "validation_source", "validation_target", "validation_text")
+_VOCABULARY: dict[str, type | Callable[[str], Any]] = {"subwords": str, "vocabulary": count}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """preset: what `config` is changed from. start: str or None. output: Path.
+
+    data: files and vocabulary, what of them was named. loop: what `Trainer` takes, likewise.
+    """
+
+    preset: str
+    config: Config
+    start: str | None
+    output: Path
+    data: dict[str, Any]
+    loop: dict[str, Any]
+
+    @property
+    def pairs(self) -> bool:
+        return "source" in self.data or "target" in self.data
+
+
+def told(options: argparse.Namespace) -> Told:
+    """The run's own file, if it goes on and no text is named; --config; then the command line."""
+    from relpos.config import Config
+
+    line = _of_the_line(options)
+    files = [] if options.config is None else [_read(options.config)]
+    output = Path(_last([*(each.train for each in files), line.train], "output", "run"))
+    own = output / RUN_FILE
+    named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
+    if options.resume and not named and own.is_file():
+        files.insert(0, _read(own))
+    layers = [*files, line]
+    preset = _last([each.model for each in layers], "preset")
+    start = _last([each.model for each in layers], "start")
+    if preset is None and (before := _before(options.resume, output, start)) is not None:
+        config = Config.load(before)
+    else:
+        config = Config.preset(preset or _PRESET)
+    for each in layers:
+        try:
+            config = config.replace(each.fields)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{each.where}{error}") from None
+    data: dict[str, Any] = {}
+    loop: dict[str, Any] = {}
+    for each in layers:
+        data |= each.data
+        loop |= each.train
+    loop.pop("output", None)
+    if "steps" in loop:
+        config = config.replace({"steps": loop["steps"]})
+    return Told(preset or _PRESET, config, start, output, data, loop)
+
+
+def keep(what: Told) -> None:
+    """Writes the run's own file, which means the same in any folder."""
+    from relpos.data.files import write_file
+
+    path = what.output / RUN_FILE
+    text = "\n".join(
+        [
+            "# What this run was told, written by `relpos train` as it began. With",
+            "# `relpos train --resume --output FOLDER` it goes on; with",
+            "# `relpos train --config FOLDER/run.toml --output OTHER` it is done again.",
+            *_lines(what),
+            "",
+        ]
+    )
+    try:
+        content = text.encode()
+    except UnicodeEncodeError:
+        warnings.warn(f"{path}: not written: a file's name is not UTF-8", stacklevel=2)
+        path.unlink(missing_ok=True)
+        return
+    write_file(path, content)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What one file says, or the command line. where: what a message about it begins with."""
+
+    where: str
+    model: dict[str, str]  # preset, start
+    fields: dict[str, Any]  # of the configuration, by dotted names
+    data: dict[str, Any]
+    train: dict[str, Any]
+
+
+def _last(tables: list[dict[str, Any]], name: str, default: Any = None) -> Any:
+    for each in reversed(tables):
+        if name in each:
+            return each[name]
+    return default
+
+
+def _of_the_line(options: argparse.Namespace) -> _Layer:
+    def given(*names: str) -> dict[str, Any]:
+        values = ((name, getattr(options, name)) for name in names)
+        return {name: value for name, value in values if value is not None}
+
+    fields: dict[str, Any] = {}
+    for each in options.set:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise ValueError(f"--set: expected NAME=VALUE, as encoder.k=8, got {each!r}")
+        fields[name.strip()] = value.strip()
+    return _Layer(
+        "", given("preset", "start"), fields | given("seed"),
+        given(*FILES, *_VOCABULARY), given(*LOOP, *_COMPUTED),
+    )  # fmt: skip
+
+
+def _read(path: Path) -> _Layer:
+    table = read_toml(path)
+    where = f"{path}: "
+    model: dict[str, str] = {}
+    for name in ("preset", "start"):
+        if name in table:
+            model[name] = _checked(f"{where}{name}", "a name", str, table.pop(name))
+    data = _table(path, table, "data", {**dict.fromkeys(FILES, _as_files), **_VOCABULARY})
+    loop = {name: check for name, (check, _, _) in LOOP.items()}
+    train = _table(path, table, "train", {**loop, **_COMPUTED})
+    return _Layer(where, model, dict(_flat(table)), data, train)
+
+
+def _table(path: Path, whole: dict[str, Any], table: str, known: dict[str, Any]) -> dict[str, Any]:
+    """One table of a file, checked, and taken out of it."""
+    found = whole.pop(table, {})
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {table}: expected a table, [{table}], got {found!r}")
+    checked = {}
+    for name, value in found.items():
+        if name not in known:
+            there = ", ".join(known)
+            raise ValueError(f"{path}: {table}.{name}: no such option; there are {there}")
+        checked[name] = _as(f"{path}: {table}.{name}", known[name], value)
+    return checked
+
+
+def _as(name: str, kind: Any, value: Any) -> Any:
+    if kind is str:
+        return _checked(name, "text in quotes", str, value)
+    if kind is bool:
+        return _checked(name, "true or false", bool, value)
+    if isinstance(kind, tuple):
+        if value not in kind:
+            raise ValueError(f"{name}: expected {' or '.join(kind)}, got {value!r}")
+        return value
+    if kind is _as_files:
+        return _as_files(name, value)
+    try:
+        if isinstance(value, str):
+            raise argparse.ArgumentTypeError(f"expected a number, got {value!r}")
+        kind(str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return value
+
+
+def _checked(name: str, expected: str, kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+    return value
+
+
+def _as_files(name: str, value: Any) -> list[str]:
+    several = [value] if isinstance(value, str) else value
+    if not (isinstance(several, list) and several and all(isinstance(x, str) for x in several)):
+        raise ValueError(f'{name}: expected a file, "train.en", or several, got {value!r}')
+    return several
+
+
+def _before(resume: bool, output: Path, start: str | None) -> Path | None:
+    """The weights that a run goes on from, or starts with, whose configuration it has."""
+    from relpos.saved import find_model
+    from relpos.train.checkpoint import checkpoints
+
+    if resume and checkpoints(output):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
+            return find_model(output).weights[-1]
+    return None if start is None else find_model(start).weights[-1]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    reader = toml_reader(path)
+    with path.open("rb") as file:
+        try:
+            table: dict[str, Any] = reader.load(file)
+            return table
+        except ValueError as error:
+            raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def toml_reader(path: Path) -> Any:
+    """Python's own from 3.11 on, before that the package which that was made from."""
+    for name in ("tomllib", "tomli"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ImportError(f"{path}: takes tomli before Python 3.11, `pip install 'relpos[train]'`")
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted names."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------
+
+
+def _lines(what: Told) -> Iterator[str]:
+    from relpos.config import Config
+
+    yield f"preset = {_as_toml(what.preset)}"
+    if what.start is not None:
+        yield f"start = {_as_toml(os.path.abspath(what.start))}"
+    preset = Config.preset(what.preset)
+    without = ("steps",) if "steps" in what.loop else ()
+    yield from _differences(what.config, preset, without)
+    for name in ("encoder", "decoder"):
+        different = list(_differences(getattr(what.config, name), getattr(preset, name)))
+        if different:
+            yield from ("", f"[{name}]", *different)
+    data = dict(what.data)
+    for name in FILES:
+        if name in data:
+            data[name] = [os.path.abspath(each) for each in data[name]]
+    if data.get("subwords", "bpe") not in KINDS:
+        data["subwords"] = os.path.abspath(data["subwords"])
+    for name, table in (("data", data), ("train", what.loop)):
+        if table:
+            yield from ("", f"[{name}]", *(f"{key} = {_as_toml(x)}" for key, x in table.items()))
+
+
+def _differences(config: Any, preset: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if dataclasses.is_dataclass(value) or each.name in without:
+            continue
+        if value != getattr(preset, each.name):
+            yield f"{each.name} = {_as_toml(value)}"
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # JSON's strings are TOML's, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return repr(value)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `relpos train` is told: TOML files, the run's own file, the command line over both."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relpos import cli
+from relpos.cli import told
+from relpos.train import checkpoint, newest
+from test_cli import SMALL, Capture, relpos_says, run
+
+__all__ = ["run"]  # pytest finds the fixture by its name here
+
+
+def test_toml_before_python_3_11(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("width = 32\n")
+    reader = told.toml_reader(path)
+    for name in ("tomllib", "tomli"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ImportError, match=r"run\.toml: takes tomli .*pip install 'relpos\[train\]'"
+    ):
+        told.read_toml(path)
+    monkeypatch.setitem(sys.modules, "tomli", reader)
+    assert told.read_toml(path) == {"width": 32}
+
+
+def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'preset = "tiny"\nwidth = 32\nfeed_forward = 64\ndropout = 0.2\nmax_length = 16\n'
+        "[encoder]\nk = 5\n[decoder]\nk = 6\n"
+        "[train]\nsteps = 4\ntokens = 256\nsave_minutes = 2\nminutes = inf\nsplit = 0\n"
+    )
+    output = tmp_path / "run"
+    given = ("--config", path, "--subwords", "words", "--progress", "none", "--output", output)
+    relpos_says(capsys, "train", *run.files, *given, "--set", "encoder.k=3", "--steps", "2")
+    found = newest(output)
+    assert found is not None and found.step == 2
+    config = found.config
+    assert (config.dropout, config.encoder.k, config.decoder.k, config.steps) == (0.2, 3, 6, 2)
+
+    for wrong, message in (
+        ("[encoder]\nkk = 5\n", r"encoder\.kk"),
+        ("width = [1]\n", "width: expected a number"),
+        ("[train]\nstep = 4\n", r"train\.step: no such option; there are steps, epochs"),
+        (
+            "[train]\nsteps = 1.5\n",
+            r"train\.steps: expected a whole number, 1 to 2,147,483,647, got 1\.5",
+        ),
+        ("[train]\nsteps = true\n", r"train\.steps: expected a whole number, .*, got True"),
+        ("[train]\nminutes = 0\n", r"train\.minutes: expected minutes above 0, got 0"),
+        ("[train]\nsplit = 1\n", r"train\.split: expected 0 or more and below 1, got 1"),
+        ("[train]\nsplit = 'x'\n", r"train\.split: expected a number, got 'x'"),
+        ("train = 5\n", r"train: expected a table"),
+        ("preset = 5\n", "preset: expected a name, got 5"),
+        ("start = [1]\n", r"start: expected a name, got \[1\]"),
+        ("data = 5\n", r"data: expected a table, \[data\], got 5"),
+        ("[data]\nsources = 'x'\n", r"data\.sources: no such option; there are source, target"),
+        ("[data]\ntext = 5\n", r'data\.text: expected a file, "train\.en", or several, got 5'),
+        ("[data]\ntext = []\n", r"data\.text: expected a file, .* got \[\]"),
+        ("[data]\ntext = ['x', 5]\n", r"data\.text: expected a file, .* got \['x', 5\]"),
+        ("[data]\nsubwords = 5\n", r"data\.subwords: expected text in quotes, got 5"),
+        ("[data]\nvocabulary = 0\n", r"data\.vocabulary: expected a whole number, .* got 0"),
+        ("[train]\nprecision = 'f16'\n", r"train\.precision: expected f32 or bf16, got 'f16'"),
+        ("[train]\nrecompute = 1\n", r"train\.recompute: expected true or false, got 1"),
+        ("[train]\ndevice = 1\n", r"train\.device: expected text in quotes, got 1"),
+        ("width = \n", "not TOML"),
+    ):
+        path.write_text(wrong)
+        output = tmp_path / "never"
+        said = relpos_says(
+            capsys, "train", *run.files, "--config", path, "--output", output, status=1
+        )
+        assert re.fullmatch(rf"relpos: {re.escape(str(path))}: .*{message}.*\n", said), said
+        assert not output.exists()
+
+
+def weights_of(folder: Path, step: int) -> bytes:
+    return (folder / f"step-{step:09}" / checkpoint.MODEL).read_bytes()
+
+
+def test_a_run_goes_on_by_itself(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 steps and 20 more from another folder, told nothing, are 40 steps; so is run.toml again."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    for each in (*run.files[1::2], *run.more[1::2]):
+        shutil.copy(each, folder)
+    files = [Path(x).name if x[0] != "-" else x for x in (*run.files, *run.more)]
+    options = ("--seed", 3, "--set", "dropout=0.2", "--tensorboard") if tensorboard() else ()
+    command = ("train", *files, *SMALL, *options, "--save-every", 10, "--validate-every", 10)
+    monkeypatch.chdir(folder)
+    relpos_says(capsys, *command, "--output", "whole", "--set", "steps=40")
+    relpos_says(capsys, *command, "--output", "parts", "--set", "steps=40", "--steps", 40)
+    kept = (folder / "parts" / told.RUN_FILE).read_text()
+    assert "\nsteps = 40\n" in kept.partition("[train]")[2]
+    for step in (30, 40):
+        shutil.rmtree(folder / "parts" / f"step-{step:09}")
+    monkeypatch.chdir(tmp_path)
+    going_on = ("train", "--resume", "--output", folder / "parts", "--progress", "none")
+    relpos_says(capsys, *going_on)
+    assert weights_of(folder / "parts", 40) == weights_of(folder / "whole", 40)
+    assert (folder / "parts" / told.RUN_FILE).read_text() == kept
+    if options:
+        assert len(list((folder / "parts" / "events").iterdir())) == 2
+
+    own = folder / "whole" / told.RUN_FILE
+    relpos_says(capsys, "train", "--config", own, "--output", "again", "--progress", "none")
+    assert weights_of(tmp_path / "again", 40) == weights_of(folder / "whole", 40)
+    assert (tmp_path / "again" / told.RUN_FILE).read_text() == own.read_text()
+
+    # What the command line says is kept too, and validation may be named without the rest.
+    shown = (*going_on[:-1], "lines", "--steps", 50, "--validation-source")
+    relpos_says(capsys, *shown, run.more[1], "--validation-target", run.more[3])
+    config = told.told(parsed("train", *map(str, going_on[1:]))).config
+    found = newest(folder / "parts")
+    assert found is not None and found.step == 50 and config.steps == 50
+    sizes = {
+        name: found.config.source_vocabulary for name in ("source_vocabulary", "target_vocabulary")
+    }
+    assert config.replace(sizes) == found.config
+
+
+def tensorboard() -> bool:
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def parsed(*arguments: str) -> Any:
+    return cli._parse(arguments)
+
+
+def test_nothing_to_go_on_with(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=2)
+    assert said.startswith(f"relpos train: {tmp_path}: no run.toml to go on with here\n")
+    assert "what to train on?" in said
+    (tmp_path / told.RUN_FILE).write_text("[data]\ntext = 5\n")
+    said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=1)
+    assert said.startswith(f"relpos: {tmp_path / told.RUN_FILE}: data.text: expected a file")
+    # With a text of its own the command is as it stands: the file is not even read.
+    given = ("train", *run.files, *SMALL, "--steps", 1, "--resume", "--output", tmp_path)
+    relpos_says(capsys, *given)
+    assert str(run.files[1]) in (tmp_path / told.RUN_FILE).read_text()
+
+
+def test_everything_in_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    output, path = tmp_path / "run", tmp_path / "it.toml"
+    path.write_text(
+        f"preset = 'tiny'\nmax_length = 16\nseed = 5\n[data]\nsource = '{run.files[1]}'\n"
+        f"target = ['{run.files[3]}', '{run.files[3]}']\nsubwords = 'words'\nvocabulary = 20\n"
+        f"[train]\noutput = '{output}'\nsteps = 2\ntokens = 256\nrecompute = true\n"
+        "precision = 'f32'\ndevice = 'cpu'\ntensorboard = false\n"
+    )
+    quiet = ("--config", path, "--progress", "none")
+    said = relpos_says(capsys, "train", *quiet, status=1)
+    assert said == "relpos: --target: expected as many files as of the source, 1, got 2\n"
+    source = ("--source", run.files[1], run.files[1], "--seed", "6")
+    relpos_says(capsys, "train", *quiet, *source)
+    found = newest(output)
+    assert found is not None and (found.step, found.config.seed) == (2, 6)
+    assert found.config.target_vocabulary == 20
+
+
+def test_a_name_that_toml_cannot_have(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    """Training is as ever, and a run file that would tell something else is not left."""
+    strange = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
+    shutil.copy(run.files[1], strange)
+    own = tmp_path / "run" / told.RUN_FILE
+    own.parent.mkdir()
+    own.write_text("")
+    given = ("train", "--source", strange, "--target", run.files[3], "--output", tmp_path / "run")
+    assert cli.main([str(x) for x in (*given, *SMALL, "--steps", 1)]) == 0
+    assert f"{own}: not written: a file's name is not UTF-8" in capsys.readouterr().err
+    assert not own.exists() and newest(own.parent) is not None
+
+
+@pytest.mark.parametrize(
+    "value", [True, False, 3, -1.5e-7, float("inf"), 'a "b" \\ \x7f\x01\nü', ["a", "b c"]]
+)
+def test_values_are_read_as_they_were_written(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"value = {told._as_toml(value)}\n")
+    assert told.read_toml(path) == {"value": value}
