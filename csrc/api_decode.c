@@ -162,6 +162,12 @@ static rp_status check_search(const rp_decoder *d, const rp_search *q) {
   RPI_TRY(check_number("coverage", q->coverage));
   RPI_CHECK(q->coverage == 0 || d->models[0]->config.encoder.layers != 0, RP_ERROR_ARGUMENT,
             "search: coverage=%g, but the model has no source to cover", q->coverage);
+  for (int64_t k = 0; q->average && k < d->count; k++) {
+    RPI_CHECK(d->models[k]->average, RP_ERROR_ORDER,
+              "search: average=%d, but models[%lld] keeps none; its ema is 0, or it was made "
+              "without training",
+              q->average, (rpi_wide)k);
+  }
   RPI_TRY(check_lengths(q));
   return check_suppressed(q, V);
 }
@@ -191,12 +197,25 @@ static rp_status check_room(const rp_decoder *d, const rp_search *q) {
   return RP_OK;
 }
 
+/* The models have their averages for weights, or what were their weights again. */
+static void swap_averages(const rp_decoder *d) {
+  for (int64_t k = 0; k < d->count; k++) {
+    rp_model *const m = d->models[k];
+    real *const weights = m->weights;
+    m->weights = m->average;
+    m->average = weights;
+  }
+}
+
 static rp_status search(rp_decoder *d, const rp_batch *batch, const rp_search *q) {
   RPI_TRY(check_search(d, q));
   RPI_TRY(check_batch(d, batch));
   RPI_TRY(check_room(d, q));
   d->rows = -1; /* what was begun before is over */
-  return rpi_search(d, q);
+  if (q->average) swap_averages(d);
+  const rp_status status = rpi_search(d, q);
+  if (q->average) swap_averages(d);
+  return status;
 }
 
 rp_status rp_decoder_search(rp_decoder *d, const rp_batch *batch, const rp_search *q) {

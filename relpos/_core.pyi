@@ -271,7 +271,7 @@ class Model:
     def profile_lines(self) -> tuple[tuple[str, bool, int, float, float, float], ...]: ...
 
 # (begin, end, beam, n_best, penalty, alpha, coverage, min_length, max_length, max_more, no_repeat,
-#  suppressed, sample, temperature, top_k, top_p, seed)
+#  suppressed, sample, temperature, top_k, top_p, seed, average)
 SearchTuple = tuple[
     int,
     int,
@@ -290,6 +290,7 @@ SearchTuple = tuple[
     int,
     float,
     int,
+    bool,
 ]
 
 # (tokens, score, log_probability, finished)

@@ -103,14 +103,14 @@ static void decoder_dealloc(PyObject *self) {
 PyObject *search_default(PyObject *module, PyObject *args) {
   (void)module, (void)args;
   const rp_search s = rp_search_default();
-  return Py_BuildValue("{s:i,s:i,s:L,s:L,s:s,s:d,s:d,s:L,s:L,s:L,s:L,s:(),s:N,s:d,s:L,s:d,s:K}",
-                       "begin", (int)s.begin, "end", (int)s.end, "beam", (long long)s.beam,
-                       "n_best", (long long)s.n_best, "penalty", penalties[s.penalty], "alpha",
-                       s.alpha, "coverage", s.coverage, "min_length", (long long)s.min_length,
-                       "max_length", (long long)s.max_length, "max_more", (long long)s.max_more,
-                       "no_repeat", (long long)s.no_repeat, "suppressed", "sample",
-                       PyBool_FromLong(s.sample), "temperature", s.temperature, "top_k",
-                       (long long)s.top_k, "top_p", s.top_p, "seed", (unsigned long long)s.seed);
+  return Py_BuildValue(
+      "{s:i,s:i,s:L,s:L,s:s,s:d,s:d,s:L,s:L,s:L,s:L,s:(),s:N,s:d,s:L,s:d,s:K,s:N}", "begin",
+      (int)s.begin, "end", (int)s.end, "beam", (long long)s.beam, "n_best", (long long)s.n_best,
+      "penalty", penalties[s.penalty], "alpha", s.alpha, "coverage", s.coverage, "min_length",
+      (long long)s.min_length, "max_length", (long long)s.max_length, "max_more",
+      (long long)s.max_more, "no_repeat", (long long)s.no_repeat, "suppressed", "sample",
+      PyBool_FromLong(s.sample), "temperature", s.temperature, "top_k", (long long)s.top_k, "top_p",
+      s.top_p, "seed", (unsigned long long)s.seed, "average", PyBool_FromLong(s.average));
 }
 
 /* The tuple of the fields in the order above; suppressed: an array, or None. */
@@ -126,9 +126,10 @@ static int take_search(PyObject *object, rp_search *to) {
     PyErr_SetString(PyExc_TypeError, "search: expected a tuple");
     return 0;
   }
-  if (!PyArg_ParseTuple(object, "iiLLsddLLLLOpdLdK:search", &begin, &end, &beam, &n_best, &penalty,
+  if (!PyArg_ParseTuple(object, "iiLLsddLLLLOpdLdKp:search", &begin, &end, &beam, &n_best, &penalty,
                         &to->alpha, &to->coverage, &min_length, &max_length, &max_more, &no_repeat,
-                        &suppressed, &to->sample, &to->temperature, &top_k, &to->top_p, &seed)) {
+                        &suppressed, &to->sample, &to->temperature, &top_k, &to->top_p, &seed,
+                        &to->average)) {
     return 0;
   }
   to->penalty = 0;

@@ -254,13 +254,18 @@ def _check_tokenize(tokenize: str) -> None:
         raise ValueError(f"tokenize: expected {', '.join(known)}, got {tokenize}")
 
 
-def _sacrebleu() -> Any:
+def check_sacrebleu(what: str) -> None:
+    """Refuses what takes sacrebleu where that is not installed."""
+    _sacrebleu(what)
+
+
+def _sacrebleu(what: str = "evaluate") -> Any:
     try:
         module = importlib.import_module("sacrebleu")
         importlib.import_module("sacrebleu.metrics")
         return module
     except ImportError:
-        raise ImportError("evaluate: takes sacrebleu, `pip install 'relpos[train]'`") from None
+        raise ImportError(f"{what}: takes sacrebleu, `pip install 'relpos[train]'`") from None
 
 
 def _plots() -> Any:

@@ -61,6 +61,7 @@ class Search:
     top_k: int. Draws from so many most likely tokens; 0: from all.
     top_p: float. And from the fewest that have this probability together; 1: all.
     seed: int. Of the draws.
+    average: bool. With the average of the weights, which a model in training with config.ema keeps.
     """
 
     begin: int = _default("begin")
@@ -80,6 +81,7 @@ class Search:
     top_k: int = _default("top_k")
     top_p: float = _default("top_p")
     seed: int = _default("seed")
+    average: bool = _default("average")
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -99,6 +101,7 @@ class Search:
                 raise ValueError(f"suppressed: expected tokens, got {token}")
         self._set("suppressed", tuple(map(int, given)))
         self._set("sample", bool(self.sample))
+        self._set("average", bool(self.average))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and up to 1, got {self.top_p:g}")
         if self.seed >= _SEEDS:
@@ -127,7 +130,7 @@ class Search:
         return (
             self.begin, self.end, self.beam, self.n_best, self.penalty, self.alpha, self.coverage,
             self.min_length, self.max_length, self.max_more, self.no_repeat, suppressed,
-            self.sample, self.temperature, self.top_k, self.top_p, self.seed,
+            self.sample, self.temperature, self.top_k, self.top_p, self.seed, self.average,
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ class Search(ctypes.Structure):
         *fields(ctypes.c_int64, "top_k"),
         *fields(ctypes.c_double, "top_p"),
         *fields(ctypes.c_uint64, "seed"),
+        *fields(ctypes.c_int, "average"),
     ]
 
 

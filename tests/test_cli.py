@@ -168,7 +168,7 @@ def test_going_on(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None
     command = ("train", *run.files, *run.more, *SMALL, *run.loop)
     said = relpos_says(capsys, *command, status=1)
     assert said == (
-        f"relpos: folder: {run.made} has checkpoints already: resume goes on from the newest; "
+        f"relpos: --output: {run.made} has checkpoints already: resume goes on from the newest; "
         "a new run wants a folder of its own\n"
     )
     # With lines, in a copy: what it says on the way.
@@ -231,6 +231,19 @@ def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
     relpos_says(capsys, "train", *given, *SMALL, *layers)
     found = newest(tmp_path / "run")
     assert found is not None and found.config.encoder.layers == 0
+
+
+def test_bleu_of_validation(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("sacrebleu")
+    given = ("train", *run.files, *SMALL, "--output", tmp_path / "run", "--steps", 2)
+    said = relpos_says(capsys, *given, "--validate-bleu", status=1)
+    assert said == "relpos: --validate-bleu: there is no validation to translate\n"
+    assert (
+        cli.main([str(x) for x in (*given, *run.more, "--validate-bleu", "--progress", "lines")])
+        == 0
+    )
+    assert re.search(r"accuracy \d+\.\d%  BLEU \d+\.\d\d  the best", capsys.readouterr().err)
+    assert "validate_bleu = true\n" in (tmp_path / "run" / "run.toml").read_text()
 
 
 def test_profile(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:

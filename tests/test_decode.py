@@ -592,6 +592,7 @@ def test_alignments_are_maps(core: Core) -> None:
         ({"sample": 1, "top_p": 0}, "search: top_p=0, must be above 0 and at most 1"),
         ({"sample": 1, "top_p": 1.1}, "search: top_p=1.1"),
         ({"sample": 1, "n_best": 0}, "search: n_best=0 draws"),
+        ({"average": 1}, "search: average=1, but models[0] keeps none; its ema is 0"),
     ],
 )
 def test_a_search_that_is_refused(core: Core, options: dict[str, Any], sentence: str) -> None:
@@ -599,7 +600,7 @@ def test_a_search_that_is_refused(core: Core, options: dict[str, Any], sentence:
         before = decoder.search(batch_of([[3, 4]]))
         with pytest.raises(CoreError) as refused:
             decoder.search(batch_of([[5]]), **options)
-        assert refused.value.status == ARGUMENT
+        assert refused.value.status == (ORDER if "average" in options else ARGUMENT)
         assert refused.value.message.startswith(sentence)
         assert decoder.results(1) == before
 

@@ -230,7 +230,7 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
     short = ("evaluate", "--hypothesis", tmp_path / "short")
     said = relpos_says(capsys, *short, "--reference", PE, status=1)
     assert said == (
-        "relpos: translations: 1 lines, the reference has 20: line i of one must be line i of the "
+        "relpos: --hypothesis: 1 lines, the reference has 20: line i of one must be line i of the "
         "other\n"
     )
     nothing = ("evaluate", "--hypothesis", tmp_path / "none", "--reference", tmp_path / "none")
@@ -253,7 +253,7 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
         assert "--lengths" in said
     # The text is compared before the model is loaded.
     given = ("--source", tmp_path / "short", "--reference", PE)
-    assert "sources: 1 lines" in relpos_says(capsys, "evaluate", tmp_path, *given, status=1)
+    assert "--source: 1 lines" in relpos_says(capsys, "evaluate", tmp_path, *given, status=1)
     alone = save(tmp_path / "alone", random_model(**{"encoder.layers": 0}))
     given = ("--source", PE, "--reference", PE)
     assert "has no encoder" in relpos_says(capsys, "evaluate", alone, *given, status=1)

@@ -411,6 +411,19 @@ def test_curves(tmp_path: Path) -> None:
     )
 
 
+def test_bleu_has_a_curve_where_a_run_has_it(tmp_path: Path) -> None:
+    for name, bleu in (("with", {"bleu": 31.5}), ("without", {})):
+        (tmp_path / name).mkdir()
+        log = Log(tmp_path / name)
+        log.write("train", {"step": 10, "nll": 1.0, "learning_rate": 0.1})
+        log.write("validation", {"step": 10, "nll": 1.5} | bleu)
+    figure = plots.curves([tmp_path / "with", tmp_path / "without"])
+    assert [ax.get_ylabel() for ax in figure.axes] == ["-log p of a token", "BLEU", "learning rate"]
+    drawn = [line.get_xydata().tolist() for line in figure.axes[1].lines]
+    assert drawn == [[[10, 31.5]], []]
+    assert len(plots.curves(tmp_path / "without").axes) == 2
+
+
 def test_a_curve_of_one_point_is_seen(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.write("train", {"step": 10, "nll": 1.0, "learning_rate": 0.1})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,32 @@ def test_the_least_share_is_the_likeliest_token() -> None:
 def test_draws_of_what_is_full_already() -> None:
     for found in random_model().search(sources(), Search(sample=True, n_best=3, max_more=0)):
         assert len(found) == 3
+
+
+def test_by_the_average_of_the_weights(tmp_path: Path) -> None:
+    """As the model that the average was saved as; the weights are what they were, and refused is
+    an ensemble of which one has none."""
+    config = relpos.Config().replace({"ema": 0.9, "learning_rate": 0.05, "warmup": 1})
+    model = relpos.Transformer(config, tokens=64, sentences=8)
+    batch = relpos.Batch.from_pairs([[7, 4, 9], [5, 2]], [[6, 8], [3, 3, 6]], bos=1, eos=2)
+    for _ in range(5):
+        model.step(batch)
+    model.save(tmp_path / "average", "average")
+    saved = relpos.Transformer.load(tmp_path / "average", tokens=64, training=False)
+    asked = relpos.Batch(batch.source, batch.source_offsets)
+
+    def found(which: relpos.Transformer, **given: bool) -> list[tuple[list[int], float]]:
+        how = Search(max_length=6, beam=3, n_best=3, **given)  # type: ignore[arg-type]
+        return [(x.tokens.tolist(), x.score) for y in which.search(asked, how) for x in y]
+
+    by_weights = found(model)
+    by_average = found(model, average=True)
+    assert by_average == found(saved) != by_weights
+    assert found(model) == by_weights
+    pair = relpos.Decoder(model, relpos.Transformer(config, tokens=64, training=False))
+    with pytest.raises(RuntimeError, match=r"average=1, but models\[1\] keeps none"):
+        pair.search(asked, Search(average=True))
+    assert found(model) == by_weights
 
 
 def test_what_is_not_finite_has_no_result() -> None:

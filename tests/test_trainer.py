@@ -760,6 +760,48 @@ def test_no_average_where_none_is_kept(tmp_path: Path) -> None:
     assert saved.average is None and not (saved.folder / checkpoint.AVERAGE).exists()
 
 
+# ---- BLEU ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_bleu_of_validation(ema: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the checkpoint's greedy translations, in the log, where drawn, and said."""
+    pytest.importorskip("sacrebleu")
+    config = text_files.config(steps=60, ema=ema)
+    given = {"validate_bleu": True, "tensorboard": True, "progress": "lines", "config": config}
+    trainer = make(tmp_path / "run", **given)
+    outcome = trainer.train()
+    greedy = relpos.Search(beam=1)
+    translator = relpos.Translator.load(outcome.checkpoint.folder)
+    said = translator.translate([source for source, _ in VALID], search=greedy)
+    expected = relpos.evaluation.bleu(said, [[target for _, target in VALID]]).value
+    lines = [line for line in read_log(tmp_path / "run") if line["kind"] == "validation"]
+    assert [line["step"] for line in lines] == [20, 40, 60]
+    assert lines[-1]["bleu"] == expected == trainer.validate().bleu
+    assert 0 < expected < 100
+    assert f"  BLEU {expected:.2f}" in capsys.readouterr().err
+    [events] = (tmp_path / "run" / "events").iterdir()
+    assert events.read_bytes().count(b"validation/bleu") == 3
+    # what is trained does not change by being asked, and who does not ask has no figure
+    twin = make(tmp_path / "twin", config=config)
+    twin.train()
+    assert_same_bits(state_of(twin.model), state_of(trainer.model))
+    assert twin.validate().bleu is None and "bleu" not in read_log(tmp_path / "twin")[-1]
+
+
+def test_where_there_can_be_no_bleu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="validate_bleu: there is no validation to translate"):
+        make(tmp_path / "run", validation=None, validate_bleu=True)
+    config = text_files.config(encoder__layers=0)
+    lines = [source for source, _ in TEXT]
+    with pytest.raises(ValueError, match="validate_bleu: a decoder alone translates nothing"):
+        make(tmp_path / "run", config=config, data=lines, validation=lines, validate_bleu=True)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ImportError, match="validate_bleu: takes sacrebleu, `pip install"):
+        make(tmp_path / "run", validate_bleu=True)
+    assert not (tmp_path / "run").exists()
+
+
 # ---- TensorBoard ---------------------------------------------------------------------------------
 
 

@@ -461,7 +461,7 @@ def test_given_targets(models: SimpleNamespace, capsys: Capture, tmp_path: Path)
     assert "not finite" in relpos_says(capsys, *bad, status=1).error
     (tmp_path / "target").write_text("ku ko\n")
     said = relpos_says(capsys, *given, status=1)
-    assert said.error == "relpos: targets: expected 2 as in sources, got 1\n"
+    assert said.error == "relpos: --target: expected 2 as in sources, got 1\n"
 
 
 def test_odd_lines_are_told_by_number(models: SimpleNamespace, capsys: Capture) -> None:
@@ -691,10 +691,10 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
             ("translate", "{run}", "--prefix", "{latin}", "{one}"),
             "latin: line 2, byte 3 of it: 0xfc",
         ),
-        (("translate", "{run}", "{text}", "--prefix", "{one}"), "prefixes: expected one for each"),
+        (("translate", "{run}", "{text}", "--prefix", "{one}"), "--prefix: expected one for each"),
         (
             ("translate", "{run}", "{one}", "--prefix", "{text}"),
-            "prefixes: expected one for each of 1 sentences, got more",
+            "--prefix: expected one for each of 1 sentences, got more",
         ),
         (("translate", "{run}", "--prefix", "-"), "--prefix, --target: standard input is the text"),
         (("translate", "{run}", "{text}", "-o", "/dev/full"), "/dev/full: No space left on device"),

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
         except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
-            print(f"relpos: {_sentence(error)}", file=sys.stderr)
+            print(f"relpos: {_sentence(error, options)}", file=sys.stderr)
             return FAILED
 
 
@@ -79,10 +79,24 @@ def _prepare_streams() -> None:
         out.reconfigure(errors="backslashreplace")
 
 
-def _sentence(error: Exception) -> str:
+# What the package calls otherwise than the command line does; `config` is no file there.
+_OPTIONS = {
+    "alpha": "length-penalty", "config": "", "folder": "output", "prefixes": "prefix",
+    "references": "reference", "sources": "source", "targets": "target",
+    "translations": "hypothesis",
+}  # fmt: skip
+
+
+def _sentence(error: Exception, options: argparse.Namespace) -> str:
+    """What went wrong; an argument is named as the option that gave it, if there is one."""
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror}"
+    name, colon, rest = str(error).partition(": ")
+    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    command = getattr(options, "parser", None)
+    if command is not None and option in command._option_string_actions:
+        return f"{option}{colon}{rest}"
     return str(error) or type(error).__name__
 
 

@@ -140,13 +140,7 @@ def search_of(options: argparse.Namespace, translator: Translator) -> Search:
     }
     if options.no_unknown and translator.subwords.unknown >= 0:
         given["suppressed"] = (translator.subwords.unknown,)
-    try:
-        return Search(**given)
-    except ValueError as error:
-        field, colon, rest = str(error).partition(":")
-        if field not in _FIELDS:
-            raise
-        raise ValueError(f"--{_FIELDS[field].replace('_', '-')}{colon}{rest}") from None
+    return Search(**given)
 
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed")

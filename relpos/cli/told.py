@@ -46,9 +46,10 @@ LOOP: dict[str, _Option] = {
     "keep": (count, "N", "checkpoints that stay, beside the best one (20)"),
     "log_every": (count, "N", "updates to a line of the log (10)"),
 }
-# What else it may have: how it is computed and where it goes.
-_COMPUTED: dict[str, type | tuple[str, ...]] = {
+# What else it may have.
+COMPUTED: dict[str, type | tuple[str, ...]] = {
     "device": str, "precision": PRECISIONS, "recompute": bool, "tensorboard": bool, "output": str,
+    "validate_bleu": bool,
 }  # fmt: skip
 # The table [data].
 _TRAINED_ON = ("source", "target", "text")
@@ -168,7 +169,7 @@ def _of_the_line(options: argparse.Namespace) -> _Layer:
         fields[name.strip()] = value.strip()
     return _Layer(
         "", given("preset", "start"), fields | given("seed"),
-        given(*FILES, *_VOCABULARY), given(*LOOP, *_COMPUTED),
+        given(*FILES, *_VOCABULARY), given(*LOOP, *COMPUTED),
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _read(path: Path) -> _Layer:
             model[name] = _checked(f"{where}{name}", "a name", str, table.pop(name))
     data = _table(path, table, "data", {**dict.fromkeys(FILES, _as_files), **_VOCABULARY})
     loop = {name: check for name, (check, _, _) in LOOP.items()}
-    train = _table(path, table, "train", {**loop, **_COMPUTED})
+    train = _table(path, table, "train", {**loop, **COMPUTED})
     return _Layer(where, model, dict(_flat(table)), data, train)
 
 

@@ -19,7 +19,7 @@ from relpos.cli.arguments import (
     count,
     use_threads,
 )
-from relpos.cli.told import KINDS, LOOP, RUN_FILE, Told, keep, told
+from relpos.cli.told import COMPUTED, KINDS, LOOP, RUN_FILE, Told, keep, told
 
 _TRAIN_NEXT = """\
 relpos train: what to train on? For a translation model, for example
@@ -161,6 +161,11 @@ def _add_train(commands: Any) -> None:
     loop = command.add_argument_group("training")
     for name, (check, letter, what) in LOOP.items():
         loop.add_argument(f"--{name.replace('_', '-')}", type=check, metavar=letter, help=what)
+    loop.add_argument(
+        "--validate-bleu",
+        action="store_true",
+        help="translate the validation data at each validation: BLEU, greedily",
+    )
     run = command.add_argument_group("run")
     run.add_argument(
         "-o",
@@ -186,7 +191,7 @@ def _add_train(commands: Any) -> None:
     add_threads(run)
     add_device(run)
     add_progress(run)
-    command.set_defaults(device=None, precision=None, recompute=None, tensorboard=None)
+    command.set_defaults(**dict.fromkeys(COMPUTED))  # None: not given
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ _WIDTH = 50  # points over which the training curve is smoothed, at most
 
 
 def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = None) -> Canvas:
-    """-log p per token in training and validation, and the learning rate, of runs.
+    """-log p per token in training and validation, BLEU of validation where a run has it, and the
+    learning rate, of runs.
 
     runs: folders of runs, or log files. figure: a figure or subfigure to draw in.
     """
@@ -30,7 +31,9 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
         if not curve(lines, "train", "nll")[0]:
             raise ValueError(f"{os.fspath(run)}: no training step in this log")
     figure = canvas.figure_of(figure, (8, 6))
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    has_bleu = any(curve(lines, "validation", "bleu")[0] for _, lines in logs)
+    heights = (3, 1.5, 1) if has_bleu else (3, 1)
+    above, *between, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for i, (name, lines) in enumerate(logs):
         hue = canvas.colour(i, len(logs))
         steps, values = curve(lines, "train", "nll")
@@ -40,14 +43,18 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
         steps, values = curve(lines, "validation", "nll")
         if steps:
             above.plot(steps, values, "o--", markersize=3.5, color=hue, label=f"{name}, validation")
+        for ax in between:
+            ax.plot(*curve(lines, "validation", "bleu"), "o--", markersize=3.5, color=hue)
         below.plot(*curve(lines, "train", "learning_rate"), "-" + mark, color=hue)
     above.set_ylabel("-log p of a token")
     above.legend(fontsize=canvas.LABEL + 1, frameon=False)
+    for ax in between:
+        ax.set_ylabel("BLEU")
     below.set_ylabel("learning rate")
     below.set_xlabel("step")
-    for ax in (above, below):
+    for ax in (above, *between, below):
         canvas.plain(ax)
-    figure.align_ylabels([above, below])
+    figure.align_ylabels([above, *between, below])
     return figure
 
 

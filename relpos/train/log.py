@@ -21,7 +21,16 @@ from relpos.train.progress import perplexity
 
 LOG = "log.jsonl"
 _DRAWN = frozenset(
-    ("loss", "nll", "perplexity", "accuracy", "learning_rate", "gradient_norm", "tokens_per_second")
+    (
+        "loss",
+        "nll",
+        "perplexity",
+        "accuracy",
+        "bleu",
+        "learning_rate",
+        "gradient_norm",
+        "tokens_per_second",
+    )
 )
 
 

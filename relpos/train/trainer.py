@@ -23,7 +23,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,10 @@ from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
 from relpos.train.inputs import Text, check_sides, look_at
 from relpos.train.log import Log, Sums
-from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, perplexity
+from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind
+from relpos.train.validation import Validation, check_bleu, validate
 
 _NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """What validation found.
-
-    nll: float. The mean of -log p(label), without smoothing. perplexity: float, its exponential.
-    accuracy: float. The share of labels that had the highest score. tokens: int. Labels.
-    """
-
-    nll: float
-    perplexity: float
-    accuracy: float
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +107,7 @@ class Trainer:
     epochs, minutes, patience: end it earlier: passes over the data, minutes in all, validations
         in a row without a better one. None: they don't.
 
+    validate_bleu: bool. Validation data is translated too, greedily: its BLEU is in the log.
     validate_every, save_every: int. Updates. save_minutes: float, whatever comes first. What a run
         ends with is validated and saved, unless it was interrupted: then it is saved.
     keep: int. Checkpoints that stay, the best validation's beside them.
@@ -149,6 +137,7 @@ class Trainer:
         minutes: float | None = None,
         patience: int | None = None,
         validate_every: int = 500,
+        validate_bleu: bool = False,
         save_every: int = 1000,
         save_minutes: float = 10.0,
         keep: int = 20,
@@ -179,6 +168,9 @@ class Trainer:
         if patience is not None and validation is None:
             raise ValueError("patience: there is no validation to be patient with")
         self._validate_every = check_count("validate_every", validate_every, 1)
+        self._validate_bleu = bool(validate_bleu)
+        if self._validate_bleu:
+            check_bleu(config, validation is not None)
         self._save_every = check_count("save_every", save_every, 1)
         self._save_minutes = _check_minutes("save_minutes", save_minutes)
         self._keep = check_count("keep", keep, 1)
@@ -427,30 +419,21 @@ class Trainer:
         """
         if self._validation is None:
             raise ValueError("validation: there is none")
-        nll = hits = 0.0
-        tokens = 0
-        average = len(self.model.averages) > 0
-        for batch in self._validation:
-            result = self.model.forward(batch, average=average)
-            tokens += result.tokens
-            nll += result.nll * result.tokens
-            hits += result.accuracy * result.tokens
-        return Validation(nll / tokens, perplexity(nll / tokens), hits / tokens, tokens)
+        return validate(
+            self.model, self._validation, self.subwords if self._validate_bleu else None
+        )
 
     def _validate(self, step: int, log: Log, progress: Progress) -> bool:
         """Validates, tells, and says whether it was the best so far."""
         found = self.validate()
-        log.write("validation", {"step": step} | asdict(found))
+        log.write("validation", {"step": step} | found.figures())
         self._validated = found.nll
         better = self._best is None or found.nll < self._best
         if better:
             self._best, self._best_step, self._stale = found.nll, step, 0
         else:
             self._stale += 1
-        progress.say(
-            f"step {step:,}  validation {found.nll:.4f}  perplexity {found.perplexity:.2f}  "
-            f"accuracy {found.accuracy:.1%}" + ("  the best so far" if better else "")
-        )
+        progress.say(f"step {step:,}  {found}" + ("  the best so far" if better else ""))
         return better
 
     def _save(self) -> Checkpoint:

@@ -64,6 +64,8 @@ typedef struct rp_search {
   int64_t top_k;      /* draws from so many most likely tokens; 0: from all */
   double top_p;       /* and from the fewest that have this share together; 1: all */
   uint64_t seed;      /* a draw depends on it, on its number and the sentence's ordinal alone */
+
+  int average; /* != 0: by the average of the weights, which models in training with an ema keep */
 } rp_search;
 
 static inline rp_search rp_search_default(void) {
