@@ -22,7 +22,7 @@ from relpos.position.combine import Position
 from relpos.request import Layout, Mask, Window
 
 if TYPE_CHECKING:
-    from relpos.data.subwords import Subwords
+    from relpos.data.subwords import Side, Subwords
     from relpos.search import Search
     from relpos.translator import Translator
 
@@ -169,7 +169,7 @@ def _of_transformer(
     if isinstance(source, Batch):
         if target is not None:
             raise TypeError("target: expected None beside a Batch, which has the targets itself")
-        return wanted.of(model, source, dropout, str)
+        return wanted.of(model, source, dropout)
     sides: list[Any] = []
     for name, given, stack in (
         ("source", source, model.config.encoder),
@@ -181,7 +181,7 @@ def _of_transformer(
             given = ()  # which the encoder does not see
         tokens = None if given is None else check_integers(name, given, "(n,)", (1,))
         sides += (None, None) if tokens is None else (tokens, [0, tokens.size])
-    [found] = wanted.of(model, Batch(*sides), dropout, str)
+    [found] = wanted.of(model, Batch(*sides), dropout)
     return found
 
 
@@ -219,7 +219,7 @@ def _of_translator(
     found: dict[int, ModelMaps] = {}
     for several in model._batches(lines, model._budget(None), 1):
         batch = model._packed(several)
-        each = wanted.of(model.models[0], batch, dropout, lambda x: _piece(model.subwords, x))
+        each = wanted.of(model.models[0], batch, dropout, model.subwords)
         found |= zip((line.line for line in several), each, strict=True)
     in_order = [found[line.line] for line in lines]
     return in_order[0] if alone else in_order
@@ -255,6 +255,16 @@ def _said(model: Translator, sources: list[str], search: Search | None) -> list[
         tokens = said.n_best[0].tokens.tolist() if said.n_best else []
         line.target = tokens[: model.max_length - 1]
     return lines
+
+
+def _pieces_of(subwords: Subwords | None, side: Side) -> Callable[[int], str]:
+    """How a token of this side is written."""
+    if subwords is None:
+        return str
+    from relpos.data.subwords import of_side
+
+    own = of_side(subwords, side)
+    return lambda token: _piece(own, token)
 
 
 def _piece(subwords: Subwords, token: int) -> str:
@@ -317,9 +327,12 @@ class _Wanted:
         )
 
     def of(
-        self, model: Transformer, batch: Batch, dropout: bool, piece: Callable[[int], str]
+        self, model: Transformer, batch: Batch, dropout: bool, subwords: Subwords | None = None
     ) -> list[ModelMaps]:
-        """The maps of every sentence of a batch, from one pass."""
+        """The maps of every sentence of a batch, from one pass.
+
+        subwords: how tokens are written; None: as numbers.
+        """
         heads = np.array(self.heads, np.int64)
         layers = {
             kind: np.array([x for x in self.layers if x < count], np.int64)
@@ -332,10 +345,11 @@ class _Wanted:
             for show in named.values()
         )
         arrays = iter(model._core.attention_maps(packed(batch), bool(dropout), wanted))
-        sources = _pieces(batch.source, batch.source_offsets, batch.sentences, piece)
-        targets = _pieces(batch.target, batch.target_offsets, batch.sentences, piece)
+        read, said = _pieces_of(subwords, "source"), _pieces_of(subwords, "target")
+        sources = _pieces(batch.source, batch.source_offsets, batch.sentences, read)
+        targets = _pieces(batch.target, batch.target_offsets, batch.sentences, said)
         labels = batch.labels if batch.target is not None else None
-        predicted = _pieces(labels, batch.target_offsets, batch.sentences, piece)
+        predicted = _pieces(labels, batch.target_offsets, batch.sentences, said)
         found = []
         for sentence in range(batch.sentences):
             by_kind = {}

@@ -20,7 +20,7 @@ import numpy as np
 
 from relpos.batch import Batch
 from relpos.data.batches import cut
-from relpos.data.subwords import SentencePiece, Subwords, check_vocabulary
+from relpos.data.subwords import SentencePiece, Side, Subwords, check_vocabulary, of_side
 from relpos.model import Integers, Precision, Transformer
 from relpos.position.arrays import Array, check_count
 from relpos.saved import find_model, load_model
@@ -450,8 +450,8 @@ class Translator:
         return [found[line.line] for line in lines]
 
     def _alignment(self, line: _Line, weights: Array) -> Alignment:
-        words = words_of(self.subwords, line.source, line.source_text)
-        said = words_of(self.subwords, line.target, line.target_text)
+        words = words_of(of_side(self.subwords, "source"), line.source, line.source_text)
+        said = words_of(of_side(self.subwords, "target"), line.target, line.target_text)
         links: tuple[tuple[int, int], ...] = ()
         if words and said and np.isfinite(weights).all():
             best = weights[:-1].argmax(axis=1).tolist()
@@ -487,14 +487,15 @@ class Translator:
         self._encode("target", targets, lines, self.max_length - 1)
         return lines
 
-    def _encode(self, side: str, texts: Sequence[str], lines: list[_Line], longest: int) -> None:
+    def _encode(self, side: Side, texts: Sequence[str], lines: list[_Line], longest: int) -> None:
         for text in texts:
             if not isinstance(text, str):
                 raise TypeError(f"{side}s: expected str, got {type(text).__name__}")
         if not any(texts):
             return
-        unknown = self.subwords.unknown
-        for line, text, tokens in zip(lines, texts, self.subwords.encode_many(texts), strict=True):
+        subwords = of_side(self.subwords, side)
+        unknown = subwords.unknown
+        for line, text, tokens in zip(lines, texts, subwords.encode_many(texts), strict=True):
             if not text or text.isspace():
                 continue
             if len(tokens) > longest:

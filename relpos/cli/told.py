@@ -54,7 +54,9 @@ COMPUTED: dict[str, type | tuple[str, ...]] = {
 # The table [data].
 _TRAINED_ON = ("source", "target", "text")
 FILES = (*_TRAINED_ON, "validation_source", "validation_target", "validation_text")
-_VOCABULARY: dict[str, type | Callable[[str], Any]] = {"subwords": str, "vocabulary": count}
+_VOCABULARY: dict[str, type | Callable[[str], Any]] = {
+    "subwords": str, "vocabulary": count, "separate": bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def told(options: argparse.Namespace) -> Told:
         data |= each.data
         loop |= each.train
     loop.pop("output", None)
+    if data.get("separate"):
+        config = config.replace({"share_embeddings": False})
     if "steps" in loop:
         config = config.replace({"steps": loop["steps"]})
     return Told(preset or _PRESET, config, start, output, data, loop)

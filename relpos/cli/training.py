@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,11 @@ def _add_train(commands: Any) -> None:
     data.add_argument(
         "--vocabulary", type=count, metavar="N", help="tokens of a new one (the preset's, at most)"
     )
+    data.add_argument(
+        "--separate",
+        action="store_true",
+        help="new ones for source and target, of --vocabulary tokens each; embeddings are not shared",
+    )
     model = command.add_argument_group("model")
     model.add_argument(
         "--preset",
@@ -191,7 +197,7 @@ def _add_train(commands: Any) -> None:
     add_threads(run)
     add_device(run)
     add_progress(run)
-    command.set_defaults(**dict.fromkeys(COMPUTED))  # None: not given
+    command.set_defaults(**dict.fromkeys((*COMPUTED, "separate")))  # None: not given
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -219,6 +225,7 @@ def _train(options: argparse.Namespace) -> int:
 def _train_on(options: argparse.Namespace, what: Told) -> int:
     use_threads(options)
 
+    from relpos import data
     from relpos.profiling import profile
     from relpos.train.checkpoint import checkpoints
     from relpos.train.ending import leaving_at_the_second_signal
@@ -237,7 +244,10 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     say = print if options.progress != "none" else lambda *_: None
     unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
     strange = f", {unknown:.2%} of all tokens unknown to them" if unknown > 0 else ""
-    say(f"{trainer.report}, {trainer.subwords.size:,} subwords{strange}")
+    both = isinstance(trainer.subwords, data.Sides)
+    sizes = [data.of_side(trainer.subwords, "source").size] if both else []
+    sizes.append(trainer.subwords.size)
+    say(f"{trainer.report}, {' and '.join(f'{x:,}' for x in sizes)} subwords{strange}")
     if trainer.validation_report is not None:
         say(f"validation: {trainer.validation_report}")
     numbers = sum(array.size for array in trainer.model.parameters.values())
@@ -282,6 +292,11 @@ def _check_model(what: Told) -> None:
         )
     if what.data.get("subwords") == "words" and what.loop.get("split"):
         raise ValueError("--split: whole words have no parts; --subwords bpe has")
+    if what.data.get("separate"):
+        if not what.pairs:
+            raise ValueError("--separate: a decoder alone has one side")
+        if what.loop.get("split"):
+            raise ValueError("--split: is for one vocabulary, and --separate asks for two")
 
 
 def _texts(what: Told) -> tuple[Any, Any]:
@@ -319,20 +334,26 @@ def _subwords(what: Told, text: Any) -> Any:
     named = what.data.get("vocabulary")
     size = named or what.config.target_vocabulary
     if kind not in KINDS:
-        if named is not None:
-            raise ValueError(f"--vocabulary: {kind} is a vocabulary that is there")
+        for name in ("vocabulary", "separate"):
+            if what.data.get(name):
+                raise ValueError(f"--{name}: {kind} is a vocabulary that is there")
         return data.SentencePiece.load(kind) if Path(kind).is_file() else data.load_subwords(kind)
     if what.start is not None:
-        for name in ("subwords", "vocabulary"):
-            if name in what.data:
+        for name in ("subwords", "vocabulary", "separate"):
+            if what.data.get(name):
                 raise ValueError(f"--{name}: --start brings a vocabulary")
         return None
 
+    def learn(lines: Iterable[Any]) -> Any:
+        if kind == "words":
+            return data.Words.train(lines, size)
+        return data.SentencePiece.train(lines, size, kind, fewer=named is None)
+
     def train() -> Any:
         try:
-            if kind == "words":
-                return data.Words.train(text, size)
-            return data.SentencePiece.train(text, size, kind, fewer=named is None)
+            if what.data.get("separate"):
+                return data.Sides(*(learn(pair[side] for pair in text) for side in range(2)))
+            return learn(text)
         except ValueError as error:  # by the names that things have here
             name, colon, rest = str(error).partition(": ")
             names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}

@@ -15,11 +15,13 @@ from relpos.data.cache import TokenCache
 from relpos.data.splits import Splits
 from relpos.data.subwords import (
     SentencePiece,
+    Sides,
     Subwords,
     Words,
     Wrapped,
     check_vocabulary,
     load_subwords,
+    of_side,
 )
 from relpos.data.text import Lines, Pairs, Report, read_lines, read_pairs
 
@@ -30,6 +32,7 @@ __all__ = [
     "Pairs",
     "Report",
     "SentencePiece",
+    "Sides",
     "Splits",
     "Subwords",
     "TokenCache",
@@ -37,6 +40,7 @@ __all__ = [
     "Wrapped",
     "check_vocabulary",
     "load_subwords",
+    "of_side",
     "read_lines",
     "read_pairs",
 ]

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
-from relpos.data.subwords import Subwords
+from relpos.data.subwords import Side, Subwords, of_side
 from relpos.data.text import Item, Lines, Pairs, Report
 
 FORMAT = 1
@@ -53,7 +53,7 @@ class TokenCache:
 
     folder: Path.
     sides: int. 2: pairs, 1: sentences.
-    size, bos, eos, unknown: int. Of the vocabulary.
+    size, bos, eos, unknown: int. Of the vocabulary, where the sides have one each, of the target's.
     report: Report. What became of the lines.
     unknown_tokens: int. How many of the tokens are the unknown.
     target_lengths, source_lengths: int32 (pairs,). source_lengths are None for single sentences.
@@ -276,14 +276,18 @@ class _Writer:
     """Lines in, blocks of tokens out."""
 
     def __init__(self, files: dict[str, _File], subwords: Subwords) -> None:
-        self._files, self._subwords = files, subwords
-        self.dtype = SMALL if subwords.size <= SMALL_VOCABULARY else LARGE
+        self._files = files
+        names: tuple[Side, Side] = ("source", "target")
+        self._subwords = [of_side(subwords, name) for name in names]
+        largest = max(each.size for each in self._subwords)
+        self.dtype = SMALL if largest <= SMALL_VOCABULARY else LARGE
         self.sides = self.lines = self.pairs = self.tokens = self.unknown = self.checksum = 0
         files["offsets"].write(np.zeros(1, "<i8"))
 
     def add(self, block: Sequence[Item]) -> None:
         sides = self._texts(block)
-        encoded = [self._subwords.encode_many(texts) for texts in sides]
+        subwords = self._subwords[-len(sides) :]
+        encoded = [own.encode_many(texts) for own, texts in zip(subwords, sides, strict=True)]
         lengths = np.array([[len(tokens) for tokens in side] for side in encoded], np.int64)
         kept = np.asarray((lengths > 0).all(axis=0))
         if not kept.all():
@@ -299,12 +303,10 @@ class _Writer:
             raise ValueError(f"pairs: expected up to {LONGEST} tokens, got {lengths.max()}")
         ordered = chain.from_iterable(zip(*encoded, strict=True))
         tokens = np.fromiter(chain.from_iterable(ordered), np.int64, int(lengths.sum()))
-        if tokens.min() < 0 or tokens.max() >= self._subwords.size:
-            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise ValueError(
-                f"subwords: expected tokens from 0 to {self._subwords.size - 1}, got {wrong}"
-            )
-        self.unknown += int(np.count_nonzero(tokens == self._subwords.unknown))
+        self._check(tokens, lengths, subwords)
+        self.unknown += int(
+            np.count_nonzero(tokens == _of_each(lengths, [x.unknown for x in subwords]))
+        )
         packed = tokens.astype(self.dtype)
         self.checksum = zlib.crc32(packed.data, self.checksum)
         self._files["tokens"].write(packed)
@@ -315,6 +317,14 @@ class _Writer:
             self._files["source"].write(lengths[0].astype("<i4"))
         self.pairs += lengths.shape[1]
         self.tokens += tokens.size
+
+    def _check(self, tokens: Integers, lengths: Integers, subwords: Sequence[Subwords]) -> None:
+        sizes = _of_each(lengths, [each.size for each in subwords])
+        wrong = (tokens < 0) | (tokens >= sizes)
+        if wrong.any():
+            first = int(wrong.argmax())
+            size = int(np.broadcast_to(sizes, tokens.shape)[first])
+            raise ValueError(f"subwords: expected tokens from 0 to {size - 1}, got {tokens[first]}")
 
     def _texts(self, block: Sequence[Item]) -> list[list[str]]:
         """The block's sources and targets, or its sentences alone."""
@@ -329,6 +339,16 @@ class _Writer:
         if self.sides == 1:
             return [[str(item) for item in block]]
         return [[item[side] for item in block] for side in range(2)]
+
+
+def _of_each(lengths: Integers, values: Sequence[int]) -> Integers:
+    """The value of its side for every token of pairs that lie one after the other.
+
+    lengths: int (sides, pairs). values: of the sides; one number where they are the same.
+    """
+    if len(set(values)) == 1:
+        return np.asarray(values[0])
+    return np.repeat(np.tile(values, lengths.shape[1]), lengths.T.ravel())
 
 
 def _blocks(items: Iterable[Item]) -> Iterator[list[Item]]:

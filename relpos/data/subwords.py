@@ -4,6 +4,8 @@
 A vocabulary travels in a folder: `subwords.json`, which says what it is, and its own file.
 
     tokenizer/subwords.json  tokenizer/sentencepiece.model      (or tokenizer/words.txt)
+
+Where source and target have one each, they lie in folders below it, `source` and `target`.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
 
     folder: str or PathLike, as the `tokenizer` of a checkpoint.
     tokenizer: the object itself, where it is one of your own that was wrapped; it is checked to be
-        the same.
+        the same. Of `Sides` a pair of them, or of one of them and None.
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
@@ -81,11 +83,13 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
             f"{os.fspath(folder)}: no vocabulary here, {DESCRIPTION} is missing"
         )
     told = read_json(path)
-    kinds: dict[str, Any] = {each.kind: each for each in (SentencePiece, Words, Wrapped)}
+    kinds: dict[str, Any] = {each.kind: each for each in (SentencePiece, Words, Wrapped, Sides)}
     if told.get("kind") not in kinds:
         raise ValueError(f"{path}: kind: expected {', '.join(kinds)}, got {told.get('kind')!r}")
     if told["kind"] == Wrapped.kind:
         subwords: Subwords = _wrapped_again(path, told, tokenizer)
+    elif told["kind"] == Sides.kind:
+        subwords = _sides_again(Path(folder), tokenizer)
     else:
         subwords = kinds[told["kind"]].load(folder)
     for name, value in _description(told["kind"], subwords).items():
@@ -95,14 +99,22 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
 
 
 def check_vocabulary(subwords: Subwords, config: Config) -> None:
-    """Refuses a vocabulary whose size is not that of the model's embeddings."""
-    for side, stack in (("source", config.encoder), ("target", config.decoder)):
-        expected = getattr(config, f"{side}_vocabulary")
-        if stack.layers > 0 and subwords.size != expected:
+    """Refuses a vocabulary that does not fit the model's embeddings."""
+    sides: tuple[tuple[Side, int], ...] = (
+        ("source", config.encoder.layers), ("target", config.decoder.layers),
+    )  # fmt: skip
+    for side, layers in sides:
+        size, expected = of_side(subwords, side).size, getattr(config, f"{side}_vocabulary")
+        if layers > 0 and size != expected:
             raise ValueError(
-                f"tokenizer: has {subwords.size:,} tokens, the model's {side}_vocabulary is "
-                f"{expected:,}: it belongs to another model"
+                f"tokenizer: has {size:,} tokens, the model's {side}_vocabulary is {expected:,}: it "
+                "belongs to another model"
             )
+    both = config.encoder.layers > 0 and config.decoder.layers > 0
+    if isinstance(subwords, Sides) and both and config.share_embeddings:
+        raise ValueError(
+            "share_embeddings: expected False, as source and target have a vocabulary each"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -544,6 +556,89 @@ def _wrapped_again(path: Path, told: dict[str, Any], tokenizer: Any) -> Wrapped:
     if not all(isinstance(value, int) for value in numbers.values()):
         raise ValueError(f"{path}: expected integers, got {numbers}")
     return Wrapped(inner, **numbers)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------
+# One for each side
+# --------------------------------------------------------------------------------------------------
+
+Side = Literal["source", "target"]
+
+
+class Sides:
+    """A vocabulary for the source and another one for the target.
+
+        subwords = relpos.data.Sides(Words.train(english), Words.train(chinese))
+
+    source, target: Subwords. A model of theirs has share_embeddings=False.
+
+    What is asked of it as Subwords is answered by the target's; `of_side` gives either.
+    """
+
+    kind = "sides"
+
+    def __init__(self, source: Subwords, target: Subwords) -> None:
+        for name, given in (("source", source), ("target", target)):
+            if not isinstance(given, Subwords) or isinstance(given, type | Sides):
+                raise TypeError(f"{name}: expected Subwords of one side, got {given!r:.80}")
+        self.source, self.target = source, target
+
+    @property
+    def size(self) -> int:
+        return self.target.size
+
+    @property
+    def bos(self) -> int:
+        return self.target.bos
+
+    @property
+    def eos(self) -> int:
+        return self.target.eos
+
+    @property
+    def unknown(self) -> int:
+        return self.target.unknown
+
+    def encode(self, text: str) -> list[int]:
+        return self.target.encode(text)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.target.encode_many(texts)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.target.decode(tokens)
+
+    def fingerprint(self) -> str:
+        both = f"{self.source.fingerprint()} {self.target.fingerprint()}"
+        return hashlib.sha256(both.encode()).hexdigest()
+
+    def save(self, folder: Folder) -> None:
+        self.source.save(Path(folder) / "source")
+        self.target.save(Path(folder) / "target")
+        _save(folder, self, self.kind)
+
+    def __repr__(self) -> str:
+        return f"<Sides: {self.source!r} and {self.target!r}>"
+
+
+def of_side(subwords: Subwords, side: Side) -> Subwords:
+    """The vocabulary of a side: its own, or the one that both have."""
+    return getattr(subwords, side) if isinstance(subwords, Sides) else subwords
+
+
+def _sides_again(folder: Path, tokenizer: Any) -> Sides:
+    if isinstance(tokenizer, Sides):
+        tokenizer = tokenizer.source, tokenizer.target
+    pair = (None, None) if tokenizer is None else tokenizer
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(
+            f"tokenizer: expected a pair, as source and target have a vocabulary each, got {pair!r:.80}"
+        )
+    source, target = (
+        load_subwords(folder / name, tokenizer=own)
+        for name, own in zip(("source", "target"), pair, strict=True)
+    )
+    return Sides(source, target)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from relpos.data import (
     TokenCache,
     check_vocabulary,
     load_subwords,
+    of_side,
 )
 from relpos.data.splits import check_chance
 from relpos.model import Precision, Transformer, model_memory
@@ -85,7 +86,8 @@ class Trainer:
     folder: str or PathLike. Where all of the run lies.
     validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
         weights that is validated, and that the best checkpoint is the best by.
-    subwords: Subwords, or a function that makes them, which is called where the run has none yet.
+    subwords: Subwords, or a function that makes them, which is called where the run has none yet;
+        `relpos.data.Sides` of two where source and target have a vocabulary each.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size, or as many as the data gives.
     start: str or PathLike. A model, named as for `Translator.load`, whose weights and subwords the
@@ -204,8 +206,8 @@ class Trainer:
             self.subwords.save(self.folder / TOKENIZER)
         else:
             self.subwords = self._find_subwords(found, subwords, data, config)
-        size = self.subwords.size
-        self.config = config.replace({"source_vocabulary": size, "target_vocabulary": size})
+        source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
+        self.config = config.replace({"source_vocabulary": source, "target_vocabulary": target})
         check_vocabulary(self.subwords, self.config)
         splits = None if split == 0 else Splits(self.subwords, split)
         self.cache = self._tokenised("data", data, "train")
