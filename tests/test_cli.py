@@ -481,14 +481,22 @@ def test_average(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
-    for step, changes in ((1, {}), (2, {"learning_rate": 0.5}), (3, {"encoder.k": 2})):
+    otherwise: dict[str, Any] = {
+        "learning_rate": 0.5, "dropout": 0.3, "attention_dropout": 0.0, "activation_dropout": 0.2,
+        "label_smoothing": 0.0, "smoothing": "others", "weight_decay": 0.1, "ema": 0.9,
+        "beta1": 0.8, "beta2": 0.9, "adam_epsilon": 1e-6, "clip_norm": 2.0, "schedule": "noam",
+    }  # fmt: skip
+    for step, changes in ((1, {}), (2, otherwise), (3, {"encoder.k": 2}), (4, {"seed": 9})):
         model = relpos.Transformer(text_files.config().replace(changes), tokens=64)
         model.counters = step, step
         checkpoint.save(tmp_path, model)
+    found = checkpoint.checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"seed: 9 in .*step-000000004, 7 in .*step-000000001"):
+        average((found[0], found[3]), tmp_path / "mean")  # other weights from the beginning
+    shutil.rmtree(found[3].folder)
     said = relpos_says(capsys, "average", tmp_path, status=1)
     assert re.fullmatch(r"relpos: encoder\.k: 2 in .*step-000000003, 3 in .*\n", said)
-    found = checkpoint.checkpoints(tmp_path)
-    average(found[:2], tmp_path / "mean")  # another rate makes no other model
+    average(found[:2], tmp_path / "mean")  # trained otherwise it is no other model
     (found[0].folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(OSError, match="step-000000001: model.safetensors has 0 bytes"):
         average(found[:2], tmp_path / "other")

@@ -125,8 +125,11 @@ def test_an_unknown_token_is_that_of_its_side(tmp_path: Path) -> None:
 
 def test_a_model_learns_from_one_to_the_other(tmp_path: Path) -> None:
     """All the way: trained, saved, loaded, it translates, links and shows words of both."""
+    config = configuration(
+        steps=400, learning_rate=0.005, dropout=0.0, attention_dropout=0.0
+    )  # fmt: skip
     trainer = relpos.Trainer(
-        configuration(steps=400, learning_rate=0.005, dropout=0.0, attention_dropout=0.0), pairs(400), validation=pairs(40, 1),
+        config, pairs(400), validation=pairs(40, 1),
         folder=tmp_path / "run", subwords=vocabularies(), tokens=256, progress="none",
         validate_every=250, keep=1,
     )  # fmt: skip
