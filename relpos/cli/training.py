@@ -107,7 +107,8 @@ def _add_train(commands: Any) -> None:
         "finishes the step, saves and leaves; a second one leaves at once. `--resume --output DIR`\n"
         "alone goes on bit for bit.",
         _train,
-        usage="relpos train --source FILE --target FILE [--output DIR] [options]",
+        usage="relpos train --source FILE --target FILE [--output DIR] [options]\n"
+        "       relpos train --resume [--output DIR] [options]",
     )
     data = command.add_argument_group("data")
     for name, what in (
