@@ -146,12 +146,16 @@ def bleu(
     *,
     lowercase: bool = False,
     tokenize: str = "13a",
+    advice: bool = True,
 ) -> Metric:
-    """BLEU of a text, with its signature."""
+    """BLEU of a text, with its signature.
+
+    advice: bool. sacrebleu warns of text that seems to be tokenised.
+    """
     _check_tokenize(tokenize)
     metrics = _sacrebleu().metrics
-    # force: without sacrebleu's advice about text that is tokenised, which once is enough.
-    metric = metrics.BLEU(lowercase=lowercase, tokenize=tokenize, force=lowercase)
+    # Once is enough.
+    metric = metrics.BLEU(lowercase=lowercase, tokenize=tokenize, force=lowercase or not advice)
     score = metric.corpus_score(list(translations), [list(each) for each in references])
     precisions = "/".join(f"{each:.1f}" for each in score.precisions)
     more = (

@@ -93,7 +93,7 @@ class Translator:
         paths: str or PathLike, or several.
         average: int. The mean of so many of a run's last checkpoints.
         best: bool. A run's checkpoint with the best validation instead of the newest.
-        tokenizer: the vocabulary itself, where it is an object of your own.
+        tokenizer: the vocabulary itself, where it is an object of your own; of two a pair.
         batch_tokens: int. The most source tokens that are translated at the same time.
         device, precision: as of `Transformer`.
         """

@@ -16,6 +16,7 @@ import pytest
 from relpos import cli
 from relpos.cli import told
 from relpos.train import checkpoint, newest
+from relpos.train.ending import alone
 from test_cli import SMALL, Capture, relpos_says, run
 
 __all__ = ["run"]  # pytest finds the fixture by its name here
@@ -147,12 +148,16 @@ def parsed(*arguments: str) -> Any:
 
 def test_nothing_to_go_on_with(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=2)
-    assert said.startswith(f"relpos train: {tmp_path}: no run.toml to go on with here\n")
+    assert said.startswith(f"relpos train: {tmp_path}: no run.toml here to go on with\n")
     assert "what to train on?" in said
-    (tmp_path / told.RUN_FILE).write_text("[data]\ntext = 5\n")
+    own = tmp_path / told.RUN_FILE
+    own.write_text(f"{told._HEAD}\npreset = 'tiny'\n")
+    said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=2)
+    assert said.startswith(f"relpos train: {own}: names no text to go on with\n")
+    own.write_text(f"{told._HEAD}\n[data]\ntext = 5\n")
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=1)
-    assert said.startswith(f"relpos: {tmp_path / told.RUN_FILE}: data.text: expected a file")
-    # With a text of its own the command is as it stands: the file is not even read.
+    assert said.startswith(f"relpos: {own}: data.text: expected a file")
+    # Where nothing has been trained, a command with a text of its own is as it stands.
     given = ("train", *run.files, *SMALL, "--steps", 1, "--resume", "--output", tmp_path)
     relpos_says(capsys, *given)
     assert str(run.files[1]) in (tmp_path / told.RUN_FILE).read_text()
@@ -174,6 +179,136 @@ def test_everything_in_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Pat
     found = newest(output)
     assert found is not None and (found.step, found.config.seed) == (2, 6)
     assert found.config.target_vocabulary == 20
+    loop = told.told(parsed("train", "--config", str(path), "--tensorboard")).loop
+    assert loop == {
+        "steps": 2, "tokens": 256, "recompute": True, "precision": "f32", "device": "cpu",
+        "tensorboard": True,
+    }  # fmt: skip
+    options = ("--recompute", "--device", "cuda:1", "--precision", "bf16", "--validate-bleu")
+    assert told.told(parsed("train", *options)).loop == {
+        "recompute": True, "device": "cuda:1", "precision": "bf16", "validate_bleu": True,
+    }  # fmt: skip
+
+
+def test_options_reach_the_trainer(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    given = ("train", *run.files, *SMALL, "--steps", 1, "--output", tmp_path / "run")
+    said = relpos_says(capsys, *given, "--device", "nowhere", status=1)
+    assert said.startswith("relpos: ") and "nowhere" in said
+    said = relpos_says(capsys, *given, "--precision", "bf16", status=1)
+    assert said.startswith("relpos: --precision: ")
+    assert not (tmp_path / "run").exists()
+    relpos_says(capsys, *given, "--tensorboard")
+    assert (tmp_path / "run" / "events").is_dir()
+
+
+def test_the_last_to_say_it_is_right(run: SimpleNamespace, tmp_path: Path) -> None:
+    """The number of steps too, which is a field and an option."""
+    shutil.copytree(run.made, tmp_path / "run")
+    path = tmp_path / "more.toml"
+    path.write_text("steps = 99\n")
+    going_on = ("train", "--resume", "--output", str(tmp_path / "run"))
+
+    def steps(*more: str) -> tuple[int, int | None]:
+        found = told.told(parsed(*going_on, *more))
+        return found.config.steps, found.loop.get("steps")
+
+    assert steps() == (30, 30)
+    assert steps("--set", "steps=40") == (40, None)
+    assert steps("--config", str(path)) == (99, None)
+    assert steps("--config", str(path), "--steps", "50") == (50, 50)
+    path.write_text("steps = 99\n[train]\nsteps = 98\n")
+    assert steps("--config", str(path)) == (98, 98)
+
+
+def test_what_a_run_began_with_stays(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vocabulary and the model it started from, though both are gone; others are refused."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run.made, "made")
+    shutil.copytree(Path(run.made) / "tokenizer", "voc")
+    shown = [each for each in SMALL if each not in ("--subwords", "words")]
+    shown[shown.index("none")] = "lines"
+    started = ("train", *run.files, "--tokens", 256, "--progress", "lines", "--steps", 2)
+    relpos_says(capsys, *started, "--start", "made", "--output", "from")
+    relpos_says(
+        capsys, "train", *run.files, *shown, "--steps", 2, "--subwords", "voc", "--output", "own"
+    )
+    for name in ("made", "voc"):
+        shutil.rmtree(name)
+    monkeypatch.chdir(run.folder)
+    for name, line in (("from", 'start = "{}/made"'), ("own", 'subwords = "{}/voc"')):
+        folder = tmp_path / name
+        assert line.format(tmp_path) in (folder / told.RUN_FILE).read_text()
+        kept = (folder / told.RUN_FILE).read_text()
+        going_on = ("train", "--resume", "--output", folder, "--steps", 3)
+        assert f"going on from {folder / 'step-000000002'}" in relpos_says(capsys, *going_on)
+        assert (folder / told.RUN_FILE).read_text() == kept.replace("steps = 2", "steps = 3")
+        for option, value in (("start", run.made), ("subwords", "unigram"), ("vocabulary", 77)):
+            said = relpos_says(capsys, *going_on, f"--{option}", value, status=1)
+            assert said.startswith(f"relpos: --{option}: this run was begun with"), said
+            assert said.endswith(f", got {value}; a new one may have it\n")
+        said = relpos_says(capsys, *going_on, "--separate", status=1)
+        assert said.startswith("relpos: --separate: this run was begun without it, got True")
+    # Every checkpoint cut short: it begins again with what it began with, or says that it is gone.
+    for each in (tmp_path / "from").glob("step-*"):
+        (each / "model.safetensors").write_bytes(b"")
+    said = relpos_says(capsys, "train", "--resume", "--output", tmp_path / "from", status=1)
+    assert f"{tmp_path}/made" in said
+
+
+def test_the_whole_command_again_says_the_same(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    """The file stays what another run can be made from."""
+    output = tmp_path / "run"
+    given = ("train", *run.files, *SMALL, "--vocabulary", 20, "--output", output, "--steps")
+    relpos_says(capsys, *given, 2)
+    kept = (output / told.RUN_FILE).read_text()
+    relpos_says(capsys, *given, 3, "--resume")
+    assert (output / told.RUN_FILE).read_text() == kept.replace("steps = 2", "steps = 3")
+    bare = ("train", *run.files, "--tokens", 256, "--sentences", 32, "--progress", "none")
+    relpos_says(capsys, *bare, "--output", output, "--steps", 4, "--resume")
+    text = (output / told.RUN_FILE).read_text()
+    assert 'subwords = "words"\nvocabulary = 20\n' in text and "source_vocabulary" not in text
+    again = ("train", "--config", output / told.RUN_FILE, "--progress", "none", "--output")
+    relpos_says(capsys, *again, tmp_path / "again")
+    found = newest(tmp_path / "again")
+    assert found is not None and found.step == 4 and found.config.source_vocabulary == 20
+
+
+def test_nobody_elses_file_is_written(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    """Neither one that was written by hand, nor that of a run that is at work."""
+    path = tmp_path / told.RUN_FILE
+    path.write_text("# mine\nmax_length = 16\n")
+    given = ("train", *run.files, *SMALL, "--steps", 1, "--output", tmp_path)
+    said = relpos_says(capsys, *given, "--config", path, status=1)
+    assert said.startswith(f"relpos: {path}: was not written by `relpos train`")
+    assert path.read_text() == "# mine\nmax_length = 16\n"
+    path.unlink()
+    relpos_says(capsys, *given)
+    kept = path.read_text()
+    with alone(tmp_path):
+        said = relpos_says(
+            capsys, "train", "--resume", "--output", tmp_path, "--steps", 5, status=1
+        )
+    assert "another process trains here" in said and path.read_text() == kept
+
+
+def test_a_file_may_be_called_as_an_option(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("output").write_bytes(b"ba \xff\n")
+    Path("text").write_text("[train]\nx = 1\n")
+    said = relpos_says(
+        capsys, "train", "--source", "output", "--target", "output", *SMALL, status=1
+    )
+    assert said.startswith("relpos: output: line 1")
+    said = relpos_says(capsys, "train", *run.files, "--config", "text", status=1)
+    assert said.startswith("relpos: text: train.x: no such option")
 
 
 def test_a_name_that_toml_cannot_have(
@@ -184,7 +319,7 @@ def test_a_name_that_toml_cannot_have(
     shutil.copy(run.files[1], strange)
     own = tmp_path / "run" / told.RUN_FILE
     own.parent.mkdir()
-    own.write_text("")
+    own.write_text(f"{told._HEAD}\n")
     given = ("train", "--source", strange, "--target", run.files[3], "--output", tmp_path / "run")
     assert cli.main([str(x) for x in (*given, *SMALL, "--steps", 1)]) == 0
     assert f"{own}: not written: a file's name is not UTF-8" in capsys.readouterr().err

@@ -150,6 +150,31 @@ def test_a_model_learns_from_one_to_the_other(tmp_path: Path) -> None:
     assert score.log_probability > np.log(0.5)
 
 
+def test_links_are_of_the_words_of_each_side(tmp_path: Path) -> None:
+    """Pieces of the source are joined by the source's vocabulary, in which they are other words."""
+    pytest.importorskip("sentencepiece")
+    english = relpos.data.SentencePiece.train([x for x, _ in pairs(300)], size=300)
+    german = relpos.data.SentencePiece.train([x for _, x in pairs(300)], size=290)
+    sides = Sides(english, german)
+    size = {"source_vocabulary": english.size, "target_vocabulary": german.size, "max_length": 64}
+    model = relpos.Transformer(configuration().replace(size), tokens=64, training=False)
+    translator = relpos.Translator(model, sides)
+    strange = "zwölf two xyz"
+    [found] = translator.align([strange], ["eins Quark drei"])
+    assert len(english.encode(strange)) == len(found.source_words) > 5
+    assert [max(x) for x in (found.source_words, found.target_words)] == [2, 2]
+    assert found.source_words == tuple(relpos.translator.words_of(english, english.encode(strange)))
+
+
+def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    given = {"folder": tmp_path / "run", "subwords": vocabularies(), "progress": "none"}
+    with pytest.raises(ValueError, match="share_embeddings"):
+        relpos.Trainer(text_files.config(), pairs(40), **given)
+    with pytest.raises(ValueError, match="tokens of Sides have no parts"):
+        relpos.Trainer(configuration(), pairs(40), split=0.1, **given)
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+
 def test_a_run_with_two_of_its_own(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     output = tmp_path / "run"
     words = run.folder / "sevens"
@@ -182,6 +207,31 @@ def test_a_run_with_two_of_its_own(run: SimpleNamespace, capsys: Capture, tmp_pa
         assert sentence in relpos_says(capsys, *wrong, status=1)
     alone = ("train", "--text", words, *SMALL, "--set", "encoder.layers=0", "--separate")
     assert "--separate: a decoder alone has one side" in relpos_says(capsys, *alone, status=1)
+    shared = (*given, *quiet, "--set", "share_embeddings=true", "--output", tmp_path / "third")
+    assert relpos_says(capsys, *shared, status=1) == (
+        "relpos: share_embeddings: expected false with --separate, got true\n"
+    )
+    sizes = ("--set", "share_embeddings=false", "--set", "source_vocabulary=9")
+    own = (
+        *given[:-2],
+        *quiet,
+        *sizes,
+        "--set",
+        "target_vocabulary=12",
+        "--output",
+        tmp_path / "own",
+    )
+    relpos_says(capsys, *own)
+    found_own = newest(tmp_path / "own")
+    assert found_own is not None
+    made = found_own.config.source_vocabulary, found_own.config.target_vocabulary
+    assert made == (9, 12)
+    # One vocabulary is none of two, whoever says it.
+    with pytest.raises(ValueError, match="subwords: not those of"):
+        relpos.Trainer(
+            None, relpos.data.read_pairs(run.files[1], words), folder=output, resume=True,
+            subwords=Words(NUMBERS), progress="none",
+        )  # fmt: skip
     # Sides that are there: the configuration must not share what cannot be shared.
     taken = (*kept[:-3], "--steps", 1, "--subwords", found.tokenizer)
     assert "share_embeddings: expected False" in relpos_says(capsys, *taken, status=1)

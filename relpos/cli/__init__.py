@@ -7,6 +7,7 @@ A sub-command imports what it needs when it runs, so that flags are printed at o
 
     arguments.py    what the commands share
     training.py     demo, train, average, plot
+    told.py         what a run of training is told, by files and by the command line
     decoding.py     translate, generate
     aligning.py     align
     evaluating.py   evaluate
@@ -95,9 +96,16 @@ def _sentence(error: Exception, options: argparse.Namespace) -> str:
     name, colon, rest = str(error).partition(": ")
     option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
     command = getattr(options, "parser", None)
-    if command is not None and option in command._option_string_actions:
+    known = command is not None and option in command._option_string_actions
+    if known and name not in _values(options):
         return f"{option}{colon}{rest}"
     return str(error) or type(error).__name__
+
+
+def _values(options: argparse.Namespace) -> set[str]:
+    """All that was given: a file may be called as an option is."""
+    several = (x if isinstance(x, list) else [x] for x in vars(options).values())
+    return {str(each) for values in several for each in values}
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

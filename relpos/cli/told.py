@@ -2,7 +2,8 @@
 """What a run of `relpos train` is told: by TOML files, then by the command line.
 
 Both say the same things by the same names, so that the command line is read as one more file. A run
-keeps all that it was told in its own file, RUN_FILE, which a later command goes on with.
+keeps all that it was told in its own file, RUN_FILE, which a later command goes on with. What the
+run began with, its vocabulary and the model it started from, no later command can change.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from relpos.config import Config
 
 RUN_FILE = "run.toml"  # in the run's folder
+_HEAD = "# What this run was told, written by `relpos train`."
 KINDS = ("bpe", "unigram", "words")  # of new subwords
 _PRESET = "small"  # where nothing names one
 
@@ -64,6 +66,7 @@ class Told:
     """preset: what `config` is changed from. start: str or None. output: Path.
 
     data: files and vocabulary, what of them was named. loop: what `Trainer` takes, likewise.
+    begun: bool. There is a run that goes on, and its own file has told what it began with.
     """
 
     preset: str
@@ -72,6 +75,7 @@ class Told:
     output: Path
     data: dict[str, Any]
     loop: dict[str, Any]
+    begun: bool
 
     @property
     def pairs(self) -> bool:
@@ -85,9 +89,9 @@ def told(options: argparse.Namespace) -> Told:
     line = _of_the_line(options)
     files = [] if options.config is None else [_read(options.config)]
     output = Path(_last([*(each.train for each in files), line.train], "output", "run"))
-    own = output / RUN_FILE
+    own = _own(output)
     named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
-    if options.resume and not named and own.is_file():
+    if options.resume and own is not None and not named:
         files.insert(0, _read(own))
     layers = [*files, line]
     preset = _last([each.model for each in layers], "preset")
@@ -96,22 +100,29 @@ def told(options: argparse.Namespace) -> Told:
         config = Config.load(before)
     else:
         config = Config.preset(preset or _PRESET)
+    data: dict[str, Any] = {}
+    loop: dict[str, Any] = {}
     for each in layers:
         try:
             config = config.replace(each.fields)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{each.where}{error}") from None
-    data: dict[str, Any] = {}
-    loop: dict[str, Any] = {}
-    for each in layers:
+        if "steps" in each.fields:
+            loop.pop("steps", None)  # of a layer below
         data |= each.data
         loop |= each.train
     loop.pop("output", None)
-    if data.get("separate"):
-        config = config.replace({"share_embeddings": False})
     if "steps" in loop:
         config = config.replace({"steps": loop["steps"]})
-    return Told(preset or _PRESET, config, start, output, data, loop)
+    if data.get("separate"):
+        shared = _last([each.fields for each in layers], "share_embeddings")
+        if shared in (True, "true"):
+            raise ValueError("share_embeddings: expected false with --separate, got true")
+        config = config.replace({"share_embeddings": False})
+    found = Told(preset or _PRESET, config, start, output, data, loop, begun=False)
+    if options.resume and own is not None and _has_checkpoints(output):
+        return _as_begun(found, own)
+    return found
 
 
 def keep(what: Told) -> None:
@@ -121,8 +132,8 @@ def keep(what: Told) -> None:
     path = what.output / RUN_FILE
     text = "\n".join(
         [
-            "# What this run was told, written by `relpos train` as it began. With",
-            "# `relpos train --resume --output FOLDER` it goes on; with",
+            _HEAD,
+            "# `relpos train --resume --output FOLDER` goes on with it, and with",
             "# `relpos train --config FOLDER/run.toml --output OTHER` it is done again.",
             *_lines(what),
             "",
@@ -135,6 +146,68 @@ def keep(what: Told) -> None:
         path.unlink(missing_ok=True)
         return
     write_file(path, content)
+
+
+# --------------------------------------------------------------------------------------------------
+# The run's own file
+# --------------------------------------------------------------------------------------------------
+
+
+def _own(output: Path) -> Path | None:
+    """The file, if it is there; one that somebody else has written is not to be lost."""
+    path = output / RUN_FILE
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.readline().rstrip() != _HEAD.encode():
+            raise ValueError(
+                f"{path}: was not written by `relpos train`, which keeps there what a run is told: "
+                "it wants another name or place"
+            )
+    return path
+
+
+def _has_checkpoints(output: Path) -> bool:
+    from relpos.train.checkpoint import checkpoints
+
+    return bool(checkpoints(output))
+
+
+def _as_begun(what: Told, own: Path) -> Told:
+    """With the vocabulary and the start that the run has had from its beginning."""
+    from relpos.config import Config
+
+    try:
+        before = _read(own)
+    except ImportError:  # Python 3.10 without tomli: the command has said everything itself
+        return what
+    data = dict(what.data)
+    for name in _VOCABULARY:
+        had = before.data.get(name)
+        _check_had(name, had, data.pop(name, None))
+        if had is not None:
+            data[name] = had
+    start = before.model.get("start")
+    _check_had("start", start, what.start)
+    preset = before.model.get("preset", _PRESET)
+    sizes = (
+        "source_vocabulary",
+        "target_vocabulary",
+    )  # those asked for, of which text may give fewer
+    asked = {x: before.fields.get(x, getattr(Config.preset(preset), x)) for x in sizes}
+    return dataclasses.replace(
+        what, preset=preset, config=what.config.replace(asked), start=start, data=data, begun=True
+    )
+
+
+def _check_had(name: str, had: Any, given: Any) -> None:
+    """Refuses what a run that goes on was not begun with."""
+    if given is None or given == had or (not given and not had):
+        return
+    if isinstance(given, str) and os.path.abspath(given) == had:
+        return
+    began = "without it" if had is None else f"with {had}"
+    raise ValueError(f"--{name}: this run was begun {began}, got {given}; a new one may have it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,9 +313,8 @@ def _as_files(name: str, value: Any) -> list[str]:
 def _before(resume: bool, output: Path, start: str | None) -> Path | None:
     """The weights that a run goes on from, or starts with, whose configuration it has."""
     from relpos.saved import find_model
-    from relpos.train.checkpoint import checkpoints
 
-    if resume and checkpoints(output):
+    if resume and _has_checkpoints(output):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
             return find_model(output).weights[-1]

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,9 @@ def _train(options: argparse.Namespace) -> int:
         return USAGE
     if not what.pairs and "text" not in what.data:
         if options.resume:
-            print(f"relpos train: {what.output}: no {RUN_FILE} to go on with here", file=sys.stderr)
+            own = what.output / RUN_FILE
+            why = f"{own}: names no text" if own.is_file() else f"{what.output}: no {RUN_FILE} here"
+            print(f"relpos train: {why} to go on with", file=sys.stderr)
         print(_TRAIN_NEXT, file=sys.stderr)
         return USAGE
     return _train_on(options, what)
@@ -228,20 +231,18 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
 
     from relpos import data
     from relpos.profiling import profile
-    from relpos.train.checkpoint import checkpoints
-    from relpos.train.ending import leaving_at_the_second_signal
+    from relpos.train.ending import alone, leaving_at_the_second_signal
     from relpos.train.trainer import Trainer
 
     _check_model(what)
     text, validation = _texts(what)
-    goes_on = options.resume and bool(checkpoints(what.output))
     trainer = Trainer(
         what.config, text,
-        folder=what.output, validation=validation, resume=options.resume,
-        start=None if goes_on else what.start,
+        folder=what.output, validation=validation, start=what.start, resume=options.resume,
         subwords=_subwords(what, text), seed=what.config.seed, progress=options.progress, **what.loop,
     )  # fmt: skip
-    keep(what)
+    with alone(what.output):  # a run that is at work there keeps its file
+        keep(what)
     say = print if options.progress != "none" else lambda *_: None
     unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
     strange = f", {unknown:.2%} of all tokens unknown to them" if unknown > 0 else ""
@@ -333,34 +334,35 @@ def _subwords(what: Told, text: Any) -> Any:
 
     kind = what.data.get("subwords", "bpe")
     named = what.data.get("vocabulary")
-    size = named or what.config.target_vocabulary
     if kind not in KINDS:
         for name in ("vocabulary", "separate"):
             if what.data.get(name):
                 raise ValueError(f"--{name}: {kind} is a vocabulary that is there")
-        return data.SentencePiece.load(kind) if Path(kind).is_file() else data.load_subwords(kind)
+        load = data.SentencePiece.load if Path(kind).is_file() else data.load_subwords
+        # A run that has been begun has a copy of it, and may need no more.
+        return partial(load, kind) if what.begun else load(kind)
     if what.start is not None:
         for name in ("subwords", "vocabulary", "separate"):
             if what.data.get(name):
                 raise ValueError(f"--{name}: --start brings a vocabulary")
         return None
 
-    def learn(lines: Iterable[Any]) -> Any:
-        if kind == "words":
-            return data.Words.train(lines, size)
-        return data.SentencePiece.train(lines, size, kind, fewer=named is None)
-
-    def train() -> Any:
+    def learn(lines: Iterable[Any], side: str, of: str = "") -> Any:
+        size = named or getattr(what.config, f"{side}_vocabulary")
         try:
-            if what.data.get("separate"):
-                return data.Sides(*(learn(pair[side] for pair in text) for side in range(2)))
-            return learn(text)
+            if kind == "words":
+                return data.Words.train(lines, size)
+            return data.SentencePiece.train(lines, size, kind, fewer=named is None)
         except ValueError as error:  # by the names that things have here
             name, colon, rest = str(error).partition(": ")
             names = {"size": "--vocabulary", "lines": f"lines of {', '.join(text.files)}"}
-            raise ValueError(f"{names.get(name, name)}{colon}{rest}") from None
+            raise ValueError(f"{of}{names.get(name, name)}{colon}{rest}") from None
 
-    return train
+    def learn_each() -> Any:
+        sides = enumerate(("source", "target"))
+        return data.Sides(*(learn((x[i] for x in text), name, f"{name}: ") for i, name in sides))
+
+    return learn_each if what.data.get("separate") else partial(learn, text, "target")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -373,8 +375,8 @@ def _add_average(commands: Any) -> None:
         commands,
         "average",
         "the mean of a run's last checkpoints",
-        "It often translates better than the last one. Checkpoints of different configurations are\n"
-        "refused.",
+        "It often translates better than the last one. Checkpoints of different models are refused;\n"
+        "how they were trained may differ.",
         _average,
     )
     command.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder")
@@ -408,8 +410,8 @@ def _add_plot(commands: Any) -> None:
         commands,
         "plot",
         "draw the curves of runs",
-        "-log p of a token in training and validation, and the learning rate, from the logs. Takes\n"
-        "matplotlib.",
+        "-log p of a token in training and validation, BLEU of validation where it was asked for, and\n"
+        "the learning rate, from the logs. Takes matplotlib.",
         _plot,
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, or log files")

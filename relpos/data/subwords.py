@@ -629,6 +629,8 @@ def of_side(subwords: Subwords, side: Side) -> Subwords:
 def _sides_again(folder: Path, tokenizer: Any) -> Sides:
     if isinstance(tokenizer, Sides):
         tokenizer = tokenizer.source, tokenizer.target
+    elif isinstance(tokenizer, Subwords):  # another vocabulary: the caller compares
+        tokenizer = None
     pair = (None, None) if tokenizer is None else tokenizer
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(

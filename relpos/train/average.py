@@ -28,8 +28,8 @@ _HOW = frozenset(
 def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -> Path:
     """Writes the mean of checkpoints, summed in float64, as weights with their vocabulary.
 
-    checkpoints: Checkpoint each, of one configuration: another one is refused by the name of the
-        field that differs.
+    checkpoints: Checkpoint each, of one model: another one is refused by the name of the field that
+        differs.
     folder: str or PathLike. Made, and there only when it is whole.
 
     Returns the path of the weights.

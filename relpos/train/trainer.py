@@ -79,7 +79,8 @@ class Outcome:
 class Trainer:
     """Trains a Transformer on text, in a folder of its own.
 
-    config: Config. The vocabularies take the size of the subwords. None: that of `start`.
+    config: Config. The vocabularies take the size of the subwords. None: that of the run that is
+        resumed, or of `start`.
     data: pairs of str for an encoder and a decoder, or str for a decoder alone: what
         `relpos.data.read_pairs` and `read_lines` give, or any iterable, which is gone through more
         than once where subwords are learned from it; or a TokenCache.
@@ -150,8 +151,12 @@ class Trainer:
         precision: Precision = "f32",
         tensorboard: bool = False,
     ) -> None:
-        begin = None if start is None else find_model(start)
-        if config is None and begin is not None:
+        self.folder = Path(folder)
+        found = checkpoint.newest(self.folder) if resume else None
+        begin = None if start is None or found is not None else find_model(start)
+        if config is None and found is not None:
+            config = found.config
+        elif config is None and begin is not None:
             config = Config.load(begin.weights[-1])
         if not isinstance(config, Config):
             made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
@@ -162,7 +167,6 @@ class Trainer:
                 f"subwords: expected Subwords, or what makes them, got {subwords!r:.80}; "
                 "relpos.data.Wrapped makes them of an object with encode and decode"
             )
-        self.folder = Path(folder)
         self._steps = config.steps if steps is None else check_count("steps", steps, 1)
         self._epochs = None if epochs is None else check_count("epochs", epochs, 1)
         self._minutes = math.inf if minutes is None else _check_minutes("minutes", minutes)
@@ -194,22 +198,23 @@ class Trainer:
         validation = look_at("validation", validation, config, once=True, throughout=True)
 
         self._seen = checkpoint.checkpoints(self.folder)
-        found = checkpoint.newest(self.folder) if resume else None
         if not resume and self._seen:
             raise ValueError(
                 f"folder: {self.folder} has checkpoints already: resume goes on from the newest; "
                 "a new run wants a folder of its own"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        if found is None and begin is not None:
-            self.subwords = _subwords_of(begin.tokenizer, subwords)
-            self.subwords.save(self.folder / TOKENIZER)
+        there = begin if found is None else found
+        if there is not None and there.tokenizer is not None:
+            self.subwords = _subwords_of(there.tokenizer, subwords)
         else:
-            self.subwords = self._find_subwords(found, subwords, data, config)
+            self.subwords = self._make_subwords(subwords, data, config)
         source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
         self.config = config.replace({"source_vocabulary": source, "target_vocabulary": target})
         check_vocabulary(self.subwords, self.config)
         splits = None if split == 0 else Splits(self.subwords, split)
+        if found is None or found.tokenizer is None:
+            self.subwords.save(self.folder / TOKENIZER)
         self.cache = self._tokenised("data", data, "train")
         self._batches = Batches(
             self.cache,
@@ -257,29 +262,24 @@ class Trainer:
 
     # ---- before ----------------------------------------------------------------------------------
 
-    def _find_subwords(
+    def _make_subwords(
         self,
-        found: Checkpoint | None,
         given: Subwords | Callable[[], Subwords] | None,
         data: Text | TokenCache,
         config: Config,
     ) -> Subwords:
-        """Those of the checkpoint, or given, or new ones; saved in the folder."""
-        if found is not None and found.tokenizer is not None:
-            return _subwords_of(found.tokenizer, given)
-        own = given if isinstance(given, Subwords) else None
-        if own is None:
-            if isinstance(data, TokenCache):
-                raise ValueError("subwords: expected those that the token cache was made with")
-            self._say("learning the subwords")
-            if given is None:
-                own = SentencePiece.train(data, config.target_vocabulary, fewer=True)
-            else:
-                own = given()  # type: ignore[operator]
-                if not isinstance(own, Subwords):
-                    got = type(own).__name__
-                    raise TypeError(f"subwords: expected it to make Subwords, got {got}")
-        own.save(self.folder / TOKENIZER)
+        """Those given, or new ones."""
+        if isinstance(given, Subwords):
+            return given
+        if isinstance(data, TokenCache):
+            raise ValueError("subwords: expected those that the token cache was made with")
+        self._say("learning the subwords")
+        if given is None:
+            return SentencePiece.train(data, config.target_vocabulary, fewer=True)
+        own = given()
+        if not isinstance(own, Subwords):
+            got = type(own).__name__
+            raise TypeError(f"subwords: expected it to make Subwords, got {got}")
         return own
 
     def _say(self, line: str) -> None:

@@ -74,7 +74,7 @@ def validate(
         if subwords is not None:
             said += _translated(model, batch, subwords, average)
             references += _references(batch, subwords)
-    bleu = None if subwords is None else evaluation.bleu(said, [references]).value
+    bleu = None if subwords is None else evaluation.bleu(said, [references], advice=False).value
     return Validation(nll / tokens, perplexity(nll / tokens), hits / tokens, tokens, bleu)
 
 

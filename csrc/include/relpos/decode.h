@@ -65,7 +65,9 @@ typedef struct rp_search {
   double top_p;       /* and from the fewest that have this share together; 1: all */
   uint64_t seed;      /* a draw depends on it, on its number and the sentence's ordinal alone */
 
-  int average; /* != 0: by the average of the weights, which models in training with an ema keep */
+  /* != 0: by the average of the weights, which models in training with an ema keep; RP_ERROR_ORDER
+   * where one of them keeps none */
+  int average;
 } rp_search;
 
 static inline rp_search rp_search_default(void) {
