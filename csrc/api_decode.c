@@ -61,14 +61,15 @@ static rp_status enter(rp_decoder *d) {
   RPI_CHECK(d, RP_ERROR_ARGUMENT, "decoder: decoder is NULL");
   for (int64_t k = 0; k < d->count; k++) {
     const rp_status status = rpi_model_enter(d->models[k]);
-    for (int64_t i = 0; status != RP_OK && i < k; i++) rpi_model_leave(d->models[i], status);
+    for (int64_t i = k; status != RP_OK && i > 0; i--) rpi_model_leave(d->models[i - 1], status);
     RPI_TRY(status);
   }
   return RP_OK;
 }
 
 static rp_status leave(rp_decoder *d, rp_status status) {
-  for (int64_t k = 0; k < d->count; k++) rpi_model_leave(d->models[k], status);
+  /* the last first: the first to enter knows the caller's floating-point state */
+  for (int64_t k = d->count; k > 0; k--) rpi_model_leave(d->models[k - 1], status);
   return status;
 }
 

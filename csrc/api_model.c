@@ -52,7 +52,10 @@ rp_status rp_model_create(const rp_config *config, const rp_limits *limits, rp_m
   *model = NULL;
   RPI_TRY(check_limits(limits));
   RPI_TRY(rp_config_check(config));
-  return rpi_model_create(config, limits, model);
+  const rpi_float_state caller = rpi_float_enter();
+  const rp_status status = rpi_model_create(config, limits, model);
+  rpi_float_leave(caller);
+  return status;
 }
 
 rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model) {
@@ -64,7 +67,10 @@ rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **mo
             "model: limits.training=%d, must be 0 for a model that is opened; rp_model_create and "
             "rp_model_load make one that trains",
             limits->training);
-  return rpi_model_open(path, limits, model);
+  const rpi_float_state caller = rpi_float_enter();
+  const rp_status status = rpi_model_open(path, limits, model);
+  rpi_float_leave(caller);
+  return status;
 }
 
 void rp_model_free(rp_model *model) { rpi_model_free(model); }
@@ -149,6 +155,7 @@ rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
+  m->caller = rpi_float_enter();
   const rp_ops *ops;
   if (m->ops->host) return RP_OK;
   const rp_status status =
@@ -157,6 +164,7 @@ rp_status rpi_model_enter(rp_model *m) {
 }
 
 rp_status rpi_model_leave(rp_model *m, rp_status status) {
+  rpi_float_leave(m->caller);
   atomic_flag_clear(&m->busy);
   return status;
 }
@@ -186,16 +194,22 @@ static rp_status update_all(rp_model *m, rp_result *result) {
   return RP_OK;
 }
 
+/* What begins or changes weights has no gradients of what was there before. */
+static rp_status check_nothing_accumulated(const rp_model *m) {
+  RPI_CHECK(m->batches == 0, RP_ERROR_ORDER,
+            "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
+            "rp_model_zero_gradients drops them",
+            (rpi_wide)m->batches);
+  return RP_OK;
+}
+
 static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
   RPI_TRY(check_training(m));
   RPI_TRY(check_result(result));
   RPI_CHECK(count >= 1, RP_ERROR_ARGUMENT, "model: count=%lld batches, must be at least 1",
             (rpi_wide)count);
   RPI_CHECK(batches, RP_ERROR_ARGUMENT, "model: batches is NULL");
-  RPI_CHECK(m->batches == 0, RP_ERROR_ORDER,
-            "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
-            "rp_model_zero_gradients drops them",
-            (rpi_wide)m->batches);
+  RPI_TRY(check_nothing_accumulated(m));
   rpi_run run;
   for (int64_t b = 0; b < count; b++) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run));
   for (int64_t b = 0; b < count; b++) {
@@ -281,7 +295,8 @@ rp_status rp_model_set_counters(rp_model *m, int64_t steps, int64_t attempts) {
             "model: step=%lld, attempt=%lld, must be 0 <= step <= attempt <= 2^40", (rpi_wide)steps,
             (rpi_wide)attempts);
   RPI_TRY(rpi_model_enter(m));
-  return rpi_model_leave(m, rpi_model_count_from(m, steps, attempts));
+  const rp_status status = check_nothing_accumulated(m);
+  return rpi_model_leave(m, status == RP_OK ? rpi_model_count_from(m, steps, attempts) : status);
 }
 
 /* ---- forward alone ----------------------------------------------------- */
@@ -358,10 +373,15 @@ rp_status rp_model_save(rp_model *m, const char *path, int what) {
   return rpi_model_leave(m, rpi_model_save(m, path, what));
 }
 
+static rp_status load(rp_model *m, const char *path, int what) {
+  RPI_TRY(check_nothing_accumulated(m));
+  return rpi_model_load(m, path, what);
+}
+
 rp_status rp_model_load(rp_model *m, const char *path, int what) {
   RPI_CHECK(path, RP_ERROR_ARGUMENT, "model: path is NULL");
   RPI_TRY(rpi_model_enter(m));
-  return rpi_model_leave(m, rpi_model_load(m, path, what));
+  return rpi_model_leave(m, load(m, path, what));
 }
 
 /* ---- profile ----------------------------------------------------------- */
@@ -389,6 +409,7 @@ rp_status rp_model_profile_count(rp_model *m, int64_t *count) {
 static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line *line) {
   RPI_CHECK(line && line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
             "model: line.struct_size must be sizeof(rp_profile_line) = %zu", sizeof *line);
+  RPI_CHECK(m->profile.count > 0, RP_ERROR_ORDER, "model: nothing has been profiled yet");
   RPI_CHECK(index >= 0 && index < m->profile.count, RP_ERROR_ARGUMENT,
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
             (rpi_wide)m->profile.count - 1);

@@ -9,6 +9,8 @@
 #define RELPOS_IMPORTS_NUMPY
 #include "_core.h"
 
+#include <errno.h>
+#include <stdbool.h>
 #include <string.h>
 
 /* ---- errors ---------------------------------------------------------------------- */
@@ -30,6 +32,9 @@ void raise_status(PyObject *module, rp_status status) {
     case RP_ERROR_ORDER: type = PyExc_RuntimeError; break;
     case RP_ERROR_DEVICE: type = state->device_error; break;
   }
+  /* its errno is in the sentence alone */
+  const bool missing = status == RP_ERROR_FILE && strstr(rp_last_error(), strerror(ENOENT));
+  if (missing) type = PyExc_FileNotFoundError;
   PyObject *const sentence = text_of(rp_last_error());
   if (sentence == NULL) return;
   PyErr_SetObject(type, sentence);

@@ -103,51 +103,42 @@ static _Thread_local bool in_task;
 
 /* ---- the floating-point state ---------------------------------------------- */
 
-/* During tasks: round to nearest, no traps, denormals are zero. Restoring puts
- * everything back, the sticky exception flags too. */
+/* Restoring puts everything back, the sticky exception flags too. */
 #if defined(__x86_64__)
 
-typedef unsigned float_state;
-
-static float_state float_state_enter(void) {
-  const unsigned saved = _mm_getcsr();
+rpi_float_state rpi_float_enter(void) {
+  const rpi_float_state saved = {_mm_getcsr(), 0};
   _mm_setcsr(0x1F80 | 0x8000 | 0x0040); /* all masked, FTZ, DAZ */
   return saved;
 }
 
-static void float_state_leave(float_state saved) { _mm_setcsr(saved); }
+void rpi_float_leave(rpi_float_state saved) { _mm_setcsr((unsigned)saved.control); }
 
 #elif defined(__aarch64__)
 
-typedef struct float_state {
-  uint64_t control, status;
-} float_state;
-
-static float_state float_state_enter(void) {
-  float_state saved;
+rpi_float_state rpi_float_enter(void) {
+  rpi_float_state saved;
   __asm__ volatile("mrs %0, fpcr" : "=r"(saved.control));
   __asm__ volatile("mrs %0, fpsr" : "=r"(saved.status));
   __asm__ volatile("msr fpcr, %0" : : "r"(UINT64_C(1) << 24)); /* FZ */
   return saved;
 }
 
-static void float_state_leave(float_state saved) {
+void rpi_float_leave(rpi_float_state saved) {
   __asm__ volatile("msr fpcr, %0" : : "r"(saved.control));
   __asm__ volatile("msr fpsr, %0" : : "r"(saved.status));
 }
 
 #else
 
-typedef fenv_t float_state;
-
-static float_state float_state_enter(void) {
-  fenv_t saved;
+rpi_float_state rpi_float_enter(void) {
+  rpi_float_state saved;
   feholdexcept(&saved);
   fesetround(FE_TONEAREST);
   return saved;
 }
 
-static void float_state_leave(float_state saved) { fesetenv(&saved); }
+void rpi_float_leave(rpi_float_state saved) { fesetenv(&saved); }
 
 #endif
 
@@ -310,7 +301,7 @@ static void *work(void *argument) {
   const int worker = (int)(intptr_t)argument;
   uint32_t seen = pool.first_seen[worker];
   in_task = true;
-  float_state_enter();
+  rpi_float_enter();
   for (;;) {
     wait_for_work(seen);
     if (worker >= atomic_load(&pool.leave_from)) return NULL;
@@ -383,9 +374,9 @@ static void resize(int threads) {
 static void run_inline(int64_t tasks, rpi_task fn, void *context) {
   const bool nested = in_task;
   in_task = true;
-  const float_state saved = float_state_enter();
+  const rpi_float_state saved = rpi_float_enter();
   for (int64_t task = 0; task < tasks; task++) fn(context, task, 0);
-  float_state_leave(saved);
+  rpi_float_leave(saved);
   in_task = nested;
 }
 
@@ -395,9 +386,9 @@ static void run_in_pool(int64_t tasks, int workers, rpi_task fn, void *context) 
   pool.context = context;
   in_task = true;
   publish(workers, true);
-  const float_state saved = float_state_enter();
+  const rpi_float_state saved = rpi_float_enter();
   run_tasks(0);
-  float_state_leave(saved);
+  rpi_float_leave(saved);
   in_task = false;
   atomic_fetch_and(&pool.gate, ~OPEN);
   wait_until_empty();

@@ -22,6 +22,10 @@
 #ifndef RPI_THREADS_H
 #define RPI_THREADS_H
 
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#include <fenv.h>
+#endif
+
 #include "base/error.h"
 
 #define RPI_MAX_THREADS 1024
@@ -31,6 +35,19 @@ typedef void (*rpi_task)(void *context, int64_t task, int worker);
 /* Returns when every task is done; tasks and workers below 1 are allowed (no task,
  * one worker). What the tasks wrote is visible to the caller. */
 void rpi_parallel_for(int64_t tasks, int workers, rpi_task fn, void *context);
+
+/* The floating-point state of a thread: rounding to nearest, no traps, denormals are zero where the
+ * machine can, and then again what it was before. */
+#if defined(__x86_64__) || defined(__aarch64__)
+typedef struct rpi_float_state {
+  uint64_t control, status;
+} rpi_float_state;
+#else
+typedef fenv_t rpi_float_state;
+#endif
+
+rpi_float_state rpi_float_enter(void);
+void rpi_float_leave(rpi_float_state before);
 
 /* What rp_set_threads and rp_get_threads do, once the argument is checked: 0 is
  * the default, and the pool follows at its next use. */

@@ -152,13 +152,30 @@ static int distance_to_field(const char *typed, const char *name) {
   return word < whole ? word : whole;
 }
 
+/* Is a word of what was typed, of three letters or more, a part of this name? "clip" is of
+ * "clip_norm", "base" of "paper-base". */
+static bool shares_a_word(const char *typed, const char *name) {
+  static const char between[] = ".-_ ";
+  for (const char *word = typed; *word != '\0'; word += strspn(word, between)) {
+    const size_t length = strcspn(word, between);
+    for (const char *at = name; length >= 3 && strlen(at) >= length; at++) {
+      size_t same = 0;
+      while (same < length && small_letter(word[same]) == small_letter(at[same])) same++;
+      if (same == length) return true;
+    }
+    word += length;
+  }
+  return false;
+}
+
 const char *rpi_nearest(const char *typed, const char *(*name_at)(int), const char *const *names) {
+  enum { APART = LONGEST_NAME + COMPARED }; /* more than any distance */
   const char *best = NULL;
   int least = 0;
   for (int i = 0;; i++) {
     const char *const name = name_at != NULL ? name_at(i) : names[i];
     if (name == NULL) return best;
-    const int distance = distance_to_field(typed, name);
+    const int distance = distance_to_field(typed, name) + (shares_a_word(typed, name) ? 0 : APART);
     if (best == NULL || distance < least) {
       best = name;
       least = distance;

@@ -28,6 +28,7 @@
 
 #include "base/file.h"
 #include "base/memory.h"
+#include "base/threads.h"
 #include "model/params.h"
 #include "model/positions.h"
 #include "model/profile.h"
@@ -87,6 +88,7 @@ struct rp_model {
   char device[RPI_DEVICE]; /* "cpu", "cuda:0", ... */
   const rp_ops *ops;       /* of the device; memory is its, but for `fixed` */
   rp_placement placement;  /* what its attention says of it */
+  rpi_float_state caller;  /* while a call is at work */
   atomic_flag busy;
   rpi_layout layout;
   real *weights, *gradients, *moment1, *moment2, *average; /* layout.numbers each, or NULL */

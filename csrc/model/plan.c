@@ -168,21 +168,27 @@ static rp_status workspace_of(const rpi_run *run, int64_t *most) {
  * (rpi_model_reserve). */
 #define PLANNED_SENTENCES ((int64_t)1 << 13)
 #define PLANNED_TOKENS ((int64_t)1 << 16)
+/* Attention cuts fewer sentences than these finer, which takes less of each worker. */
+#define UNCUT_SENTENCES 16
 
 static int64_t planned_sentences(const rp_model *m) {
-  return rpi_min(m->limits.sentences, PLANNED_SENTENCES);
+  return rpi_min(rpi_max(m->limits.sentences, UNCUT_SENTENCES), PLANNED_SENTENCES);
 }
 static int64_t planned_tokens(const rp_model *m) {
   const int64_t longest = m->config.max_length;
   return rpi_min(m->limits.tokens, rpi_max(longest, PLANNED_TOKENS));
 }
 
-/* Batches as large as the limits allow, of sentences of `length` tokens on either side. */
+/* A batch as large as the limits allow, of sentences of `length` tokens on either side, and the
+ * longest sentence beside it: one long sentence makes every worker's scratch large, many short ones
+ * make many sums. */
 static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int64_t *most) {
-  int64_t sentences = 0;
+  const int64_t longest = rpi_min(m->config.max_length, planned_tokens(m));
+  const int64_t tokens = planned_tokens(m) + longest;
+  int64_t sentences = 1;
   offsets[0] = 0;
-  const int64_t tokens = planned_tokens(m);
-  while (sentences < planned_sentences(m) && offsets[sentences] < tokens) {
+  offsets[1] = longest;
+  while (sentences <= planned_sentences(m)) { /* empty ones in the end: work of their own, too */
     const int64_t left = tokens - offsets[sentences];
     offsets[sentences + 1] = offsets[sentences] + (length < left ? length : left);
     sentences++;
@@ -198,14 +204,14 @@ static rp_status plan_length(rp_model *m, int64_t length, int64_t *offsets, int6
   return workspace_of(&run, most);
 }
 
-/* The longest sentences, and halves of them down to the shortest that fill a batch. */
+/* The longest sentences, and ever shorter ones down to those that fill a batch. */
 static rp_status plan_workspace(rp_model *m, int64_t *most) {
   const int64_t sentences = planned_sentences(m);
-  int64_t *const offsets = rpi_allocate((size_t)(sentences + 1) * sizeof *offsets);
-  RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets", (rpi_wide)sentences + 1);
+  int64_t *const offsets = rpi_allocate((size_t)(sentences + 2) * sizeof *offsets);
+  RPI_CHECK(offsets, RP_ERROR_MEMORY, "model: no memory for %lld offsets", (rpi_wide)sentences + 2);
   *most = 0;
   rp_status status = RP_OK;
-  for (int64_t length = m->config.max_length; status == RP_OK; length /= 2) {
+  for (int64_t length = m->config.max_length; status == RP_OK; length -= (length + 3) / 4) {
     status = plan_length(m, length, offsets, most);
     if (length == 1 || length * sentences < planned_tokens(m)) break;
   }

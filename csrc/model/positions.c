@@ -311,7 +311,9 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
       a->key[0] = plain_band(p, place(weights, at->distance));
       if (stack->position == RP_POSITION_RELATIVE_KEY_QUERY) a->query[0] = a->key[0];
       break;
-    case RP_POSITION_ALIBI: a->bias[0] = band(p, p->fixed, T, 1); break;
+    case RP_POSITION_ALIBI:
+      a->bias[0] = band(p, weights->numbers ? p->fixed : nowhere, T, 1);
+      break;
     case RP_POSITION_ALIBI_LEARNED: RPI_TRY(set_slopes(ops, p, weights, a)); break;
     default: break;
   }

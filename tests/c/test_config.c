@@ -73,6 +73,10 @@ static void test_unknown_names(void) {
       {"", "k"},
       {"encoder.k ", "encoder.k"},
       {"warmup_steps", "warmup"},
+      {"clip", "'clip_norm'"},
+      {"grad_clip", "'clip_norm'"},
+      {"vocab", "_vocabulary'"},
+      {"encoder.Relation", "'encoder.relations'"},
   };
   rp_config config = tiny(), before = config;
   for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
@@ -330,6 +334,10 @@ static void test_presets(void) {
   CHECK_TEXT(rp_last_error(), "there is no preset 'paper-bsae'; the nearest is 'paper-base'");
   CHECK_INT(rp_config_preset("PAPER_BIG", &config), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "the nearest is 'paper-big'");
+  CHECK_INT(rp_config_preset("base", &config), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "the nearest is 'paper-base'");
+  CHECK_INT(rp_config_preset("absolute", &config), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "-absolute'");
   CHECK(memcmp(&first, &config, sizeof first) == 0);
 }
 

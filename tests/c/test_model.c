@@ -6,8 +6,10 @@
 #include "base/memory.h"
 #include "check.h"
 #include "file/model_file.h"
+#include "relpos/decode.h"
 #include "relpos/model.h"
 
+#include <fenv.h>
 #include <stdlib.h>
 
 /* An allocator that counts, and fails at one call. */
@@ -140,6 +142,64 @@ static void test_steps_allocate_nothing(void) {
   CHECK_INT(l.calls, calls);
   rp_model_free(model);
   CHECK_INT(l.held, 0);
+  rpi_set_allocator(NULL);
+}
+
+static uint32_t drawn = 1;
+static int64_t draw(int64_t below) {
+  drawn = drawn * 1664525u + 1013904223u;
+  return (int64_t)((uint64_t)drawn * (uint64_t)below >> 32);
+}
+
+/* Offsets of sentences of any lengths that the limits allow: short and long ones, all in one, none.
+ */
+static void draw_offsets(const rp_config *config, const rp_limits *limits, int64_t sentences,
+                         int64_t *offsets) {
+  const int64_t kind = draw(5), whole = config->max_length;
+  offsets[0] = 0;
+  for (int64_t b = 0; b < sentences; b++) {
+    int64_t length = draw(whole + 1);
+    if (kind == 0) length = whole;
+    if (kind == 1) length = draw(2);
+    if (kind == 2) length = b == 0 ? whole : draw(3);
+    if (kind == 3) length = b + 1 == sentences ? whole : 0;
+    if (length > whole) length = whole;
+    const int64_t left = limits->tokens - offsets[b];
+    offsets[b + 1] = offsets[b] + (length < left ? length : left);
+  }
+}
+
+/* No step within the limits allocates, whatever the lengths: all was planned. */
+static void test_no_batch_allocates(const char *position, double softcap, double dropout) {
+  enum { MOST = 300, MOST_SENTENCES = 40 };
+  static int32_t tokens[MOST];
+  rp_config config = config_of(position);
+  config.max_length = 1 + draw(200);
+  config.encoder.softcap = config.decoder.softcap = softcap;
+  config.attention_dropout = dropout;
+  rp_limits limits = limits_of(0);
+  limits.tokens = 1 + draw(MOST);
+  limits.sentences = 1 + draw(MOST_SENTENCES);
+  ledger l = {.fail_at = -1};
+  const rpi_allocator allocator = {allocate, release, &l};
+  rpi_set_allocator(&allocator);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  const int64_t calls = l.calls;
+  for (int i = 0; i < 12; i++) {
+    int64_t source[MOST_SENTENCES + 1], target[MOST_SENTENCES + 1];
+    rp_batch batch = batch_of();
+    batch.sentences = 1 + draw(limits.sentences);
+    draw_offsets(&config, &limits, batch.sentences, source);
+    draw_offsets(&config, &limits, batch.sentences, target);
+    batch.source = batch.target = batch.labels = tokens;
+    batch.source_offsets = source;
+    batch.target_offsets = target;
+    rp_result result = {.struct_size = sizeof result};
+    CHECK_INT(rp_model_step(model, &batch, 1, &result), RP_OK);
+    if (!CHECK_INT(l.calls, calls)) fprintf(stderr, "%s\n", position);
+  }
+  rp_model_free(model);
   rpi_set_allocator(NULL);
 }
 
@@ -382,6 +442,62 @@ static int64_t lines_of(rp_model *model) {
   return count;
 }
 
+/* Weights and counters do not change under gradients that wait for their update. */
+static void test_gradients_are_of_these_weights(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  const rp_batch batch = batch_of();
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  CHECK_INT(rp_model_save(model, "held.safetensors", RP_SAVE_WEIGHTS), RP_OK);
+  CHECK_INT(rp_model_backward(model, &batch, NULL), RP_OK);
+  const uint64_t before = digest(model);
+  CHECK_INT(rp_model_load(model, "held.safetensors", RP_SAVE_WEIGHTS), RP_ERROR_ORDER);
+  CHECK_TEXT(rp_last_error(), "gradients of 1 batches are accumulated; rp_model_update uses them");
+  CHECK_INT(rp_model_set_counters(model, 3, 3), RP_ERROR_ORDER);
+  CHECK(digest(model) == before);
+  CHECK_INT(rp_model_zero_gradients(model), RP_OK);
+  CHECK_INT(rp_model_load(model, "held.safetensors", RP_SAVE_WEIGHTS), RP_OK);
+  CHECK_INT(rp_model_set_counters(model, 3, 3), RP_OK);
+  rp_model_free(model);
+  remove("held.safetensors");
+}
+
+/* A model that is made, trained and searched, rounding as the caller does when it calls. */
+static uint64_t rounded(int mode, rp_result *result) {
+  rp_config config = config_of("transformer-xl");
+  config.dropout = config.attention_dropout = 0.1;
+  config.decoder.absolute = RP_ABSOLUTE_SINUSOIDAL;
+  const rp_limits limits = limits_of(0);
+  const rp_batch batch = batch_of();
+  rp_model *model = NULL;
+  fesetround(mode);
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  for (int i = 0; i < 3; i++) CHECK_INT(rp_model_step(model, &batch, 1, result), RP_OK);
+  CHECK_INT(fegetround(), mode);
+  rp_model *const models[] = {model};
+  rp_decoder *decoder = NULL;
+  CHECK_INT(rp_decoder_create(models, 1, &decoder), RP_OK);
+  rp_search search = rp_search_default();
+  search.beam = 2;
+  CHECK_INT(rp_decoder_search(decoder, &batch, &search), RP_OK);
+  CHECK_INT(fegetround(), mode);
+  fesetround(FE_TONEAREST);
+  rp_decoder_free(decoder);
+  const uint64_t bits = digest(model);
+  rp_model_free(model);
+  return bits;
+}
+
+static void test_the_callers_rounding_changes_nothing(void) {
+  rp_result nearest = {.struct_size = sizeof nearest}, upward = nearest, down = nearest;
+  const uint64_t bits = rounded(FE_TONEAREST, &nearest);
+  CHECK(rounded(FE_UPWARD, &upward) == bits);
+  CHECK(rounded(FE_DOWNWARD, &down) == bits);
+  CHECK(upward.loss == nearest.loss && down.loss == nearest.loss);
+  CHECK(upward.gradient_norm == nearest.gradient_norm);
+}
+
 static void test_profile(void) {
   const rp_config config = config_of("shaw");
   const rp_limits limits = limits_of(0);
@@ -389,10 +505,12 @@ static void test_profile(void) {
   CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
   step(model, RP_OK);
   CHECK_INT(lines_of(model), 0);
+  rp_profile_line line = {.struct_size = sizeof line};
+  CHECK_INT(rp_model_profile_line(model, 0, &line), RP_ERROR_ORDER);
+  CHECK_TEXT(rp_last_error(), "nothing has been profiled yet");
   CHECK_INT(rp_model_profile(model, 1), RP_OK);
   for (int i = 0; i < 3; i++) step(model, RP_OK);
   bool found = false;
-  rp_profile_line line = {.struct_size = sizeof line};
   for (int64_t i = 0; i < lines_of(model); i++) {
     CHECK_INT(rp_model_profile_line(model, i, &line), RP_OK);
     CHECK(line.calls > 0 && line.seconds >= 0 && line.bytes > 0);
@@ -446,6 +564,12 @@ int main(void) {
     test_memory_is_what_was_told(positions[p], 0, 0);
   }
   test_steps_allocate_nothing();
+  for (size_t p = 0; p < sizeof positions / sizeof positions[0]; p++) {
+    for (int i = 0; i < 4; i++)
+      test_no_batch_allocates(positions[p], i & 1 ? 5 : 0, i & 2 ? 0.1 : 0);
+  }
+  test_gradients_are_of_these_weights();
+  test_the_callers_rounding_changes_nothing();
   test_huge();
   test_create_without_memory();
   test_step_without_memory();

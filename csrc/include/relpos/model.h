@@ -175,7 +175,9 @@ RP_API rp_status rp_config_check(const rp_config *config);
  * 2. A model
  * ------------------------------------------------------------------------ */
 
-/* How large a batch may be: all memory is planned from this. Start from rp_limits_default(). */
+/* How large a batch may be: all memory is planned from this, for the threads there are, and no step
+ * takes more (above 65,536 tokens or 8,192 sentences attention's scratch may). Start from
+ * rp_limits_default(). */
 typedef struct rp_limits {
   size_t struct_size;
   int64_t tokens;     /* the most of a batch, on each side */
@@ -183,7 +185,7 @@ typedef struct rp_limits {
   int training;       /* 0: no gradients and no moments; forward, scores, maps, decoding */
   int recompute;      /* activations are computed again in backward, layer by layer, not stored */
   const char *device; /* where the model lies and is computed (device.h); NULL: "cpu" */
-  int precision;      /* of products: RP_F32, or on GPUs RP_BF16 */
+  int precision;      /* of products: RP_F32, or on GPUs RP_BF16 (device.h) */
 } rp_limits;
 
 static inline rp_limits rp_limits_default(void) {
@@ -413,7 +415,8 @@ RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
 
 /* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as
  * it was. A tensor that is missing, unknown or of another shape is named. Weights become the
- * average as well, so that the optimizer state, which has its own, comes after them. */
+ * average as well, so that the optimizer state, which has its own, comes after them. RP_ERROR_ORDER
+ * while gradients wait for rp_model_update. */
 RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
 
 /* A model from a file of weights, which has its configuration; limits.training must be 0. *model is
