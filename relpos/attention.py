@@ -62,8 +62,13 @@ class Gradients(Mapping[str, Array]):
     schemes (`Shaw`: key_table, value_table; docs/schemes.md has all).
 
     Each has the shape of what it belongs to. An attribute is None, and the name is missing,
-    where the call had no such table. Tied tables have one gradient, that of the first. Where two
-    schemes of a call have parameters of one name, those of the second are called key_table_2.
+    where the call had no such table. Where two schemes of a call have parameters of one name, those
+    of the second are called key_table_2.
+
+    The gradient of an array that is several parameters is the sum over those of its names that are
+    there. Terms that read it where it lies add to one gradient, under the first name: tied `Shaw`,
+    `Plane(Shaw(t), Shaw(t), width=w)`. Where a scheme makes tables of it, or adds it to the queries,
+    each name has its own part: `TransformerXL(W, u, u)`, `(Shaw(t), RelativeKey(t))`.
     """
 
     __slots__ = ("_arrays",)
@@ -72,7 +77,9 @@ class Gradients(Mapping[str, Array]):
         self._arrays: dict[str, Array] = {"q": q, "k": k, "v": v, **parameters}
 
     def __getattr__(self, name: str) -> Any:
-        if name != "_arrays" and name in self._arrays:
+        if name.startswith("_"):  # _arrays too, while a copy is being made
+            raise AttributeError(name)
+        if name in self._arrays:
             return self._arrays[name]
         if any(name in scheme.parameters for scheme in subclasses(Scheme)):
             return None

@@ -24,9 +24,17 @@ from relpos.device_array import (
     shares_memory,
 )
 from relpos.position import combine
-from relpos.position.arrays import Array, as_array, check_number, on_host
+from relpos.position.arrays import (
+    Array,
+    as_array,
+    check_int64,
+    check_number,
+    integer_of,
+    number_of,
+    on_host,
+)
 from relpos.position.combine import Position
-from relpos.position.graph import matrices
+from relpos.position.graph import Pairs, matrices
 from relpos.position.terms import Band, Edges, Labels, Lowered, Shape, Side, Term
 from relpos.reference import philox4x32
 
@@ -37,6 +45,7 @@ Seed = int | tuple[int, int, int, int]
 Counts = npt.NDArray[np.int64]
 
 ARRAYS = (np.ndarray, DeviceArray)
+MAX_WINDOW = 1 << 40  # the core's
 
 KINDS = {"key": _core.KEY, "query": _core.QUERY, "bias": _core.BIAS, "value": _core.VALUE}
 
@@ -55,7 +64,7 @@ class Request:
     offsets: Counts | None
     key_offsets: Counts | None
     query_start: Counts | None
-    mask: tuple[Any, Any] | None
+    mask: Pairs | None
     window: tuple[int, int] | None
     layout: Layout
     scale: float | None
@@ -66,6 +75,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.shape = _shape(self)
+        if self.mask is not None and self.shape is not None:
+            self.mask.check("mask", self.shape)
 
 
 def read_request(
@@ -91,11 +102,6 @@ def read_request(
 ) -> Request:
     """The arguments of `relpos.attention`, checked one by one."""
     q, k, v, out = _arrays(q, k, v, out)
-    if scale is not None and (scale == 0 or not math.isfinite(scale)):
-        raise ValueError(
-            f"scale: expected a finite number other than 0, got {scale}; "
-            "leave it out for 1 / sqrt(D)"
-        )
     if precision != "f32" and not (precision == "bf16" and isinstance(q, DeviceArray)):
         both = "'f32' or 'bf16'" if isinstance(q, DeviceArray) else "'f32'"
         raise ValueError(f"precision: expected {both}, got {precision!r}")
@@ -117,7 +123,7 @@ def read_request(
         mask=None if mask is None else matrices("mask", mask, ("bool",)),
         window=_window(window),
         layout=layout,
-        scale=None if scale is None else float(scale),
+        scale=_scale(scale),
         softcap=_softcap(softcap),
         dropout=_dropout(dropout, seed),
         place=Placement.of("q", q, precision, k, v, out) if isinstance(q, DeviceArray) else None,
@@ -158,7 +164,7 @@ def make_call(request: Request, lowered: Lowered) -> _core.Call:
         tuple([_term(term, request.place) for term in lowered.terms]),
         memory_of("position_bias", lowered.position_bias, request.place),
         request.window,
-        mask if mask is None or mask[1] is not None else mask[0],
+        mask if mask is None else mask.numbers if mask.starts is None else mask[:2],
         request.softcap,
         request.dropout,
         None if request.place is None else request.place.core,
@@ -202,7 +208,7 @@ def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
     inputs: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
     inputs |= {term.name: term.table for term in lowered.terms}
     if request.mask is not None:
-        inputs["mask"] = request.mask[0]
+        inputs["mask"] = request.mask.numbers
     if lowered.position_bias is not None:
         inputs["position_bias"] = lowered.position_bias
     for name, array in inputs.items():
@@ -246,6 +252,7 @@ def _integers(name: str, values: Any) -> Counts | None:
     array = np.asarray(on_host(name, values))
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
+    check_int64(name, array)
     return array.astype(np.int64, order="C")
 
 
@@ -264,8 +271,24 @@ def _window(window: Window) -> tuple[int, int] | None:
             raise TypeError(f"window: expected integers or None, got {window!r}") from None
         if side is not None and bound < 0:
             raise ValueError(f"window: expected 0 or more on each side, or None, got {window!r}")
+        if bound > MAX_WINDOW:
+            raise ValueError(
+                f"window: expected at most 2^40 on each side, got {window!r}; use None for no bound"
+            )
         bounds.append(bound)
     return bounds[0], bounds[1]
+
+
+def _scale(scale: float | None) -> float | None:
+    if scale is None:
+        return None
+    number = number_of("scale", scale)
+    if number == 0 or not math.isfinite(number):
+        raise ValueError(
+            f"scale: expected a finite number other than 0, got {scale}; "
+            "leave it out for 1 / sqrt(D)"
+        )
+    return number
 
 
 def _softcap(softcap: float) -> float:
@@ -280,11 +303,11 @@ def _dropout(rate: float, seed: Seed) -> tuple[float, int, int, int, int] | None
     if not 0 <= dropped < 1:
         raise ValueError(f"dropout: expected a rate from 0 to below 1, got {rate}")
     if isinstance(seed, tuple):
-        if len(seed) != 4 or not all(0 <= operator.index(word) < 1 << 32 for word in seed):
+        words = tuple(integer_of("seed", word) for word in seed)
+        if len(words) != 4 or not all(0 <= word < 1 << 32 for word in words):
             raise ValueError(f"seed: expected an integer or four words below 2^32, got {seed}")
-        words: tuple[int, ...] = tuple(operator.index(word) for word in seed)
     else:
-        number = operator.index(seed)
+        number = integer_of("seed", seed)
         if not 0 <= number < 1 << 64:
             raise ValueError(f"seed: expected 0 to 2^64 - 1, got {number}")
         words = (*_dropout_key(number), 0, 0)

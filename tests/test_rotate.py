@@ -224,6 +224,32 @@ def test_nan_stays_in_its_pair() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "sentence", "rope", "given"),
+    [
+        (TypeError, "rope: expected relpos.RoPE, got ALiBi", relpos.ALiBi(), {}),
+        (
+            ValueError,
+            "start: without effect beside positions; give one of the two",
+            relpos.RoPE(),
+            {"start": 5, "positions": range(N)},
+        ),
+        (
+            ValueError,
+            "start: expected integers below 2^63, got 18446744073709551613",
+            relpos.RoPE(),
+            {"start": 2**64 - 3},
+        ),
+    ],
+)
+def test_python_refuses(
+    error: type[Exception], sentence: str, rope: Any, given: dict[str, Any]
+) -> None:
+    with pytest.raises(error) as caught:
+        relpos.rotate(numbers(B, H, N, D), rope, **given)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
     ("error", "sentence", "change"),
     [
         (TypeError, "x: expected float32", {"x": np.zeros((B, H, N, D))}),

@@ -337,6 +337,36 @@ def test_learned_positions() -> None:
         learned.table(4, 3)
 
 
+@pytest.mark.parametrize(
+    ("d", "offset", "error", "sentence"),
+    [
+        (
+            np.ones((3, 1)),
+            0,
+            ValueError,
+            "d: expected floats (..., n, d_model=2), got float64 (3, 1)",
+        ),
+        (np.ones(2), 0, ValueError, "d: expected floats (..., n, d_model=2), got float64 (2,)"),
+        (
+            np.ones(2, np.int8),
+            0,
+            TypeError,
+            "d: expected floats (..., n, d_model=2), got int8 (2,)",
+        ),
+        ([[1.0, 2.0]], 0, TypeError, "d: expected floats (..., n, d_model=2), got list"),
+        (np.ones((3, 2)), 4, ValueError, "d: expected rows for positions below 6, got one for 6"),
+        (np.ones((3, 2)), -1, ValueError, "offset: expected 0 or more, got -1"),
+    ],
+)
+def test_learned_positions_refuse(
+    d: Any, offset: int, error: type[Exception], sentence: str
+) -> None:
+    learned = relpos.LearnedAbsolute(np.zeros((6, 2), np.float32))
+    with pytest.raises(error) as caught:
+        learned.gradient(d, offset)
+    assert type(caught.value) is error and str(caught.value) == sentence
+
+
 def test_rope_turns_alike_up_to_an_order_of_columns(real: Any) -> None:
     q, k, v, _ = activations(real)
     order = np.arange(D).reshape(2, D // 2).T.reshape(-1)  # (c, c + D/2) side by side

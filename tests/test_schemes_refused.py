@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -180,6 +182,30 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         lambda: relpos.Sinusoidal(8, layout="odd"),  # type: ignore[arg-type]
         V,
         "layout: expected 'interleaved' or 'halves', got 'odd'",
+    ),
+    (
+        "sinusoid, start",
+        lambda: relpos.Sinusoidal(8, start="a"),  # type: ignore[arg-type]
+        T,
+        "start: expected an integer, got str",
+    ),
+    (
+        "plane, wide",
+        lambda: relpos.Plane(relpos.ALiBi(), relpos.ALiBi(), width=2**40),
+        V,
+        "width: expected 2^30 or less, got 1099511627776",
+    ),
+    (
+        "edges, unsigned",
+        lambda: relpos.EdgeList([2**64 - 1], [1], [0]),
+        V,
+        "query: expected integers below 2^63, got 18446744073709551615",
+    ),
+    (
+        "labels in a list",
+        lambda: relpos.ShawGraph(rows(3, D), labels=[labels(N, N), labels(N)]),
+        V,
+        "labels[1]: expected int8, int16 or int32 (n, m), got int8 (6,)",
     ),
 ]
 
@@ -391,6 +417,79 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         T,
         "window: expected integers or None, got 1.5",
     ),
+    (
+        "window, wide",
+        {"window": (None, 2**70)},
+        V,
+        "window: expected at most 2^40 on each side, got (None, 1180591620717411303424); "
+        "use None for no bound",
+    ),
+    (
+        "masks, shape",
+        {"mask": [np.ones((4, 4), bool), np.ones((N, N), bool)], "lengths": [4, 5]},
+        V,
+        "mask[1]: expected (n=5, m=5), the queries and keys of sequence 1, got (6, 6)",
+    ),
+    (
+        "masks, turned",
+        {"mask": [np.ones((3, 2), bool)] * 2, "lengths": [2, 2], "key_lengths": [3, 3]},
+        V,
+        "mask[0]: expected (n=2, m=3), the queries and keys of sequence 0, got (3, 2)",
+    ),
+    (
+        "masks, count",
+        {"mask": [np.ones((N, N), bool)], "lengths": [N, N]},
+        V,
+        "mask: expected a list of B=2 matrices, one per sequence, got 1",
+    ),
+    (
+        "masks, of rows that are not in use",
+        {"mask": [np.ones((N, N), bool)] * 2, "lengths": [N, 0]},
+        V,
+        "mask[1]: expected (n=0, m=0), the queries and keys of sequence 1, got (6, 6)",
+    ),
+    (
+        "labels, shape",
+        {"position": graph(labels=[labels(N, N), labels(N, 5)]), "lengths": [N, 5]},
+        V,
+        "labels[1]: expected (n=5, m=5), the queries and keys of sequence 1, got (6, 5)",
+    ),
+    (
+        "plane, far",
+        {"position": relpos.Plane(shaw(), shaw(), width=3), "query_start": 2**33},
+        V,
+        "query_start: expected rows of the plane below 2^30 in magnitude, got 2863311530; "
+        "see width too",
+    ),
+    (
+        "plane, farther",
+        {"position": relpos.Plane(shaw(), shaw(), width=3), "query_start": 2**63 - 1},
+        V,
+        "query_start: expected a position within 2^40 of 0, got 9223372036854775807",
+    ),
+    (
+        "query_start, unsigned",
+        {"query_start": 2**64 - 3},
+        V,
+        "query_start: expected integers below 2^63, got 18446744073709551613",
+    ),
+    (
+        "lengths, unsigned",
+        {"lengths": np.array([2**63 + 1, 1], np.uint64)},
+        V,
+        "lengths: expected integers below 2^63, got 9223372036854775809",
+    ),
+    ("scale, text", {"scale": "2"}, T, "scale: expected a number, got str"),
+    ("scales", {"scale": np.array([1.0, 2.0])}, T, "scale: expected a number, got ndarray"),
+    (
+        "scale, zero",
+        {"scale": 0},
+        V,
+        "scale: expected a finite number other than 0, got 0; leave it out for 1 / sqrt(D)",
+    ),
+    ("seed, fraction", {"seed": 1.5}, T, "seed: expected an integer, got float"),
+    ("seed, none", {"seed": None}, T, "seed: expected an integer, got NoneType"),
+    ("seed, word", {"seed": (1, 2, 3, "a")}, T, "seed: expected an integer, got str"),
     ("softcap", {"softcap": -1}, V, "softcap: expected 0 (none) or more, got -1"),
     ("dropout", {"dropout": 1.0}, V, "dropout: expected a rate from 0 to below 1, got 1.0"),
     ("dropout, NaN", {"dropout": np.nan}, V, "dropout: expected a finite number, got nan"),
@@ -422,6 +521,69 @@ def test_a_label_out_of_range_is_named_with_its_place(where: str) -> None:
     sentence = "label 3 of sequence 1, head 0, query 2, key 3; labels must be from -1 .* = 2$"
     with pytest.raises(ValueError, match=sentence):
         relpos.attention(X, X, X, position=position)
+
+
+def test_lists_of_labels_and_masks() -> None:
+    """The matrices of a list, for packed arrays and for padded ones with lengths."""
+    lengths, mask = [4, N], np.tril(np.ones((N, N), bool))
+    chosen = np.random.default_rng(1).integers(-1, 3, (B, N, N)).astype(np.int8)
+    whole, listed = [
+        relpos.attention(X, X, X, position=graph(labels=table), mask=seen, lengths=lengths)
+        for table, seen in (
+            (chosen, mask),
+            ([x[:n, :n] for x, n in zip(chosen, lengths, strict=True)],
+             [mask[:n, :n] for n in lengths]),
+        )
+    ]  # fmt: skip
+    assert np.array_equal(whole, listed)
+    q, k = rows(2, H, D), rows(3, H, D)
+    sides: dict[str, Any] = {"offsets": [0, 2], "key_offsets": [0, 3]}
+    relpos.attention(q, k, k, **sides, position=graph(labels=[labels(2, 3)]))
+    with pytest.raises(ValueError, match=r"^labels\[0\]: expected \(n=2, m=3\), .* got \(3, 2\)$"):
+        relpos.attention(q, k, k, **sides, position=graph(labels=[labels(3, 2)]))
+    with pytest.raises(ValueError, match=r"^mask\[0\]: expected \(n=2, m=3\), .* got \(3, 2\)$"):
+        relpos.attention(q, k, k, **sides, mask=[np.ones((3, 2), bool)])
+
+
+def test_a_plane_far_away() -> None:
+    """Positions beyond 2^31, of which the rows and the columns are small."""
+    scheme = relpos.Shaw(rows(5, D), rows(5, D))
+    plane = relpos.Plane(scheme, scheme, width=1 << 20)
+    out = relpos.attention(X, X, X, position=plane, query_start=(1 << 33) + 5)
+    above = relpos.CrossPositions(scheme, [1 << 13] * N, [0] * N)  # every key 2^13 rows above
+    beside = relpos.CrossPositions(scheme, range(5, 5 + N), range(N))
+    expected = relpos.attention(X, X, X, position=(above, beside))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+
+
+def test_gradients_can_be_copied() -> None:
+    _, ctx = relpos.attention_forward(X, X, X, position=shaw())
+    found = relpos.attention_backward(ctx, X)
+    for other in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert list(other) == list(found)
+        assert all(np.array_equal(other[name], x) for name, x in found.items())
+        assert other.value_table is None
+
+
+def test_gradients_of_tied_parameters() -> None:
+    """As `Gradients` says: their sum is that of tables apart."""
+    w, u, table = rows(H * D, 4), rows(H, D), rows(11, D)
+    for tied, apart, names in (
+        (relpos.TransformerXL(w, u, u), relpos.TransformerXL(w, u, u.copy()), 2),
+        (relpos.Shaw(table, table), relpos.Shaw(table, table.copy()), 1),
+        ((relpos.Shaw(table), relpos.RelativeKey(table)),
+         (relpos.Shaw(table), relpos.RelativeKey(table.copy())), 2),
+        (relpos.Plane(relpos.Shaw(table), relpos.Shaw(table), width=3),
+         relpos.Plane(relpos.Shaw(table), relpos.Shaw(table.copy()), width=3), 1),
+    ):  # fmt: skip
+        sums = []
+        for position in (tied, apart):
+            _, ctx = relpos.attention_forward(X, X, X, position=position)
+            found = relpos.attention_backward(ctx, X)
+            own = [found[n] for n in found if n not in ("q", "k", "v", "position_weight")]
+            assert len(own) == (names if position is tied else 2)
+            sums.append(sum(own))
+        np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-5)
 
 
 def test_duplicate_edges_add_up() -> None:
@@ -459,6 +621,22 @@ def test_empty_everything() -> None:
             gradients = relpos.attention_backward(ctx, out)
             assert out.shape == shape
             assert not any(np.any(g) for g in gradients.values())
+
+
+def test_no_heads() -> None:
+    x = rows(B, 0, 5, D)
+    w, u = np.zeros((0, 4), np.float32), np.zeros((0, D), np.float32)
+    out, ctx = relpos.attention_forward(x, x, x, position=relpos.TransformerXL(w, u, u.copy()))
+    gradients = relpos.attention_backward(ctx, out)
+    assert out.shape == x.shape and gradients.position_weight.shape == w.shape
+    assert gradients.content_bias.shape == gradients.position_bias.shape == u.shape
+
+
+def test_no_edges() -> None:
+    for x in (X, X[:0], X[:1]):
+        for edges in (relpos.EdgeList([], [], []), relpos.EdgeList([], [], [], [])):
+            out = relpos.attention(x, x, x, position=graph(edges=edges))
+            assert np.array_equal(out, relpos.attention(x, x, x))
 
 
 def test_names_in_a_tuple() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -18,9 +19,13 @@ from relpos.position.arrays import (
     check_count,
     check_number,
     check_table,
+    describe,
+    integer_of,
     shape_of,
 )
 from relpos.position.terms import Scheme, Shape
+
+MAX_FIRST = 1 << 40  # the core's
 
 
 def sinusoid(
@@ -111,17 +116,24 @@ class Sinusoidal(Absolute):
         check_choice("layout", self.layout, ("interleaved", "halves"))
         check_choice("exponent", self.exponent, ("vaswani", "t2t"))
         check_number("base", self.base, positive=True)
+        integer_of("start", self.start)
 
     def table(self, n: int, offset: int = 0) -> Array:
         """Rows for n positions from start + offset on: float32 (n, width)."""
         return sinusoids(
             check_count("n", n, 0),
             self.width,
-            first=self.start + offset,
+            first=self._first(offset),
             layout=self.layout,
             exponent=self.exponent,
             base=self.base,
         )
+
+    def _first(self, offset: int) -> int:
+        first = self.start + integer_of("offset", offset)
+        if abs(first) > MAX_FIRST:
+            raise ValueError(f"start + offset: expected a position within 2^40 of 0, got {first}")
+        return first
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -153,7 +165,15 @@ class LearnedAbsolute(Absolute):
         """The gradient of `embedding` for that of table(n): (..., n, d_model), summed over the
         leading axes."""
         d = as_array("d", d)
-        summed = d.reshape(-1, *d.shape[-2:]).sum(axis=0)
-        total = np.zeros(shape_of(self.embedding), summed.dtype)
+        P, width = shape_of(self.embedding)
+        is_array = isinstance(d, np.ndarray) and d.dtype.kind == "f"
+        if not is_array or d.ndim < 2 or d.shape[-1] != width:
+            error = ValueError if is_array else TypeError
+            raise error(f"d: expected floats (..., n, d_model={width}), got {describe(d)}")
+        if check_count("offset", offset, 0) + d.shape[-2] > P:
+            last = offset + d.shape[-2] - 1
+            raise ValueError(f"d: expected rows for positions below {P}, got one for {last}")
+        summed = d.reshape(math.prod(d.shape[:-2]), *d.shape[-2:]).sum(axis=0)
+        total = np.zeros((P, width), summed.dtype)
         total[offset : offset + len(summed)] = summed
         return total

@@ -132,12 +132,28 @@ def check_shape(name: str, table: Any, **axes: int) -> None:
         )
 
 
-def check_count(name: str, value: Any, least: int) -> int:
-    """An integer argument of at least `least`."""
+def integer_of(name: str, value: Any) -> int:
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+
+
+def number_of(name: str, value: Any) -> float:
+    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+    except OverflowError:
+        return math.inf
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """An integer argument of at least `least`."""
+    number = integer_of(name, value)
     if number < least:
         raise ValueError(f"{name}: expected {least} or more, got {number}")
     return number
@@ -145,10 +161,7 @@ def check_count(name: str, value: Any, least: int) -> int:
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """A finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+    number = number_of(name, value)
     if not math.isfinite(number) or (positive and number <= 0):
         kind = "a positive finite number" if positive else "a finite number"
         raise ValueError(f"{name}: expected {kind}, got {value}")
@@ -167,7 +180,14 @@ def check_integers(name: str, values: Any, axes: str, ranks: tuple[int, ...]) ->
         raise TypeError(f"{name}: expected integers {axes}, got {describe(array)}")
     if array.ndim not in ranks:
         raise ValueError(f"{name}: expected integers {axes}, got {describe(array)}")
+    check_int64(name, array)
     return array
+
+
+def check_int64(name: str, array: npt.NDArray[Any]) -> None:
+    """Refuses unsigned integers that would be negative ones in int64."""
+    if array.dtype.kind == "u" and array.size > 0 and int(array.max()) >= 1 << 63:
+        raise ValueError(f"{name}: expected integers below 2^63, got {int(array.max())}")
 
 
 def check_positions(name: str, values: Any) -> Integers:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class EdgeList:
     def _sort(self, shape: Shape, rows: int) -> terms.Edges:
         sequence = self.sequence
         if sequence is None:
-            if shape.B != 1:
+            if shape.B != 1 and len(self.query) > 0:
                 raise ValueError(
                     f"sequence: give that of every edge, there are {shape.B} sequences"
                 )
@@ -151,7 +151,8 @@ class ShawGraph(Scheme):
             array = arrays.setdefault(id(table), as_array(name, table))
             rows = array.shape[-1 if name == "bias_table" else -2]
             if self.edges is None:
-                flat, starts = self.labels
+                self.labels.check("labels", shape)
+                flat, starts = self.labels.numbers, self.labels.starts
                 where: terms.Labels | terms.Edges = terms.Labels(flat, starts)
             else:
                 if rows not in maps:
@@ -167,33 +168,63 @@ class ShawGraph(Scheme):
 LABEL_TYPES = ("int8", "int16", "int32")
 
 
-def matrices(name: str, given: Any, types: tuple[str, ...]) -> tuple[Any, Any]:
-    """Numbers for pairs as the core takes them: (4-D array, None), or packed (flat, starts)."""
+class Pairs(NamedTuple):
+    """Numbers for pairs of a query and a key, as the core takes them."""
+
+    numbers: Any  # (B|1, H|1, N, M), or flat where there are starts
+    starts: Any = None  # int64 (B,)
+    sizes: tuple[tuple[int, int], ...] | None = None  # of the matrices of a list
+
+    def check(self, name: str, shape: Shape) -> None:
+        """Refuses a list whose matrices have not the shapes of their sequences: laid end to end
+        they would be cut at wrong places."""
+        if self.sizes is None:
+            return
+        if len(self.sizes) != shape.B:
+            raise ValueError(
+                f"{name}: expected a list of B={shape.B} matrices, one per sequence, "
+                f"got {len(self.sizes)}"
+            )
+        counts = zip(shape.queries.counts.tolist(), shape.keys.counts.tolist(), strict=True)
+        for b, (size, own) in enumerate(zip(self.sizes, counts, strict=True)):
+            if size != own:
+                raise ValueError(
+                    f"{name}[{b}]: expected (n={own[0]}, m={own[1]}), the queries and keys of "
+                    f"sequence {b}, got {size}"
+                )
+
+
+def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
+    """Numbers for pairs, in any of the ways that callers give them; what this returns will do."""
+    if isinstance(given, Pairs):
+        return given
     if isinstance(given, tuple):
         if len(given) != 2:
             raise ValueError(
                 f"{name}: expected (flat, starts) for packed arrays, got {len(given)} parts"
             )
-        flat = on_host(name, given[0])
-        if getattr(flat, "ndim", 0) == 4 and given[1] is None:  # as this function returns it
-            return flat, None
         starts = check_integers(f"{name} starts", given[1], "(B,)", (1,)).astype(np.int64)
-        return _typed(name, flat, types, "(count,)", (1,)), starts
+        flat = on_host(name, given[0])
+        return Pairs(_typed(name, flat, types, "(count,)", (1,)), starts)
     if isinstance(given, list):
-        parts = [_typed(name, on_host(name, part), types, "(n, m)", (2,)) for part in given]
+        names = [f"{name}[{b}]" for b in range(len(given))]
+        parts = [
+            _typed(own, on_host(own, part), types, "(n, m)", (2,))
+            for own, part in zip(names, given, strict=True)
+        ]
         sizes = [part.size for part in parts]
         starts = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]).astype(np.int64)
         starts = starts[: len(parts)]
         joined = [part.reshape(-1) for part in parts]
         flat = np.concatenate(joined) if joined else np.zeros(0, types[0])
-        return flat, starts
+        return Pairs(flat, starts, tuple((len(part), part.shape[1]) for part in parts))
     axes = "(N, M), (B, N, M) or (B|1, H|1, N, M)"
     matrix = _typed(name, on_host(name, given), types, axes, (2, 3, 4))
     if matrix.ndim == 2:
         matrix = matrix[None, None]
     elif matrix.ndim == 3:
         matrix = matrix[:, None]
-    return matrix, None
+    return Pairs(matrix)
 
 
 def _typed(name: str, array: Any, types: tuple[str, ...], axes: str, ranks: tuple[int, ...]) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from relpos.position.arrays import Integers, Table, check_count, check_positions
-from relpos.position.terms import Band, Lowered, Scheme, Shape, Side
+from relpos.position.arrays import MAX_POSITION, Integers, Table, check_count, check_positions
+from relpos.position.terms import Band, Counts, Lowered, Scheme, Shape, Side
+
+MAX_START = 1 << 40  # the core's
 
 
 def _check_scheme(name: str, scheme: Any) -> None:
@@ -118,7 +120,7 @@ class Plane(Scheme):
 
     rows, columns: a scheme each, of the same kind or not. Music Transformer's and the relative
         attention of images are `Plane(Shaw(...), Shaw(...), width=...)`.
-    width: int. The number of columns.
+    width: int. The number of columns, at most 2^30.
 
     Gradients are named row_... and column_..., as row_key_table.
     """
@@ -130,7 +132,8 @@ class Plane(Scheme):
     def __post_init__(self) -> None:
         _check_scheme("rows", self.rows)
         _check_scheme("columns", self.columns)
-        check_count("width", self.width, 1)
+        if check_count("width", self.width, 1) > MAX_POSITION:
+            raise ValueError(f"width: expected 2^30 or less, got {self.width}")
 
     def tables(self) -> dict[str, Table]:
         both = (("row_", self.rows), ("column_", self.columns))
@@ -149,6 +152,7 @@ class Plane(Scheme):
     def lower(self, shape: Shape) -> Lowered:
         from relpos.position.combine import combine
 
+        _check_start(shape.start)
         q, k = shape.positions()
         names = ("query_positions", "key_positions")
         parts = []
@@ -156,7 +160,7 @@ class Plane(Scheme):
             ("row_", self.rows, (q // self.width, k // self.width)),
             ("column_", self.columns, (q % self.width, k % self.width)),
         ):
-            own = [np.ascontiguousarray(x, np.int32) for x in places]
+            own = [_in_plane(x) for x in places]
             lowered = at_positions(scheme, shape, own[0], own[1], names)
             if lowered.rotation is not None:
                 raise ValueError(
@@ -167,6 +171,24 @@ class Plane(Scheme):
 
     def __repr__(self) -> str:
         return f"Plane({self.rows!r}, {self.columns!r}, width={self.width})"
+
+
+def _check_start(start: Counts) -> None:
+    """What the core says of it, before it is computed with."""
+    for number in start.tolist():
+        if abs(number) > MAX_START:
+            raise ValueError(f"query_start: expected a position within 2^40 of 0, got {number}")
+
+
+def _in_plane(places: Counts) -> Integers:
+    """Rows or columns as the core takes them."""
+    far = places[np.abs(places) >= MAX_POSITION]
+    if far.size > 0:
+        raise ValueError(
+            f"query_start: expected rows of the plane below 2^30 in magnitude, got {far[0]}; see "
+            "width too"
+        )
+    return np.ascontiguousarray(places, np.int32)
 
 
 def _prefixer(prefix: str) -> Any:

@@ -169,6 +169,8 @@ def rotate(
     lengths: int (B,). Rows in use of padded arrays; those beyond give zeros.
     out: float32, to be written and returned; x itself will do. None: a new array.
     """
+    if not isinstance(rope, RoPE):
+        raise TypeError(f"rope: expected relpos.RoPE, got {type(rope).__name__}")
     where = place_of("x", x)
     if out is not None:
         check_beside("out", place_of("out", out), where, "x")
@@ -192,6 +194,8 @@ def rotate(
         if start.ndim == 0:
             start = np.full(len(x) if offsets is None else len(offsets) - 1, start)
     else:
+        if np.any(start):
+            raise ValueError("start: without effect beside positions; give one of the two")
         positions, start = check_positions("positions", positions), None
         if positions.ndim == 1 and offsets is None:
             positions = positions[None]

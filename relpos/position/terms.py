@@ -88,8 +88,8 @@ class Shape:
             )
         return left, right
 
-    def positions(self) -> tuple[Integers, Integers]:
-        """Where queries and keys stand: int32 (N,) or (B, N) and (M,), packed (tokens,)."""
+    def positions(self) -> tuple[Counts, Counts]:
+        """Where queries and keys stand: int64 (N,) or (B, N) and (M,), packed (tokens,)."""
         return _places(self.queries, self.start), _places(self.keys, np.zeros_like(self.start))
 
 
@@ -100,14 +100,13 @@ def _plain(x: Any) -> Any:
     return tuple(x.tolist()) if isinstance(x, np.ndarray) else x
 
 
-def _places(side: Side, start: Counts) -> Integers:
+def _places(side: Side, start: Counts) -> Counts:
     if side.packed:
-        token = np.arange(side.rows)
-        return (token - np.repeat(side.first - start, side.counts)).astype(np.int32)
+        return np.arange(side.rows) - np.repeat(side.first - start, side.counts)
     index = np.arange(side.rows)
     if len(start) == 0 or (start == start[0]).all():
-        return (index + (start[0] if len(start) else 0)).astype(np.int32)
-    return (index + start[:, None]).astype(np.int32)
+        return index + (start[0] if len(start) else np.int64(0))
+    return index + start[:, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
