@@ -255,6 +255,20 @@ rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
   return rpi_layer_linear_forward(run, &l, kv, rpi_kept_stride(run->model));
 }
 
+/* Queries and keys turned to where they stand, or back; nothing without RoPE. */
+static rp_status rotate(const rpi_run *run, const int64_t *places, real *qkv, bool back) {
+  rp_model *const m = run->model;
+  const rpi_side *const side = &run->side[run->stack];
+  const rpi_positions *const p = &m->stack[run->stack].positions;
+  if (p->pairs == 0) return RP_OK;
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(rpi_positions_rotate(m->ops, p, run->sentences, side->offsets, places, qkv, back));
+  const int64_t numbers = 2 * side->rows * m->config.heads * 2 * p->pairs;
+  rpi_note_cost(run, "attention.rotate", back || run->again, began, 3 * (double)numbers,
+                2 * numbers);
+  return RP_OK;
+}
+
 rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, const real *n) {
   rp_model *const m = run->model;
   const int64_t HD = rpi_head_columns(m);
@@ -262,9 +276,7 @@ rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, 
   if (part == RPI_SELF) {
     const rpi_layer_linear qkv = qkv_of(run, n);
     RPI_TRY(rpi_layer_linear_forward(run, &qkv, stored->qkv, 3 * HD));
-    RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
-                                 run->side[run->stack].offsets, step ? run->kept->places : NULL,
-                                 stored->qkv, false));
+    RPI_TRY(rotate(run, step ? run->kept->places : NULL, stored->qkv, false));
     if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
     const rpi_layer_linear q = cross_q_of(run, n), kv = cross_kv_of(run);
@@ -283,8 +295,7 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
   real *const dq = m->scratch.dqkv, *const dkv = dq + rows * HD;
   RPI_TRY(attend_backward(run, stored, part, dkv));
   if (part == RPI_SELF) {
-    RPI_TRY(rpi_positions_rotate(m->ops, &m->stack[run->stack].positions, run->sentences,
-                                 run->side[run->stack].offsets, NULL, dq, true));
+    RPI_TRY(rotate(run, NULL, dq, true));
     const rpi_layer_linear qkv = qkv_of(run, n);
     return rpi_layer_linear_backward(run, &qkv, dq, 3 * HD, dn, add);
   }

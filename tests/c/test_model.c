@@ -554,6 +554,25 @@ static void test_profile_of_positions(const char *position, double forward, doub
   rp_model_free(model);
 }
 
+static void test_profile_of_rope(void) {
+  const rp_config config = config_of("rope");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  CHECK_INT(rp_model_profile(model, 1), RP_OK);
+  step(model, RP_OK);
+  int found = 0;
+  rp_profile_line line = {.struct_size = sizeof line};
+  for (int64_t i = 0; i < lines_of(model); i++) {
+    CHECK_INT(rp_model_profile_line(model, i, &line), RP_OK);
+    if (strcmp(line.name, "encoder.0.attention.rotate") != 0) continue;
+    found++;
+    CHECK_NEAR(line.operations, 3.0 * 2 * TOKENS * 16, 0); /* three a number of queries and keys */
+  }
+  CHECK_INT(found, 2); /* forward and backward */
+  rp_model_free(model);
+}
+
 int main(void) {
   static const char *const positions[] = {"none", "shaw",          "transformer-xl",    "music",
                                           "t5",   "deberta",       "relative-key",      "alibi",
@@ -579,6 +598,7 @@ int main(void) {
   test_results_that_are_kept();
   test_forward_average();
   test_profile();
+  test_profile_of_rope();
   const double product = 2.0 * 16 * 16; /* C and H D, for each row of a table */
   const double deberta = 2 * 64;        /* two tables, two rows to each of 32 buckets */
   test_profile_of_positions("shaw", 0, 0);

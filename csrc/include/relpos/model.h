@@ -441,7 +441,9 @@ typedef struct rp_profile_line {
   const char *name;   /* "encoder.0.attention.qkv", ... */
   int backward;
   int64_t calls;
-  double seconds, operations, bytes; /* summed; operations: floating-point, as counted by shapes */
+  /* Summed. Operations are floating-point, as counted by shapes: attention's are of all pairs
+   * without relations and windows. Losses and the norm of the gradient have no lines. */
+  double seconds, operations, bytes;
 } rp_profile_line;
 
 /* Off at first. Switching it on begins anew; lines, and the names in them, stay until then. */
