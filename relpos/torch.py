@@ -17,6 +17,7 @@ torch's current stream (docs/cuda.md). There are no gradients of gradients.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -113,26 +114,18 @@ class _Spec:
         schemes_of(position)
         self.position = position
         self.options = dict(options)
-        self.tensors: list[Tensor] = []  # the parameters, each once
-        self.places: dict[str, int] = {}
-        self.arrays: dict[str, Any] = {}  # parameters that are no tensors
-        for name, table in tables_of(position).items():
-            if isinstance(table, Tensor):
-                same = [i for i, known in enumerate(self.tensors) if known is table]
-                if not same:
-                    self.tensors.append(table)
-                self.places[name] = same[0] if same else len(self.tensors) - 1
-            else:
-                self.arrays[name] = table
+        tables = tables_of(position)
+        self.tensors = {name: x for name, x in tables.items() if isinstance(x, Tensor)}
+        self.arrays = {name: x for name, x in tables.items() if not isinstance(x, Tensor)}
         self.number = next(_numbers)
         self.last: _Lowering | None = None  # of the last forward call
         _specs[self.number] = self
 
     def over(self, tables: Sequence[Tensor]) -> Position:
-        """The schemes over arrays of these tensors' memory."""
-        own = [_table_of(table) for table in tables]
-        named = {name: own[place] for name, place in self.places.items()}
-        return with_tables(self.position, self.arrays | named)
+        """The schemes over arrays of these tensors' memory. Each parameter has its own array and
+        gradient, also where one tensor is several of them: torch adds those up."""
+        own = dict(zip(self.tensors, map(_table_of, tables), strict=True))
+        return with_tables(self.position, self.arrays | own)
 
     def lowering(self, tables: Sequence[Tensor], shape: Shape, stream: int) -> Lowered | None:
         """What the last forward call made of these tables for this shape, if it did, and on this
@@ -150,6 +143,7 @@ class _Lowering(NamedTuple):
     """A scheme's terms, kept from forward to its backward: some are products to be made."""
 
     versions: list[tuple[int, int]]
+    tables: list[Tensor]  # held, or others could come to lie where they did
     shape: Shape
     stream: int  # it was made on
     lowered: Lowered
@@ -205,11 +199,15 @@ def _forward(
     known = _specs[spec]
     options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
     activations = (_array_of(x) for x in (q, k, v))
-    out, ctx = attention_forward(*activations, position=known.over(tables), **options)
+    try:
+        out, ctx = attention_forward(*activations, position=known.over(tables), **options)
+    except ValueError as error:  # the core tells what to do to an array
+        raise ValueError(str(error).replace(".copy()", ".contiguous()")) from error
     versions = _versions(tables)
     known.last = None
     if versions is not None:
-        known.last = _Lowering(versions, ctx.shape, _stream_of(q), ctx.lowered)
+        held = [table.detach() for table in tables]
+        known.last = _Lowering(versions, held, ctx.shape, _stream_of(q), ctx.lowered)
     return _tensor_of(out), _tensor_of(ctx.lse)
 
 
@@ -241,10 +239,9 @@ def _backward(
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()
     found = attention_backward(ctx, _array_of(dout))
-    names = {place: name for name, place in reversed(known.places.items())}
     result = [_tensor_of(x) for x in (found.q, found.k, found.v)]
-    for place, table in enumerate(tables):
-        gradient = found.get(names[place])
+    for name, table in zip(known.tensors, tables, strict=True):
+        gradient = found.get(name)
         if gradient is None:
             result.append(torch.zeros_like(table, memory_format=torch.contiguous_format))
         else:
@@ -307,11 +304,31 @@ def _check(q: Any, k: Any, v: Any) -> None:
         if x.device != q.device:
             raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
         _check_type(name, x, q)
-        if x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
             raise ValueError(
                 f"{name}: the numbers of its last axis lie {x.stride(-1)} apart, expected side by "
                 f"side; use {name}.contiguous()"
             )
+
+
+def _check_mask(mask: Tensor | None) -> None:
+    if mask is not None and mask.dtype != torch.bool:
+        got = str(mask.dtype).removeprefix("torch.")
+        raise TypeError(f"mask: expected a bool tensor, got {got}; use mask.bool()")
+
+
+def _check_seed(seed: Any) -> int:
+    """seed as torch takes it: below 2^63."""
+    if torch.compiler.is_compiling():
+        return seed  # type: ignore[no-any-return]
+    expected = f"seed: expected an integer from 0 to 2^63 - 1, got {seed!r}"
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(expected) from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(expected)
+    return number
 
 
 def _check_type(name: str, x: Tensor, q: Tensor) -> None:
@@ -331,7 +348,8 @@ class Attention(torch.nn.Module):
     """`relpos.attention` as a module: the scheme and the options once, tensors with every call.
 
     position: as in `relpos.attention`. Those of its parameters that are `torch.nn.Parameter` become
-        the module's, by their names; any tensor that requires a gradient gets one.
+        the module's, by their names, and may be replaced there; any tensor that requires a gradient
+        gets one.
     causal, window, layout, scale, softcap, dropout, precision: as in `relpos.attention`. Dropout is
         applied in training alone, as in torch.
 
@@ -363,9 +381,15 @@ class Attention(torch.nn.Module):
         }
         self._training = _Spec(position, options)
         self._evaluation = _Spec(position, options | {"dropout": 0.0})
-        for name, table in tables_of(position).items():
-            if isinstance(table, torch.nn.Parameter):
-                self.register_parameter(name, table)
+        tensors = self._training.tensors
+        self._own = [name for name, x in tensors.items() if isinstance(x, torch.nn.Parameter)]
+        for name in self._own:
+            self.register_parameter(name, tensors[name])
+
+    def _tables(self) -> list[Tensor]:
+        """The tensors of the scheme; the module's parameters as they are now, torch replaces them."""
+        tensors = self._training.tensors
+        return [getattr(self, name) if name in self._own else tensors[name] for name in tensors]
 
     def forward(
         self,
@@ -384,10 +408,12 @@ class Attention(torch.nn.Module):
         """Tensors as `attention` takes them; int tensors for lengths, offsets and query_start, a
         bool tensor for mask, best on the CPU. seed: below 2^63, another one every step."""
         _check(q, k, v)
-        spec = self._training if self.training else self._evaluation
-        _check_tangents(q, k, v, *spec.tensors)
+        _check_mask(mask)
+        seed = _check_seed(seed)
+        spec, tables = self._training if self.training else self._evaluation, self._tables()
+        _check_tangents(q, k, v, *tables)
         out: Tensor = _operation(
-            q, k, v, spec.tensors,
+            q, k, v, tables,
             lengths, key_lengths, offsets, key_offsets, query_start, mask, seed, spec.number,
         )[0]  # fmt: skip
         return out
@@ -438,10 +464,13 @@ def attention(
     seed: int below 2^63.
     The others as in `relpos.attention`.
 
-    Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32. Code
-    that torch.compile compiles is left and entered again for this function (see `Attention`).
+    Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
+    tensor that is several parameters gets the sum of theirs. Code that torch.compile compiles is left
+    and entered again for this function (see `Attention`).
     """
     _check(q, k, v)
+    dense = mask if isinstance(mask, Tensor) else None
+    _check_mask(dense)
     options: dict[str, Any] = {
         "causal": causal,
         "window": window,
@@ -450,7 +479,7 @@ def attention(
         "softcap": softcap,
         "dropout": dropout,
         "precision": precision,
-        "mask": None if isinstance(mask, Tensor) else mask,
+        "mask": mask if dense is None else None,
     }
     start = query_start
     if start is not None and np.ndim(start) == 0:
@@ -459,9 +488,10 @@ def attention(
     given = (lengths, key_lengths, offsets, key_offsets, start)
     integers = [None if x is None else torch.as_tensor(x) for x in given]
     spec = _Spec(position, options)
-    _check_tangents(q, k, v, *spec.tensors)
+    tables = list(spec.tensors.values())
+    _check_tangents(q, k, v, *tables)
     out: Tensor = _operation(
-        q, k, v, spec.tensors, *integers,
-        mask if isinstance(mask, Tensor) else None, seed, spec.number,
+        q, k, v, tables, *integers,
+        dense, _check_seed(seed), spec.number,
     )[0]  # fmt: skip
     return out

@@ -9,6 +9,7 @@ core. The core's float32 is compared with torch's autograd over the formula.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
 import math
@@ -214,6 +215,45 @@ def test_it_is_what_numpy_gets() -> None:
         np.testing.assert_array_equal(x.grad.numpy(), gradients[name])
 
 
+TWICE: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "shaw": (relpos.Shaw, (5, D)),
+    "xl": (lambda u, v: relpos.TransformerXL(tensor(H * D, 6, seed=1, grad=False), u, v), (H, D)),
+    "deberta": (lambda a, b: relpos.DeBERTa(a, b), (6, D)),
+    "deberta, bucketed": (lambda a, b: relpos.DeBERTa(a, b, buckets=4, max_position=6), (6, D)),
+    "plane of t5": (lambda a, b: relpos.Plane(relpos.T5Bias(a), relpos.T5Bias(b), width=2), (8, H)),
+    "plane of alibi": (
+        lambda a, b: relpos.Plane(relpos.ALiBi(a), relpos.ALiBi(b), width=2),
+        (H,),
+    ),
+    "plane of relative_key": (
+        lambda a, b: relpos.Plane(relpos.RelativeKey(a), relpos.RelativeKey(b), width=2),
+        (2 * N + 1, D),
+    ),
+    "plane of xl": (
+        lambda a, b: relpos.Plane(relpos.TransformerXL(a), relpos.TransformerXL(b), width=2),
+        (H * D, 6),
+    ),
+    "shaw, relative_key": (lambda a, b: (relpos.Shaw(a), relpos.RelativeKey(b)), (2 * N + 1, D)),
+    "shaw, deberta": (
+        lambda a, b: (relpos.Shaw(a, left=3, right=2), relpos.DeBERTa(query_table=b)),
+        (6, D),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_tensor_that_is_two_parameters(name: str) -> None:
+    """Its gradient is the sum of those of two tensors of its value."""
+    make, shape = TWICE[name]
+    q, k, v = qkv()
+    one, *two = (tensor(*shape, seed=7) for _ in range(3))
+    for tables in ((one, one), two):
+        out = relpos.torch.attention(q, k, v, position=make(*tables), scale=0.5)
+        (out * tensor(B, H, N, D, seed=8, grad=False)).sum().backward()
+    assert all(x.grad.abs().max() > 1e-4 for x in two)
+    torch.testing.assert_close(one.grad, two[0].grad + two[1].grad, rtol=1e-5, atol=1e-6)
+
+
 def test_the_core_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     import sys
@@ -289,6 +329,62 @@ def test_refused(spoil: Any, sentence: str) -> None:
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            lambda: {"mask": torch.ones(N, N, dtype=torch.int32)},
+            "mask: expected a bool tensor, got int32; use mask.bool()",
+        ),
+        (
+            lambda: {"mask": torch.ones(N, N, dtype=torch.bool).T},
+            "mask: the last axis must be contiguous, got strides (0, 0, 1, 4) in bytes; "
+            "use mask.contiguous()",
+        ),
+        (
+            lambda: {"position": relpos.Shaw(tensor(D, 5).T)},
+            "key_table: the last axis must be contiguous, got strides (4, 20) in bytes; "
+            "use key_table.contiguous()",
+        ),
+        (
+            lambda: {"position": relpos.Shaw(tensor(5, D).double())},
+            "key_table: expected float32 (T, d) or (H, T, d), got float64 (5, 2); "
+            "use key_table.to(torch.float32)",
+        ),
+        (lambda: {"seed": 1 << 63}, f"seed: expected an integer from 0 to 2^63 - 1, got {1 << 63}"),
+        (lambda: {"seed": -1}, "seed: expected an integer from 0 to 2^63 - 1, got -1"),
+        (lambda: {"seed": 1.5}, "seed: expected an integer from 0 to 2^63 - 1, got 1.5"),
+        (lambda: {"seed": None}, "seed: expected an integer from 0 to 2^63 - 1, got None"),
+        (
+            lambda: {"seed": (1, 2, 3, 4)},
+            "seed: expected an integer from 0 to 2^63 - 1, got (1, 2, 3, 4)",
+        ),
+    ],
+)
+def test_arguments_refused(given: Any, sentence: str) -> None:
+    """In the words of torch, by the function and by the module."""
+    q, k, v = qkv()
+    with pytest.raises((TypeError, ValueError)) as caught:
+        relpos.torch.attention(q, k, v, **given())
+    assert str(caught.value) == sentence
+    with pytest.raises((TypeError, ValueError)) as caught:
+        options = given()
+        relpos.torch.Attention(options.pop("position", None))(q, k, v, **options)
+    assert str(caught.value) == sentence
+
+
+def test_seeds() -> None:
+    """Whatever is an integer, up to the greatest."""
+    q, k, v = qkv()
+    for seed in ((1 << 63) - 1, 5):
+        expected = relpos.attention(
+            *(x.detach().numpy() for x in (q, k, v)), dropout=0.5, seed=seed
+        )
+        for given in (seed, np.int64(seed), torch.tensor(seed)):
+            out = relpos.torch.attention(q, k, v, dropout=0.5, seed=given)
+            np.testing.assert_array_equal(out.detach().numpy(), expected)
+
+
 def test_strides_that_the_kernels_do_not_take() -> None:
     q, k, v = qkv()
     turned = k.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -335,7 +431,7 @@ def test_opcheck(packed: bool) -> None:
     module = relpos.torch.Attention(relpos.Shaw(table, table), causal=True)
     spec = module._training
     offsets = torch.tensor([0, 4, 11]) if packed else None
-    arguments = (q, k, v, spec.tensors, None, None, offsets, None, None, None, 0, spec.number)
+    arguments = (q, k, v, module._tables(), None, None, offsets, None, None, None, 0, spec.number)
     torch.library.opcheck(torch.ops.relpos.attention.default, arguments)
 
 
@@ -407,6 +503,99 @@ def test_the_module() -> None:
         with torch.no_grad():
             twin.attention.key_table += 1.0
         assert not torch.equal(twin(x), module(x))
+
+
+def replaced(how: str, module: Any, table: Any, x: Any) -> tuple[Any, Any]:
+    """What the module gives with another key_table, and the gradient of that."""
+    if how == "functional_call":
+        own = table.clone().requires_grad_()
+        out = torch.func.functional_call(module, {"key_table": own}, (x, x, x))
+        return out, torch.autograd.grad(out.sum(), own)[0]
+    if how == "assignment":
+        module.key_table = torch.nn.Parameter(table.clone())
+    elif how == "load_state_dict":
+        state = {**module.state_dict(), "key_table": table.clone()}
+        module.load_state_dict(state, assign=True)
+    elif how == "copy":
+        module.key_table = torch.nn.Parameter(table.clone())
+        module = copy.deepcopy(module)
+    else:
+
+        class Shifted(torch.nn.Module):
+            def forward(self, original: Any) -> Any:
+                return original - original.detach() + table
+
+        torch.nn.utils.parametrize.register_parametrization(module, "key_table", Shifted())
+    out = module(x, x, x)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    leaf = own["parametrizations.key_table.original" if how == "parametrize" else "key_table"]
+    return out, torch.autograd.grad(out.sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "how", ["assignment", "load_state_dict", "copy", "functional_call", "parametrize"]
+)
+def test_replaced_parameters(how: str, tied: bool) -> None:
+    """The module takes its parameters as they are when it is called, each by its name."""
+    key, value, new = (tensor(5, D, seed=i, grad=False) for i in range(3))
+    value = key if tied else value
+    first = torch.nn.Parameter(key.clone())
+    module = relpos.torch.Attention(
+        relpos.Shaw(first, first if tied else torch.nn.Parameter(value.clone())), causal=True
+    )
+    x = tensor(B, H, N, D, grad=False)
+    module(x, x, x)
+    if tied and how == "functional_call":
+        value = new  # torch replaces both
+    fresh = [new.clone().requires_grad_(), value.clone().requires_grad_()]
+    expected = relpos.torch.attention(x, x, x, position=relpos.Shaw(*fresh), causal=True)
+    gradients = torch.autograd.grad(expected.sum(), fresh)
+    out, gradient = replaced(how, module, new, x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    both = tied and how in ("functional_call", "parametrize")  # one leaf still
+    wanted = gradients[0] + gradients[1] if both else gradients[0]
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_terms_are_those_of_tables_that_come_and_go() -> None:
+    """A table made for one call may lie where that of another did."""
+    weight = torch.nn.Parameter(tensor(H * D, 6, seed=1, grad=False))
+    module = relpos.torch.Attention(relpos.TransformerXL(weight))
+    x = tensor(B, H, N, D, grad=False)
+
+    def on_the_host(saved: Any) -> Any:
+        return saved.clone()
+
+    def call(factor: float) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(on_the_host, on_the_host):
+            return torch.func.functional_call(module, {"weight": factor * weight}, (x, x, x)).sum()
+
+    expected = [torch.autograd.grad(call(factor), weight)[0] for factor in (1.0, 3.0)]
+    outs = [call(factor) for factor in (1.0, 3.0)]
+    for out, gradient in zip(outs, expected, strict=True):
+        found = torch.autograd.grad(out, weight)[0]
+        torch.testing.assert_close(found, gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(B, H, 0, D), (0, H, N, D), (B, 0, N, D)])
+@pytest.mark.parametrize("strides", [None, (0, 0, 0, 0)])
+def test_empty_tensors(shape: tuple[int, ...], strides: Any) -> None:
+    """Forward and backward; NumPy's empty arrays have strides of 0."""
+    q, k, v, dout = (torch.zeros(0).as_strided(shape, strides or (1,) * 4) for _ in range(4))
+    if strides is None:
+        q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
+    inputs = [*(x.requires_grad_() for x in (q, k, v)), torch.nn.Parameter(tensor(5, D))]
+    position = relpos.Shaw(inputs[3])
+    for call in (
+        relpos.torch.Attention(position),
+        functools.partial(relpos.torch.attention, position=position),
+    ):
+        out = call(q, k, v)
+        assert out.shape == shape
+        gradients = torch.autograd.grad(out, inputs, dout)
+        assert [x.shape for x in gradients] == [x.shape for x in inputs]
+        assert not gradients[3].any()
 
 
 def test_nothing_is_kept() -> None:

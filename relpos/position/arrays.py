@@ -101,6 +101,8 @@ def may_be_narrow(table: Any) -> bool:
 def _fix(name: str, table: Any) -> str:
     if place_of(name, table) is not None:
         return f"; convert {name} first"
+    if hasattr(table, "new_tensor"):  # torch's
+        return f"; use {name}.to(torch.{np.dtype(REAL)})"
     return f"; use np.ascontiguousarray({name}, np.{np.dtype(REAL)})"
 
 
