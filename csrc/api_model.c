@@ -52,7 +52,7 @@ rp_status rp_model_create(const rp_config *config, const rp_limits *limits, rp_m
   *model = NULL;
   RPI_TRY(check_limits(limits));
   RPI_TRY(rp_config_check(config));
-  const rpi_float_state caller = rpi_float_enter();
+  const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_model_create(config, limits, model);
   rpi_float_leave(caller);
   return status;
@@ -67,7 +67,7 @@ rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **mo
             "model: limits.training=%d, must be 0 for a model that is opened; rp_model_create and "
             "rp_model_load make one that trains",
             limits->training);
-  const rpi_float_state caller = rpi_float_enter();
+  const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_model_open(path, limits, model);
   rpi_float_leave(caller);
   return status;
@@ -155,7 +155,7 @@ rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
-  m->caller = rpi_float_enter();
+  m->caller = rpi_float_enter(false);
   const rp_ops *ops;
   if (m->ops->host) return RP_OK;
   const rp_status status =

@@ -106,9 +106,9 @@ static _Thread_local bool in_task;
 /* Restoring puts everything back, the sticky exception flags too. */
 #if defined(__x86_64__)
 
-rpi_float_state rpi_float_enter(void) {
+rpi_float_state rpi_float_enter(bool flush) {
   const rpi_float_state saved = {_mm_getcsr(), 0};
-  _mm_setcsr(0x1F80 | 0x8000 | 0x0040); /* all masked, FTZ, DAZ */
+  _mm_setcsr(0x1F80 | (flush ? 0x8000 | 0x0040 : 0)); /* all masked; FTZ, DAZ */
   return saved;
 }
 
@@ -116,11 +116,11 @@ void rpi_float_leave(rpi_float_state saved) { _mm_setcsr((unsigned)saved.control
 
 #elif defined(__aarch64__)
 
-rpi_float_state rpi_float_enter(void) {
+rpi_float_state rpi_float_enter(bool flush) {
   rpi_float_state saved;
   __asm__ volatile("mrs %0, fpcr" : "=r"(saved.control));
   __asm__ volatile("mrs %0, fpsr" : "=r"(saved.status));
-  __asm__ volatile("msr fpcr, %0" : : "r"(UINT64_C(1) << 24)); /* FZ */
+  __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)flush << 24)); /* FZ */
   return saved;
 }
 
@@ -131,8 +131,9 @@ void rpi_float_leave(rpi_float_state saved) {
 
 #else
 
-rpi_float_state rpi_float_enter(void) {
+rpi_float_state rpi_float_enter(bool flush) {
   rpi_float_state saved;
+  (void)flush;
   feholdexcept(&saved);
   fesetround(FE_TONEAREST);
   return saved;
@@ -301,7 +302,7 @@ static void *work(void *argument) {
   const int worker = (int)(intptr_t)argument;
   uint32_t seen = pool.first_seen[worker];
   in_task = true;
-  rpi_float_enter();
+  rpi_float_enter(true);
   for (;;) {
     wait_for_work(seen);
     if (worker >= atomic_load(&pool.leave_from)) return NULL;
@@ -374,7 +375,7 @@ static void resize(int threads) {
 static void run_inline(int64_t tasks, rpi_task fn, void *context) {
   const bool nested = in_task;
   in_task = true;
-  const rpi_float_state saved = rpi_float_enter();
+  const rpi_float_state saved = rpi_float_enter(true);
   for (int64_t task = 0; task < tasks; task++) fn(context, task, 0);
   rpi_float_leave(saved);
   in_task = nested;
@@ -386,7 +387,7 @@ static void run_in_pool(int64_t tasks, int workers, rpi_task fn, void *context) 
   pool.context = context;
   in_task = true;
   publish(workers, true);
-  const rpi_float_state saved = rpi_float_enter();
+  const rpi_float_state saved = rpi_float_enter(true);
   run_tasks(0);
   rpi_float_leave(saved);
   in_task = false;

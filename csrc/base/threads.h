@@ -26,6 +26,8 @@
 #include <fenv.h>
 #endif
 
+#include <stdbool.h>
+
 #include "base/error.h"
 
 #define RPI_MAX_THREADS 1024
@@ -36,8 +38,8 @@ typedef void (*rpi_task)(void *context, int64_t task, int worker);
  * one worker). What the tasks wrote is visible to the caller. */
 void rpi_parallel_for(int64_t tasks, int workers, rpi_task fn, void *context);
 
-/* The floating-point state of a thread: rounding to nearest, no traps, denormals are zero where the
- * machine can, and then again what it was before. */
+/* The floating-point state of a thread: rounding to nearest, no traps, flush: denormals are zero
+ * where the machine can; and then again what it was before. */
 #if defined(__x86_64__) || defined(__aarch64__)
 typedef struct rpi_float_state {
   uint64_t control, status;
@@ -46,7 +48,7 @@ typedef struct rpi_float_state {
 typedef fenv_t rpi_float_state;
 #endif
 
-rpi_float_state rpi_float_enter(void);
+rpi_float_state rpi_float_enter(bool flush);
 void rpi_float_leave(rpi_float_state before);
 
 /* What rp_set_threads and rp_get_threads do, once the argument is checked: 0 is
