@@ -190,10 +190,8 @@ def _as_begun(what: Told, own: Path) -> Told:
     start = before.model.get("start")
     _check_had("start", start, what.start)
     preset = before.model.get("preset", _PRESET)
-    sizes = (
-        "source_vocabulary",
-        "target_vocabulary",
-    )  # those asked for, of which text may give fewer
+    # Sizes that were asked for: text may have given fewer, which is what a checkpoint knows.
+    sizes = ("source_vocabulary", "target_vocabulary")
     asked = {x: before.fields.get(x, getattr(Config.preset(preset), x)) for x in sizes}
     return dataclasses.replace(
         what, preset=preset, config=what.config.replace(asked), start=start, data=data, begun=True
