@@ -3,8 +3,9 @@
 #   make                    libcore.so and libcore.a in build/release/
 #   make test               build and run tests/c
 #   make test-f64           the same with double, in build/f64
-#   make asan|ubsan|tsan    the same under a sanitizer, in build/<name>/, with RELPOS_TEST_SMALL
+#   make asan               the same under ASan and UBSan, in build/sanitized, with RELPOS_TEST_SMALL
 #                           set: the same code on fewer and smaller shapes
+#   make tsan               the same under TSan, in build/tsan
 #   make isas               the same with RELPOS_ISA set to each instruction set in turn
 #   make neon               the same for AArch64 with CROSS=aarch64-linux-gnu- under QEMU
 #   make sanitized          libcore.so and libcore_f64.so under ASan and UBSan, for
@@ -62,8 +63,6 @@ NAME := core
 SANITIZE_COMMON := -O1 -g -fno-omit-frame-pointer -UNDEBUG
 VARIANT_FLAGS_release :=
 VARIANT_FLAGS_debug := -O0 -g -UNDEBUG
-VARIANT_FLAGS_asan := $(SANITIZE_COMMON) -fsanitize=address
-VARIANT_FLAGS_ubsan := $(SANITIZE_COMMON) -fsanitize=undefined -fno-sanitize-recover=all
 VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread
 VARIANT_FLAGS_f64 := -UNDEBUG -DRP_REAL_IS_DOUBLE
 VARIANT_FLAGS_sanitized := $(SANITIZE_COMMON) -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -110,14 +109,16 @@ STATIC := $(BUILD)/lib$(NAME).a
 SONAME := lib$(NAME).so.$(ABI)
 SHARED := $(BUILD)/lib$(NAME).so
 TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
-# Tests of attention on the twin of AMX's tiles, which are made for float. Not under the checker of
+# AMX's tiles are made for float. Tests of attention on their twin are not run under the checker of
 # races: threads share nothing that they do not share on other tables, and it takes too long.
-ifeq ($(filter %f64 tsan,$(VARIANT)),)
+ifneq ($(filter %f64,$(VARIANT)),)
+TESTS := $(filter-out %/test_tiles,$(TESTS))
+else ifneq ($(VARIANT),tsan)
 TESTS += $(BUILD)/tests/test_attention_tiles $(BUILD)/tests/test_attention_terms_tiles
 endif
 EXAMPLES := $(patsubst examples/c/%.c,$(BUILD)/examples/%,$(sort $(wildcard examples/c/*.c)))
 
-.PHONY: all test test-f64 asan ubsan tsan sanitized isas neon f64 examples install clean force
+.PHONY: all programs names test test-f64 asan tsan sanitized isas neon f64 examples install clean force
 .DELETE_ON_ERROR:
 
 all: $(STATIC) $(SHARED)
@@ -178,7 +179,14 @@ RUNS := $(addsuffix .run,$(filter $(LONGEST),$(TESTS)) $(filter-out $(LONGEST),$
 $(RUNS): %.run: %
 	@said=$$($(RUN) $< 2>&1); status=$$?; printf '%-28s %s\n' $(notdir $<) "$$said"; exit $$status
 
-test: $(TESTS)
+programs: $(TESTS)
+
+# For tests/test_core.py: the tests of this variant, then those that isas runs.
+names:
+	@echo $(notdir $(TESTS))
+	@echo $(notdir $(OF_THE_CHOSEN))
+
+test: programs
 	@$(MAKE) --no-print-directory --keep-going TESTS="$(TESTS)" $(RUNS)
 
 # After f64: two makes at once in one folder would write the same objects.
@@ -188,10 +196,10 @@ test-f64: f64
 # TSan needs its memory at fixed places, which the randomised layout of newer kernels may
 # take: setarch, where it is, turns that off.
 SETARCH := $(shell command -v setarch >/dev/null && setarch -R true 2>/dev/null && echo setarch -R)
-asan ubsan:
-	RELPOS_TEST_SMALL=1 $(MAKE) $(call variant,$@) test
+asan:
+	RELPOS_TEST_SMALL=1 $(MAKE) $(call variant,sanitized) test
 tsan:
-	RELPOS_TEST_SMALL=1 $(SETARCH) $(MAKE) $(call variant,$@) test
+	RELPOS_TEST_SMALL=tiny $(SETARCH) $(MAKE) $(call variant,$@) test
 
 # For programs that load the library under LD_PRELOAD=libasan.
 sanitized:
@@ -199,9 +207,11 @@ sanitized:
 	$(MAKE) $(call variant,sanitized_f64) all
 
 # Every instruction set in turn, as RELPOS_ISA would choose it. One that this machine
-# cannot run is named: the program says so with exit code 77. Without the longest of those that
-# call every table by itself, whatever was chosen.
-OF_THE_CHOSEN = $(filter-out %/test_attention %/test_attention_terms %_tiles,$(TESTS))
+# cannot run is named: the program says so with exit code 77. Without those that only call every
+# table by themselves, whatever was chosen: `make test` runs them.
+CALL_ALL := $(shell grep -l 'table_at\|attention_run.h\|gemm_tiles.c' tests/c/test_*.c)
+OF_THE_CHOSEN := $(filter-out $(filter-out %/test_attention_maps.c,$(CALL_ALL)),$(wildcard tests/c/test_*.c))
+OF_THE_CHOSEN := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(OF_THE_CHOSEN)))
 isas: $(OF_THE_CHOSEN)
 	@for isa in portable avx2 avx512 amx neon; do \
 	  RELPOS_ISA=$$isa $(RUN) $(BUILD)/tests/test_api_attention > $(BUILD)/isa.log; \
@@ -217,7 +227,7 @@ neon:
 	    "gcc-aarch64-linux-gnu and qemu-user; CROSS= and QEMU= name others"; exit 1; }; \
 	done
 	RELPOS_TEST_SMALL=1 $(MAKE) $(call variant,neon) CC=$(CROSS)gcc AR=$(CROSS)ar \
-	  RUN="$(QEMU) -L /usr/$(CROSS:%-=%)" isas
+	  RUN="$(QEMU) -L /usr/$(CROSS:%-=%)" test isas
 
 examples: $(EXAMPLES)
 

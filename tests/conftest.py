@@ -25,7 +25,7 @@ from building import make  # noqa: E402
 
 # The files that take longest, which begin first: what comes last has one of the workers idle.
 LONGEST = (
-    "test_readme.py", "test_attention.py", "test_package.py", "test_cuda_step.py",
+    "test_readme.py", "test_core.py", "test_attention.py", "test_package.py", "test_cuda_step.py",
     "test_sanitizers.py", "test_cuda_orders.py", "test_cuda_attention_backward.py",
     "test_cuda_attention_forward.py", "test_cuda_ops.py", "test_properties_terms.py",
 )  # fmt: skip
@@ -33,9 +33,9 @@ LONGEST = (
 
 # What says nothing new under another Python: what asks for libcore to reach it by ctypes, and these.
 CORE = (
-    "test_sanitizers.py", "test_disassembly.py", "test_reference.py", "test_reference_layers.py",
-    "test_cuda_emulator.py", "test_cuda_ops.py", "test_cuda_orders.py", "test_cuda_build.py",
-    "test_cuda_vectors.py",
+    "test_core.py", "test_sanitizers.py", "test_disassembly.py", "test_reference.py",
+    "test_reference_layers.py", "test_cuda_emulator.py", "test_cuda_ops.py", "test_cuda_orders.py",
+    "test_cuda_build.py", "test_cuda_vectors.py",
 )  # fmt: skip
 
 

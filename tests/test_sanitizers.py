@@ -2,7 +2,7 @@
 """The cases of test_attention.py against a build under AddressSanitizer and UBSan.
 
 A process of its own, because the sanitizer must be loaded first. What it finds ends that process
-with the place in the source. `make asan ubsan tsan` run the tests in C in the same way.
+with the place in the source. `make asan tsan` run the tests in C in the same way.
 """
 
 from __future__ import annotations

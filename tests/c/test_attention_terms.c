@@ -174,7 +174,7 @@ static shape random_shape(void) {
 
 int main(void) {
   const int64_t most = is_small_run() ? 20000 : INT64_MAX;
-  const int drawn = is_small_run() ? 40 : 150;
+  const int drawn = is_tiny_run() ? 15 : is_small_run() ? 40 : 150;
   test_one_term(most);
   for (size_t i = 0; i < sizeof alone / sizeof alone[0]; i++) test_shape(&alone[i]);
   for (int i = 0; i < drawn; i++) {

@@ -13,7 +13,7 @@
  * ones, C x = A (B x) for a random x of signs: O(n^2) instead of O(n^3), and a wrong
  * element of C cannot hide but with probability 1/2, for two such x 1/4.
  *
- * With RELPOS_TEST_SMALL set (make asan, ubsan, tsan, neon) shapes are fewer and smaller, but
+ * With RELPOS_TEST_SMALL set (make asan, tsan, neon) shapes are fewer and smaller, but
  * the same code computes them: several blocks of C and panels of B, dots and sums in C cut
  * into tasks, every transpose, every number of rows, products that wake the pool.
  */

@@ -478,7 +478,7 @@ static void test_large_headers(void) {
   taken(header);
 
   enum { PAIRS = RPI_MOST_PAIRS + 1 };
-  static char keys[PAIRS][8];
+  static char keys[PAIRS][12];
   static rpi_text_pair metadata[PAIRS];
   for (int i = 0; i < PAIRS; i++) {
     snprintf(keys[i], sizeof keys[i], "%d", i);

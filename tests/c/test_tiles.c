@@ -16,12 +16,6 @@
 #include "check.h"
 #include "isa/dispatch.h"
 
-#ifdef RP_REAL_IS_DOUBLE
-
-int main(void) { return 0; /* tiles are made for float */ }
-
-#else
-
 #define RPI_VECTOR_BYTES 16
 #define RPI_VECTORS 2
 #define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
@@ -190,5 +184,3 @@ int main(void) {
 #endif
   return check_report();
 }
-
-#endif
