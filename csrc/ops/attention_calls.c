@@ -133,7 +133,13 @@ static void backward_task(void *context, int64_t task, int worker) {
   for (int i = 0; i < RPI_SUMMED; i++) sums_clear(&at->sums[i], call->list.width[i]);
   const bool numbers = at->sums[SUM_OF_KEYS].numbers != NULL;
   pair p = at->begin;
-  for (int64_t done = 0; done < at->items; done++) {
+  for (int64_t done = 0, items = 1; done < at->items; done += items) {
+    items = rpi_min(idle_items(s, call->list.phase, &p), at->items - done);
+    if (items > 0) {
+      p = pair_after(s, call->list.phase, &p, items);
+      continue;
+    }
+    items = 1;
     const rpi_sequence seq = sequence_of(s, p.b);
     const int64_t queries = query_chunks(s, &seq).count, keys = key_chunks(s, &seq).count;
     backward_item item = {
@@ -160,7 +166,7 @@ static void backward_task(void *context, int64_t task, int worker) {
     backward_pair(&item, call->scratch[worker]);
     if (item.n.tiles) tiles_end();
     clear_padding(&item, &p, queries, keys);
-    p = pair_after(s, call->list.phase, &p);
+    p = pair_after(s, call->list.phase, &p, 1);
   }
 }
 

@@ -269,12 +269,45 @@ static pair pair_from(const rp_attention *s, int64_t phase, int64_t b, int64_t q
     const int64_t phases = phases_of(s, &seq);
     if (phase >= phases) continue;
     const int64_t queries = query_chunks(s, &seq).count, keys = key_chunks(s, &seq).count;
-    for (; query_chunk < queries; query_chunk++) {
-      const int64_t key_chunk = (query_chunk + phase) % phases;
-      if (key_chunk < keys) return (pair){b, query_chunk, key_chunk};
+    int64_t key_chunk = (query_chunk + phase) % phases;
+    if (key_chunk >= keys) { /* no such chunk, up to where key chunk 0 comes again */
+      query_chunk += phases - key_chunk;
+      key_chunk = 0;
     }
+    if (query_chunk < queries) return (pair){b, query_chunk, key_chunk};
   }
   return (pair){.b = s->B};
+}
+
+/* How many items from this one on, a query chunk after the other, see nothing, are none of the
+ * first (below), and have chunks of full size. Of a long sequence with a window that is nearly all
+ * of them, and whoever walks the items steps over them at once.
+ *
+ * With r_q and r_k rows a chunk, key 0 of an item lies g = key_chunk r_k - query_chunk r_q - start
+ * beyond its query 0, and from an item to the next g grows by r_k - r_q. Nothing is seen while
+ * g - (r_q - 1) > right, or g + (r_k - 1) < -left. */
+static int64_t idle_items(const rp_attention *s, int64_t phase, const pair *p) {
+  const rpi_sequence seq = sequence_of(s, p->b);
+  const chunks q = query_chunks(s, &seq), k = key_chunks(s, &seq);
+  if (phase == 0 || p->key_chunk == 0) return 0;
+  const sight sees = sight_of(s);
+  const int64_t step = k.rows - q.rows;
+  const int64_t nearest = p->key_chunk * k.rows - p->query_chunk * q.rows - seq.start - q.rows + 1;
+  const int64_t farthest = nearest + q.rows + k.rows - 2;
+  int64_t idle = rpi_min(q.count - 1 - p->query_chunk, k.count - 1 - p->key_chunk);
+  if (nearest > sees.right) {
+    if (step < 0) idle = rpi_min(idle, rpi_divide_up(nearest - sees.right, -step));
+  } else if (farthest < -sees.left) {
+    if (step > 0) idle = rpi_min(idle, rpi_divide_up(-sees.left - farthest, step));
+  } else {
+    idle = 0;
+  }
+  return rpi_max(idle, 0);
+}
+
+/* The item `count` after this one. */
+static pair pair_after(const rp_attention *s, int64_t phase, const pair *p, int64_t count) {
+  return pair_from(s, phase, p->b, p->query_chunk + count);
 }
 
 /* Does this item meet its chunk of queries (keys) before any other item does? It

@@ -64,10 +64,15 @@ static table_sums widened(table_sums sums, const term *t, const reach *r) {
   return sums;
 }
 
+/* Does an item meet only some rows of a looked-up table, those that its positions span? */
+static bool met_by_positions(const lookup *x) {
+  return x->way == LOOKUP_MET && x->relation->map == RP_MAP_BAND && !x->relation->buckets;
+}
+
 /* Rows of a looked-up table that an item can meet, as first and last of its sums. */
 static table_sums met_by(const rp_attention *s, const lookup *x, const rpi_sequence *seq, int64_t b,
                          const rectangle *r) {
-  if (x->way != LOOKUP_MET || x->relation->map != RP_MAP_BAND || x->relation->buckets) {
+  if (!met_by_positions(x)) {
     return (table_sums){.first = 0, .last = x->rows - 1};
   }
   const places at = places_of(x->relation, s, seq, b, r->query, r->key);
@@ -104,19 +109,28 @@ static int64_t pair_cost(const rectangle *r) {
   return rpi_max(r->rows, 0) * rpi_max(r->keys, 0) + 1;
 }
 
-static pair pair_after(const rp_attention *s, int64_t phase, const pair *p) {
-  return pair_from(s, phase, p->b, p->query_chunk + 1);
+/* Items from this one on that are alike: idle ones cost the same, and widen sums that another of
+ * them began by nothing. Not where the rows that an item can meet are a matter of positions: there
+ * each is one by itself. */
+static int64_t alike(const slot_list *list, int64_t phase, const pair *p) {
+  for (int i = 0; i < list->pairs.count; i++) {
+    if (met_by_positions(&list->pairs.list[i])) return 1;
+  }
+  return rpi_max(idle_items(list->shape, phase, p), 1);
 }
 
 /* The most work that a slot of this phase takes on. */
-static int64_t slot_share(const rp_attention *s, int64_t phase, int64_t slots) {
+static int64_t slot_share(const slot_list *list, int64_t phase) {
+  const rp_attention *const s = list->shape;
   int64_t total = 0;
-  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_after(s, phase, &p)) {
+  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B;) {
     const rpi_sequence seq = sequence_of(s, p.b);
     const rectangle r = rectangle_of(s, &seq, &p);
-    total += pair_cost(&r);
+    const int64_t items = alike(list, phase, &p);
+    total += items * pair_cost(&r);
+    p = pair_after(s, phase, &p, items);
   }
-  const int64_t per_head = rpi_divide_up(slots, s->H);
+  const int64_t per_head = rpi_divide_up(list->few, s->H);
   return rpi_max(rpi_divide_up(total, per_head), RPI_SLOT_PAIRS);
 }
 
@@ -137,12 +151,12 @@ static void widen_all(const slot_list *list, slot *wider, const rpi_sequence *se
 static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
   const rp_attention *const s = list->shape;
   const sight sees = sight_of(s);
-  const int64_t share = slot_share(s, phase, list->few);
+  const int64_t share = slot_share(list, phase);
   slot empty = {.head = 0};
   for (int i = 0; i < RPI_SUMMED; i++) empty.sums[i].first = 1;
   int64_t count = 0, cost = 0;
   slot current = empty;
-  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B; p = pair_after(s, phase, &p)) {
+  for (pair p = pair_from(s, phase, 0, 0); p.b < s->B;) {
     const rpi_sequence seq = sequence_of(s, p.b);
     const rectangle r = rectangle_of(s, &seq, &p);
     const reach reached = reach_of(&seq, &sees, r.query, r.rows, r.key, r.keys);
@@ -152,17 +166,22 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
     for (int i = 0; i < BAND_SUMS + list->pairs.count; i++) {
       too_wide |= columns_of(&wider.sums[i]) >= list->most[i] && list->most[i] > 0;
     }
-    if (count == 0 || cost + pair_cost(&r) > share || too_wide) {
+    const int64_t each = pair_cost(&r);
+    if (count == 0 || cost + each > share || too_wide) {
       count++;
       cost = 0;
       wider = empty;
       wider.begin = p;
       widen_all(list, &wider, &seq, &p, &r, &reached);
     }
-    wider.items++;
-    cost += pair_cost(&r);
+    /* this one, and of those like it as many as the slot has a share for */
+    const int64_t fit = rpi_max((share - cost) / each, 1);
+    const int64_t items = fit == 1 ? 1 : rpi_min(alike(list, phase, &p), fit);
+    wider.items += items;
+    cost += items * each;
     current = wider;
     if (slots) slots[count - 1] = current;
+    p = pair_after(s, phase, &p, items);
   }
   return count;
 }
@@ -269,6 +288,7 @@ typedef struct reduction {
   int sums; /* SUM_OF_..., or of a looked-up term */
   bool looked_up, number, with_bias;
   int64_t width, rows, tables, tasks_per_table, rows_per_task;
+  int64_t first_task; /* task 1 of a table has these rows; task 0 the first rows of all */
   real factor;
   real *gradient;
 } reduction;
@@ -292,12 +312,34 @@ static void reduce_line(const reduction *r, const slot *from, int64_t line, real
   }
 }
 
+/* The tasks of a table: the first rows, where the head is, and those that slots of this phase have
+ * something for. Of a long table that is little, and phases are many then. */
+static void choose_tasks(reduction *r) {
+  const slot_list *const list = r->list;
+  const int64_t blocks = rpi_divide_up(r->rows, r->rows_per_task);
+  r->first_task = 1;
+  r->tasks_per_table = blocks;
+  if (!r->looked_up && r->relation->buckets) return; /* any row then */
+  table_sums met = {.first = 1};
+  for (int64_t i = 0; i < list->per_head; i++) met = joined(met, list->slots[i].sums[r->sums]);
+  if (met.first > met.last) {
+    r->tasks_per_table = rpi_min(blocks, 1);
+    return;
+  }
+  const int64_t to_row = r->looked_up ? 0 : r->relation->left;
+  const int64_t first = rpi_max(met.first + to_row, 0) / r->rows_per_task;
+  const int64_t last = rpi_min(met.last + to_row, r->rows - 1) / r->rows_per_task;
+  r->first_task = rpi_max(rpi_min(first, blocks - 1), 1);
+  r->tasks_per_table = rpi_max(last - r->first_task + 1, 0) + 1;
+}
+
 /* One part of one table: some of its rows, over all slots in order. */
 static void reduce_task(void *context, int64_t task, int worker) {
   (void)worker;
   const reduction *const r = context;
   const int64_t table = task / r->tasks_per_table;
-  const int64_t begin = task % r->tasks_per_table * r->rows_per_task;
+  const int64_t part = task % r->tasks_per_table;
+  const int64_t begin = (part ? part - 1 + r->first_task : 0) * r->rows_per_task;
   const int64_t end = rpi_min(begin + r->rows_per_task, r->rows);
   const int64_t slots = r->list->per_head * (r->tables > 1 ? 1 : r->list->shape->H);
   const slot *const from = r->list->slots + table * r->list->per_head;
@@ -349,7 +391,7 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
     if (x->kind == kind && x->place == place) r.sums = BAND_SUMS + i;
   }
   r.rows_per_task = relation->buckets && !r.looked_up ? RPI_REDUCE_BUCKETS : RPI_REDUCE;
-  r.tasks_per_table = rpi_divide_up(r.rows, r.rows_per_task);
+  choose_tasks(&r);
   rpi_parallel_for(r.tasks_per_table * r.tables, workers, reduce_task, &r);
 }
 

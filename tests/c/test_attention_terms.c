@@ -120,6 +120,15 @@ static const shape alone[] = {
     {1, 1, 420, 300, 16, 16, .window = true, .window_left = 100, .window_right = 90,
      .key = {.table = SHARED, .left = 500, .right = 80}, .value = {.table = SHARED, .left = 40},
      START},
+    /* windows that most pairs of chunks lie beyond: those have nothing to do (attention_plan.h) */
+    {1, 1, 1100, 1090, 8, 8, .window = true, .window_left = 30, .window_right = 3,
+     .key = {.table = SHARED, .left = 1100, .right = 1100}, .query = {.table = SHARED, .left = 9},
+     .bias = {.table = SHARED, .left = 5, .right = 5}, .value = {.table = SHARED, .right = 900},
+     START},
+    {2, 1, 1000, 300, 8, 8, .window = true, .window_left = 70, .window_right = 0, .start = -200,
+     .key = {.table = SHARED, .left = 20, .right = 20}, .position_bias = true, .lengths = RAGGED},
+    {1, 1, 200, 1000, 8, 8, .window = true, .window_left = 3, .window_right = 40, .start = 600,
+     .value = {.table = SHARED, .left = 900, .right = 900}},
     /* with many heads chunks of more than a block: the last begins some strips further on */
     {2, 8, 230, 240, 9, 12, .key = {.table = SHARED, .left = 500, .right = 480},
      .value = {.table = SHARED, .left = 490, .right = 200}, .position_bias = true, START},
