@@ -4,7 +4,7 @@
  */
 #include <math.h>
 
-#include "file/config_metadata.h"
+#include "file/model_file.h"
 #include "model/config.h"
 #include "train/schedule.h"
 
@@ -52,7 +52,7 @@ rp_status rp_config_check(const rp_config *config) {
 rp_status rp_config_load(const char *path, rp_config *config) {
   RPI_TRY(check_given("rp_config_load", "path", path));
   RPI_TRY(check_given("rp_config_load", "config", config));
-  return rpi_config_load(path, config);
+  return rpi_weights_config(path, config);
 }
 
 /* A rate has no status beside it: NaN says that there is none, and the sentence why. */

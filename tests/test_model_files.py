@@ -407,6 +407,39 @@ def test_an_optimizer_is_not_weights(tmp_path: Path) -> None:
     assert_same_bits(state_of(model), before)
 
 
+def test_sizes_without_tensors_are_not_believed(tmp_path: Path) -> None:
+    """A file of a few kB says 16 GB of weights; with less memory than that it is refused by name."""
+    path = tmp_path / "model.safetensors"
+    trained(1).save(path)
+    header = header_of(path)
+    told = header["__metadata__"]
+    told.update({"width": "32768", "heads": "8", "feed_forward": "65536"})
+    for tensors in ({}, {n: x for n, x in header.items() if n != "__metadata__"}):
+        text = json.dumps({"__metadata__": told, **tensors}).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text)
+        code = f"""
+import resource, relpos
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+for training in (False, True):
+    try:
+        relpos.Transformer.load({str(path)!r}, training=training)
+    except OSError as error:
+        assert "source_embedding.weight" in str(error), error
+        assert "is missing" in str(error) or "32768]" in str(error), error
+    else:
+        raise AssertionError(training)
+"""
+        path_of_package = os.pathsep.join(map(os.path.abspath, sys.path))
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": path_of_package},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 # ---- pipes ---------------------------------------------------------------------------------------
 
 

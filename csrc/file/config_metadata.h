@@ -23,7 +23,8 @@ typedef struct rpi_config_pairs {
 /* The pairs point into *to itself: it is not to be copied. */
 rp_status rpi_config_pairs_of(const rp_config *config, rpi_config_pairs *to);
 
-/* The configuration that the file at path carries, checked; *config is untouched on failure. */
+/* The configuration that the file at path carries, checked by itself: the file's tensors may be
+ * others (model_file.h). *config is untouched on failure. */
 rp_status rpi_config_load(const char *path, rp_config *config);
 
 #endif

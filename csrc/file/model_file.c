@@ -20,9 +20,9 @@ typedef struct listing {
   char (*names)[RPI_NAME];
 } listing;
 
-static void add_all(const rp_model *m, const char *prefix, real *numbers, listing *to) {
-  for (int64_t p = 0; p < m->layout.count; p++) {
-    const rpi_parameter *const from = &m->layout.parameters[p];
+static void add_all(const rpi_layout *layout, const char *prefix, real *numbers, listing *to) {
+  for (int64_t p = 0; p < layout->count; p++) {
+    const rpi_parameter *const from = &layout->parameters[p];
     snprintf(to->names[to->count], RPI_NAME, "%s%s", prefix, from->name);
     to->tensors[to->count] = (rpi_tensor){.name = to->names[to->count],
                                           .dimensions = from->dimensions,
@@ -38,6 +38,15 @@ static void release(listing *l) {
   rpi_release(l->names);
 }
 
+static rp_status make_room(int64_t most, listing *to) {
+  *to = (listing){.tensors = rpi_allocate((size_t)most * sizeof *to->tensors),
+                  .names = rpi_allocate((size_t)most * sizeof *to->names)};
+  if (to->tensors && to->names) return RP_OK;
+  release(to);
+  return rpi_fail(RP_ERROR_MEMORY, "model: no memory for the names of %lld tensors",
+                  (rpi_wide)most);
+}
+
 static rp_status list(const rp_model *m, int what, listing *to) {
   RPI_CHECK(what >= RP_SAVE_WEIGHTS && what <= RP_SAVE_OPTIMIZER, RP_ERROR_ARGUMENT,
             "model: what=%d, must be one of RP_SAVE_...", what);
@@ -45,19 +54,14 @@ static rp_status list(const rp_model *m, int what, listing *to) {
             "model: it keeps no average; ema is 0, or it was made without training");
   RPI_CHECK(what != RP_SAVE_OPTIMIZER || m->moment1, RP_ERROR_ORDER,
             "model: it was made with limits.training=0 and has no moments");
-  const size_t most = 3 * (size_t)m->layout.count;
-  *to = (listing){.tensors = rpi_allocate(most * sizeof *to->tensors),
-                  .names = rpi_allocate(most * sizeof *to->names)};
-  if (!to->tensors || !to->names) {
-    release(to);
-    return rpi_fail(RP_ERROR_MEMORY, "model: no memory for the names of %zu tensors", most);
-  }
-  if (what == RP_SAVE_WEIGHTS) add_all(m, "", m->weights, to);
-  if (what == RP_SAVE_AVERAGE) add_all(m, "", m->average, to);
+  const rpi_layout *const layout = &m->layout;
+  RPI_TRY(make_room(3 * layout->count, to));
+  if (what == RP_SAVE_WEIGHTS) add_all(layout, "", m->weights, to);
+  if (what == RP_SAVE_AVERAGE) add_all(layout, "", m->average, to);
   if (what != RP_SAVE_OPTIMIZER) return RP_OK;
-  add_all(m, "moment1.", m->moment1, to);
-  add_all(m, "moment2.", m->moment2, to);
-  if (m->average) add_all(m, "average.", m->average, to);
+  add_all(layout, "moment1.", m->moment1, to);
+  add_all(layout, "moment2.", m->moment2, to);
+  if (m->average) add_all(layout, "average.", m->average, to);
   return RP_OK;
 }
 
@@ -202,6 +206,40 @@ rp_status rpi_model_load(rp_model *m, const char *path, int what) {
 
 /* ---- a model from a file --------------------------------------------------- */
 
+static rp_status check_tensors(const char *path, const rpi_layout *layout) {
+  listing l = {.count = 0};
+  RPI_TRY(make_room(layout->count, &l));
+  add_all(layout, "", NULL, &l);
+  const rp_status status = rpi_safetensors_check(path, l.tensors, l.count);
+  release(&l);
+  return status;
+}
+
+/* Has the file the tensors of its configuration? Whoever makes a model of it allocates what the
+ * configuration says, which may be anything; so the tensors, which must be there, are asked first.
+ * Names and shapes of 2,048 layers take 11 MB. */
+static rp_status check_weights(const char *path, const rp_config *config) {
+  rpi_layout layout;
+  rpi_arena counting = rpi_arena_counting();
+  rpi_layout_make(config, &counting, &layout);
+  void *const memory = rpi_allocate((size_t)counting.used);
+  RPI_CHECK(memory, RP_ERROR_MEMORY, "model: no memory for %lld bytes of its layout",
+            (rpi_wide)counting.used);
+  rpi_arena arena = rpi_arena_over(memory, counting.used);
+  rpi_layout_make(config, &arena, &layout);
+  const rp_status status = check_tensors(path, &layout);
+  rpi_release(memory);
+  return status;
+}
+
+rp_status rpi_weights_config(const char *path, rp_config *config) {
+  rp_config found;
+  RPI_TRY(rpi_config_load(path, &found));
+  RPI_TRY(check_weights(path, &found));
+  *config = found;
+  return RP_OK;
+}
+
 static rp_status map_weights(rp_model *m, const char *path) {
   listing l = {.count = 0};
   RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
@@ -221,7 +259,7 @@ static rp_status take_weights(rp_model *m, const char *path) {
 rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {
   rp_config config;
   rp_model *m = NULL;
-  RPI_TRY(rpi_config_load(path, &config));
+  RPI_TRY(rpi_weights_config(path, &config));
   RPI_TRY(rpi_model_create_bare(&config, limits, &m));
   const rp_status status = take_weights(m, path);
   if (status == RP_OK) *model = m;

@@ -462,6 +462,31 @@ rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int6
 
 /* ---- mapping tensors ----------------------------------------------------- */
 
+/* The whole file, whose data of so many bytes come next, and whether it ends where they do. No
+ * mapping where it cannot be mapped. */
+static rp_status map_all(const rpi_file *file, int64_t bytes, rpi_mapping *mapping) {
+  *mapping = (rpi_mapping){.memory = NULL};
+  if (rpi_file_map(file, mapping) != RP_OK) return RP_OK;
+  const int64_t there = mapping->bytes, expected = file->position + bytes;
+  if (there == expected) return RP_OK;
+  rpi_file_unmap(mapping);
+  return rpi_fail(RP_ERROR_FILE, "cannot read '%s': it has %lld bytes, where %lld were expected",
+                  file->path, (rpi_wide)there, (rpi_wide)expected);
+}
+
+rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count) {
+  rpi_file file;
+  rpi_mapping mapping;
+  wanted w;
+  int64_t bytes = 0;
+  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  const rp_status status = map_all(&file, bytes, &mapping);
+  rpi_file_unmap(&mapping);
+  rpi_file_close(&file);
+  rpi_release(w.spans);
+  return status;
+}
+
 static bool lie_as_wanted(const wanted *w) {
   for (int64_t i = 0; i < w->count; i++) {
     const span *const s = &w->spans[i];
@@ -474,16 +499,9 @@ static bool lie_as_wanted(const wanted *w) {
 static rp_status map_data(const rpi_file *file, const wanted *w, int64_t bytes,
                           rpi_mapping *mapping, rp_real **data) {
   if (file->position % RPI_ALIGN != 0 || !lie_as_wanted(w)) return RP_OK;
-  if (rpi_file_map(file, mapping) != RP_OK) return RP_OK;
-  const int64_t expected = file->position + bytes;
-  if (mapping->bytes == expected) {
-    *data = (rp_real *)((char *)mapping->memory + file->position);
-    return RP_OK;
-  }
-  const int64_t there = mapping->bytes;
-  rpi_file_unmap(mapping);
-  return rpi_fail(RP_ERROR_FILE, "cannot read '%s': it has %lld bytes, where %lld were expected",
-                  file->path, (rpi_wide)there, (rpi_wide)expected);
+  RPI_TRY(map_all(file, bytes, mapping));
+  if (mapping->memory) *data = (rp_real *)((char *)mapping->memory + file->position);
+  return RP_OK;
 }
 
 rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,

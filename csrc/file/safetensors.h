@@ -41,6 +41,10 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
  * failure: the data wait in memory of their own until all of them are there. */
 rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count);
 
+/* Are these tensors what the file has, all of them, with their data? Fails as rpi_safetensors_read
+ * does, and allocates no more than the header and some bytes a tensor. */
+rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count);
+
 /* As rpi_safetensors_read, but without a copy: *data is then the place 0 of these tensors in the
  * mapped file, and theirs is not looked at. NULL, with RP_OK and no mapping, where the file has
  * them in other places, does not begin its data at a multiple of RPI_ALIGN, or cannot be mapped. */

@@ -135,12 +135,14 @@ static const rpi_io faulty_io = {faulty_open,  faulty_read,   faulty_write,  fau
 
 static struct {
   int calls, fail_at, held;
+  size_t most; /* bytes that one call asked for */
 } memory;
 
 static void *faulty_allocate(void *context, size_t bytes) {
   (void)context;
   void *block = NULL;
   if (++memory.calls == memory.fail_at) return NULL;
+  if (bytes > memory.most) memory.most = bytes;
   /* exactly so many bytes, for ASan to see the one beyond */
   if (posix_memalign(&block, RPI_ALIGN, bytes != 0 ? bytes : 1) != 0) return NULL;
   memory.held++;

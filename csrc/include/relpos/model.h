@@ -428,7 +428,8 @@ RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
  * rp_model_save does it, but not be written into or cut short while the model lives. */
 RP_API rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model);
 
-/* The configuration that a file of weights carries. */
+/* The configuration that a file of weights carries. RP_ERROR_FILE also where the file has other
+ * tensors than it says, so that sizes need not be believed. */
 RP_API rp_status rp_config_load(const char *path, rp_config *config);
 
 /* ------------------------------------------------------------------------
