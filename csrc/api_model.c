@@ -203,8 +203,17 @@ static rp_status check_nothing_accumulated(const rp_model *m) {
   return RP_OK;
 }
 
-static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
+/* Counters beyond these would be saved, and refused when they are read. */
+static rp_status check_update(const rp_model *m) {
   RPI_TRY(check_training(m));
+  RPI_CHECK(m->attempt < RPI_MOST_STEPS, RP_ERROR_ORDER,
+            "model: attempt=%lld, of at most 2^40, has been made; rp_model_set_counters sets it",
+            (rpi_wide)m->attempt);
+  return RP_OK;
+}
+
+static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
+  RPI_TRY(check_update(m));
   RPI_TRY(check_result(result));
   RPI_CHECK(count >= 1, RP_ERROR_ARGUMENT, "model: count=%lld batches, must be at least 1",
             (rpi_wide)count);
@@ -241,7 +250,7 @@ rp_status rp_model_backward(rp_model *m, const rp_batch *batch, rp_result *resul
 }
 
 static rp_status update(rp_model *m, rp_result *result) {
-  RPI_TRY(check_training(m));
+  RPI_TRY(check_update(m));
   RPI_TRY(check_result(result));
   RPI_CHECK(m->batches != 0, RP_ERROR_ORDER,
             "model: nothing is accumulated; rp_model_backward comes before rp_model_update");

@@ -407,6 +407,25 @@ def test_an_optimizer_is_not_weights(tmp_path: Path) -> None:
     assert_same_bits(state_of(model), before)
 
 
+def test_counters_that_are_saved_can_be_read(tmp_path: Path) -> None:
+    model, other = trained(1), trained(1)
+    most = 2**40
+    model.counters = (most - 2, most - 1)
+    model.step(pairs())
+    assert model.counters == (most - 1, most)
+    model.save(tmp_path / "optimizer", "optimizer")
+    other.restore(tmp_path / "optimizer", "optimizer")
+    assert other.counters == (most - 1, most)
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match=rf"attempt={most}, of at most 2\^40"):
+        model.step(pairs())
+    model.backward(pairs())
+    with pytest.raises(RuntimeError, match=rf"attempt={most}, of at most 2\^40"):
+        model.update()
+    assert model.counters == (most - 1, most)
+    assert_same_bits(state_of(model), before)
+
+
 def test_sizes_without_tensors_are_not_believed(tmp_path: Path) -> None:
     """A file of a few kB says 16 GB of weights; with less memory than that it is refused by name."""
     path = tmp_path / "model.safetensors"

@@ -334,7 +334,8 @@ RP_API rp_status rp_model_update(rp_model *model, rp_result *result);
 RP_API rp_status rp_model_zero_gradients(rp_model *model);
 
 /* Updates made, and tried: they decide the learning rate and dropout's masks. Asking for step waits
- * for all updates that were begun. */
+ * for all updates that were begun. 0 <= step <= attempt <= 2^40, which is also as far as they
+ * count: an update after that is RP_ERROR_ORDER. */
 RP_API rp_status rp_model_counters(rp_model *model, int64_t *step, int64_t *attempt);
 RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t attempt);
 
