@@ -57,14 +57,15 @@ rp_status rp_build_info_get(rp_build_info *info) {
   RPI_CHECK(size >= first_version, RP_ERROR_ARGUMENT,
             "rp_build_info_get: info.struct_size is %zu, expected sizeof(rp_build_info) = %zu",
             size, sizeof(rp_build_info));
-  const rp_ops *ops;
+  const rp_ops *ops = NULL;
+  (void)rpi_ops_get(&ops);
   const rp_build_info known = {
       .struct_size = size,
       .version = RP_VERSION,
       .compiler = COMPILER,
       .flags = RPI_BUILD_FLAGS,
       /* A bad RELPOS_ISA is not this function's failure: bug reports need it most. */
-      .isa = rpi_ops_get(&ops) == RP_OK ? ops->name : "none",
+      .isa = ops ? ops->name : "none",
       .isa_available = rpi_ops_available(),
       .blas = rpi_blas_description(),
       .real_bytes = (int)sizeof(rp_real),

@@ -357,3 +357,18 @@ def test_an_unknown_instruction_set_is_refused(libraries: dict[str, Path]) -> No
         assert "RELPOS_ISA" in message and "vax" in message
     assert core.build_info()["isa"] not in capi.ISAS
     del alive
+
+
+def test_a_bad_number_of_threads_is_refused(libraries: dict[str, Path]) -> None:
+    """By the first call that computes, until the number is set; reports go on."""
+    with capi.environment("RELPOS_NUM_THREADS", "many"):
+        core = capi.Core(libraries["f32"])
+        call, alive = capi.describe(core, BASE, make_arrays(BASE, core.dtype))
+        for _ in range(2):
+            assert core.lib.rp_attention_workspace(ctypes.byref(call), None, None) == capi.ARGUMENT
+            message = core.lib.rp_last_error().decode()
+            assert message.startswith("RELPOS_NUM_THREADS: ") and message.endswith("got 'many'")
+        assert core.build_info()["isa"] in capi.ISAS
+    core.set_threads(2)
+    assert core.lib.rp_attention_workspace(ctypes.byref(call), None, None) == 0
+    del alive

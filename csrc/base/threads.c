@@ -37,6 +37,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
@@ -95,6 +96,7 @@ static atomic_int wanted;
 /* Written once, under their pthread_once. */
 static pthread_once_t default_once = PTHREAD_ONCE_INIT;
 static int default_threads;
+static char refused[32]; /* RELPOS_NUM_THREADS, cut to fit, where it is no number of threads */
 static int cores;
 static pthread_once_t atfork_once = PTHREAD_ONCE_INIT;
 
@@ -155,9 +157,21 @@ static int count_cores(void) {
   return online < 1 ? 1 : online > RPI_MAX_THREADS ? RPI_MAX_THREADS : (int)online;
 }
 
-/* The number a variable starts with ("4" and "4,2" are 4), 0 where there is none. */
-static int environment_number(const char *name) {
-  const char *text = getenv(name);
+/* RELPOS_NUM_THREADS, 0 where it is not set or empty. */
+static int own_number(void) {
+  const char *const text = getenv("RELPOS_NUM_THREADS");
+  if (text == NULL || *text == '\0') return 0;
+  char *end;
+  const long number = strtol(text, &end, 10);
+  if (*end == '\0' && number >= 1 && number <= RPI_MAX_THREADS) return (int)number;
+  snprintf(refused, sizeof refused, "%s", text);
+  return 0;
+}
+
+/* OMP_NUM_THREADS is for others too, who take more than a number: the one that it starts with ("4"
+ * and "4,2" are 4), 0 where there is none. */
+static int common_number(void) {
+  const char *const text = getenv("OMP_NUM_THREADS");
   if (text == NULL) return 0;
   char *end;
   const long number = strtol(text, &end, 10);
@@ -167,8 +181,8 @@ static int environment_number(const char *name) {
 
 static void find_default(void) {
   cores = count_cores();
-  default_threads = environment_number("RELPOS_NUM_THREADS");
-  if (default_threads == 0) default_threads = environment_number("OMP_NUM_THREADS");
+  default_threads = own_number();
+  if (default_threads == 0) default_threads = common_number();
   if (default_threads == 0) default_threads = cores;
 }
 
@@ -178,6 +192,15 @@ int rpi_threads_get(void) {
   pthread_once(&default_once, find_default);
   const int threads = atomic_load(&wanted);
   return threads != 0 ? threads : default_threads;
+}
+
+rp_status rpi_threads_check(void) {
+  char quoted[RPI_QUOTE];
+  pthread_once(&default_once, find_default);
+  RPI_CHECK(refused[0] == '\0' || atomic_load(&wanted) != 0, RP_ERROR_ARGUMENT,
+            "RELPOS_NUM_THREADS: expected a number of threads from 1 to %d, got %s",
+            RPI_MAX_THREADS, rpi_quote(refused, quoted));
+  return RP_OK;
 }
 
 /* ---- waiting --------------------------------------------------------------- */

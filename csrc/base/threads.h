@@ -56,4 +56,8 @@ void rpi_float_leave(rpi_float_state before);
 void rpi_threads_set(int threads);
 int rpi_threads_get(void);
 
+/* RP_ERROR_ARGUMENT, again at every call, where the default is to come from RELPOS_NUM_THREADS and
+ * that is no number from 1 to 1024. rpi_threads_get does without it then. */
+rp_status rpi_threads_check(void);
+
 #endif

@@ -17,6 +17,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/threads.h"
+
 #define LIBRARY "librelpos_cuda.so"
 
 /* Written by open_library() under pthread_once, only read after it. */
@@ -134,7 +136,7 @@ rp_status rpi_device_ops(const char *device, const rp_ops **ops) {
   if (is_cpu(device)) return rpi_ops_get(ops);
   RPI_TRY(select_gpu(device));
   *ops = door->ops;
-  return RP_OK;
+  return rpi_threads_check(); /* the host has a share in the work */
 }
 
 rp_status rpi_device_wait(const char *device) {

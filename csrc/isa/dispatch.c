@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "base/cpu.h"
+#include "base/threads.h"
 
 static const struct candidate {
   const rp_ops *ops;
@@ -70,7 +71,7 @@ rp_status rpi_ops_get(const rp_ops **ops) {
   RPI_CHECK(chosen != NULL, RP_ERROR_ARGUMENT, "RELPOS_ISA: '%s' %s; available here: %s", requested,
             is_known(requested) ? "cannot run on this machine" : "is unknown", available);
   *ops = chosen;
-  return RP_OK;
+  return rpi_threads_check();
 }
 
 const char *rpi_ops_available(void) {

@@ -10,7 +10,8 @@
 extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_amx, rpi_ops_neon;
 
 /* The best table this machine can run, or the one RELPOS_ISA names. An unknown
- * or unavailable name is RP_ERROR_ARGUMENT, again at every call. */
+ * or unavailable name is RP_ERROR_ARGUMENT, again at every call; so is a RELPOS_NUM_THREADS that is
+ * no number of threads (base/threads.h), but then *ops is set. */
 rp_status rpi_ops_get(const rp_ops **ops);
 
 /* Names of the tables that can run here, best last, separated by spaces. */

@@ -446,8 +446,9 @@ static void test_default_number(void) {
   CHECK_INT(default_with("3", "5", 0), 3);
   CHECK_INT(default_with(NULL, "5", 0), 5);
   CHECK_INT(default_with("", "5,2,1", 0), 5);
-  CHECK_INT(default_with("zero", " 7", 0), 7);
-  CHECK_INT(default_with("100000", NULL, 0), 201); /* 1024 */
+  CHECK_INT(default_with("zero", " 7", 0), 7);     /* and a refusal: test_refused_number */
+  CHECK_INT(default_with(NULL, "100000", 0), 201); /* 1024 */
+  CHECK_INT(default_with("1024", NULL, 0), 201);
   CHECK_INT(default_with(NULL, NULL, 1), 1);
   CHECK_INT(default_with("0", "-4", 1), 1);
   cpu_set_t all;
@@ -455,9 +456,53 @@ static void test_default_number(void) {
   if (CPU_COUNT(&all) <= 200) CHECK_INT(default_with(NULL, NULL, 0), CPU_COUNT(&all));
 }
 
+/* In a child, whose default is not settled. */
+static void check_number(const char *text, bool refused) {
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv("RELPOS_NUM_THREADS", text, 1);
+    for (int i = 0; i < 2; i++) {
+      CHECK_INT(rpi_threads_check(), refused ? RP_ERROR_ARGUMENT : RP_OK);
+      if (refused) CHECK_TEXT(rp_last_error(), "RELPOS_NUM_THREADS: expected a number of threads");
+      if (refused) CHECK_TEXT(rp_last_error(), "from 1 to 1024, got '");
+      if (refused) CHECK_TEXT(rp_last_error(), text);
+    }
+    CHECK(rpi_threads_get() >= 1);
+    rpi_threads_set(2); /* whoever says how many needs no default */
+    CHECK_INT(rpi_threads_check(), RP_OK);
+    rpi_threads_set(0);
+    CHECK_INT(rpi_threads_check(), refused ? RP_ERROR_ARGUMENT : RP_OK);
+    fflush(stdout);
+    _exit(check_failed != 0);
+  }
+  int status = 1;
+  CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  if (!CHECK_INT(status, 0)) printf(" (RELPOS_NUM_THREADS=%s)", text);
+}
+
+static void test_refused_number(void) {
+  static const char *const refused[] = {"abc",
+                                        "0",
+                                        "-1",
+                                        "1e9",
+                                        "1025",
+                                        "1000000000",
+                                        "4,2",
+                                        "3 ",
+                                        "2x",
+                                        " ",
+                                        "99999999999999999999"};
+  for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++) check_number(refused[i], true);
+  check_number("", false);
+  check_number("1", false);
+  check_number("1024", false);
+}
+
 int main(void) {
   const bool fork_works = fork_allows_threads();
   test_default_number();
+  test_refused_number();
   CHECK_INT(run_child(computes_alone), 0); /* before there is any thread to keep */
   test_every_task_once();
   test_workers_are_bounded();

@@ -369,9 +369,9 @@ RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t l
  * 5. Threads, instruction sets, build information
  * ------------------------------------------------------------------------ */
 
-/* Threads used by every later call, the caller's included. 0 returns to the
- * default: RELPOS_NUM_THREADS, else OMP_NUM_THREADS, else the cores this process
- * may run on. Results do not depend on it. At most 1024. */
+/* Threads used by every later call, the caller's included, at most 1024; results do not depend on
+ * it. 0 returns to the default: RELPOS_NUM_THREADS (a bad one is an error of calls that compute),
+ * else OMP_NUM_THREADS, else the cores this process may run on. */
 RP_API rp_status rp_set_threads(int threads);
 RP_API int rp_get_threads(void);
 
