@@ -336,9 +336,8 @@ static inline rp_rotation rp_rotation_default(void) {
   return r;
 }
 
-/* Turns x into out, which may be x itself (the same data and strides) but not overlap it
- * otherwise. Angles are computed in double. Allocates nothing. Fails with
- * RP_ERROR_ARGUMENT or RP_ERROR_SHAPE. */
+/* Turns x into out, which may be x itself (same data and strides) but not overlap it otherwise.
+ * Angles are doubles. Allocates nothing. Fails with RP_ERROR_ARGUMENT or RP_ERROR_SHAPE. */
 RP_API rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out);
 
 /* How frequencies fall with c. */
@@ -348,18 +347,19 @@ enum {
 };
 
 /* frequencies[c] for c below pairs. base > 0, 10000 in the literature; NTK scaling by f is
- * base * f^(pairs / (pairs - 1)), linear scaling divides the result by f. */
+ * base * f^(pairs / (pairs - 1)), linear scaling divides all by f. Fails as rp_rotate does. */
 RP_API rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies);
 
 /* Sinusoidal positions: row r of table[rows][width] has sin t and cos t, with t = (first + r) *
  * frequencies[c] for c below width / 2: the sines in one half and the cosines in the other, or
- * interleaved, sine first. The last column of an odd width is zero. */
+ * interleaved, sine first. The last column of an odd width is zero. Fails as rp_rotate does. */
 RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
                              const double *frequencies, rp_real *table);
 
 /* Transformer-XL's relations: row left - t of table[H][left + 1 + right][D] is weight[H D][width]
  * times the sinusoid of t. waves: those from 0 to the longest distance, in halves; both signs of t
- * share one product. rp_wave_gradient adds the gradient of weight to dweight. */
+ * share one product. rp_wave_gradient adds the gradient of weight to dweight. Both
+ * fail as rp_rotate does, or with RP_ERROR_MEMORY. */
 RP_API rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
                                const rp_real *waves, const rp_real *weight, rp_real *table);
 RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
