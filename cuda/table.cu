@@ -122,6 +122,17 @@ rp_status wait() {
   return RP_OK;
 }
 
+/* What relpos.build_info() finds in the file, which it does not load. */
+#define RPC_TEXT(...) #__VA_ARGS__
+#define RPC_TEXT_OF(...) RPC_TEXT(__VA_ARGS__)
+#ifdef __CUDA_ARCH_LIST__
+#define RPC_ARCHITECTURES RPC_TEXT_OF(__CUDA_ARCH_LIST__)
+#else
+#define RPC_ARCHITECTURES "" /* of the emulator */
+#endif
+__attribute__((used)) const char about[] =
+    "relpos-cuda " RP_VERSION " CUDA " RPC_TEXT_OF(CUDART_VERSION) " for " RPC_ARCHITECTURES ";";
+
 const rpc_door door = {RP_VERSION, sizeof(rp_ops), &ops, count, describe, select, wait, use};
 
 }  // namespace

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -25,17 +28,45 @@ class BuildInfo(TypedDict):
     isa_available: str
     blas: str
     threads: int
+    cuda: str
     numpy: str
     python: str
 
 
 def build_info() -> BuildInfo:
-    """What this build is and what it chose on this machine: belongs in every bug report."""
+    """What this build is and what it chose on this machine: belongs in every bug report.
+
+    Of "cuda" it says whether the library for GPUs is there and what it was made of; the library is
+    looked into and not loaded. Whether it works here `devices` says.
+    """
     return {
         **_core.build_info(),
+        "cuda": _cuda(),
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+def _cuda() -> str:
+    """Version, CUDA and compute capabilities of librelpos_cuda.so, where libcore looks for it."""
+    given = os.environ.get("RELPOS_CUDA_LIBRARY")
+    file = Path(given) if given else _PACKAGE / "lib" / "librelpos_cuda.so"
+    if not given and not (file.parent / "libcore.so").exists():
+        return "unknown: libcore is installed elsewhere"
+    try:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as all_:
+            found = re.search(rb"relpos-cuda (\S{1,40}) CUDA (\d{4,6}) for ([\d,]{0,99});", all_)
+            words = [] if found is None else [word.decode() for word in found.groups()]
+    except FileNotFoundError:
+        return f"not found: {file}" if given else "not built"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    if not words:
+        return f"{file} does not say what it is"
+    cuda = int(words[1])
+    capabilities = [f"{int(each) / 100:.1f}" for each in words[2].split(",") if each]
+    made_for = "compute capability " + " ".join(capabilities) if capabilities else "no GPU"
+    return f"{words[0]}, CUDA {cuda // 1000}.{cuda % 1000 // 10}, for {made_for}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

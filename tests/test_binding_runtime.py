@@ -60,11 +60,47 @@ def test_errors_about_names_that_are_no_text(path: str | bytes) -> None:
 def test_build_info() -> None:
     info = relpos.build_info()
     assert list(info) == [
-        "version", "compiler", "flags", "isa", "isa_available", "blas", "threads", "numpy", "python",
+        "version", "compiler", "flags", "isa", "isa_available", "blas", "threads", "cuda", "numpy",
+        "python",
     ]  # fmt: skip
     assert info["version"] == relpos.__version__
     assert info["isa"] in info["isa_available"].split()
     assert "-ffp-contract=fast" in info["flags"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "not found: "),
+        (b"", "cannot be read: "),
+        (b"\x7fELF of something else", " does not say what it is"),
+        (b"..relpos-cuda 1.2.3 CUDA 13010 for ;.", "1.2.3, CUDA 13.1, for no GPU"),
+        (
+            b"\0relpos-cuda 1.2.3 CUDA 13000 for 800,1200;\0",
+            "1.2.3, CUDA 13.0, for compute capability 8.0 12.0",
+        ),
+    ],
+)
+def test_build_info_tells_of_the_library_for_gpus(
+    content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds in the file: none of these could be loaded."""
+    library = tmp_path / "librelpos_cuda.so"
+    if content is not None:
+        library.write_bytes(content)
+    monkeypatch.setenv("RELPOS_CUDA_LIBRARY", str(library))
+    assert said in relpos.build_info()["cuda"]
+
+
+def test_build_info_says_that_there_is_no_library_for_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RELPOS_CUDA_LIBRARY", raising=False)
+    monkeypatch.setattr(relpos.library, "_PACKAGE", tmp_path)
+    assert relpos.build_info()["cuda"] == "unknown: libcore is installed elsewhere"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcore.so").touch()
+    assert relpos.build_info()["cuda"] == "not built"
 
 
 def test_inputs_are_only_read(qkv: Any, shaw: relpos.Shaw) -> None:
