@@ -429,6 +429,51 @@ def test_labels_of_a_band_are_the_band(real: Any) -> None:
             np.testing.assert_allclose(gradient, expected, rtol=0, atol=tolerance(real, 1e-4))
 
 
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("learned", [False, True])
+def test_alibi_over_far_positions_makes_no_row_for_each_distance(
+    learned: bool, batches: bool, real: Any
+) -> None:
+    """2 H (2^30 - 1) rows would be 17 GB and more; the pairs of the call have 180 distances."""
+    import tracemalloc
+
+    rng = np.random.default_rng(5)
+    n, m, far = 9, 10, 2**30 - 1
+    places = [rng.integers(-far, far, (B, x) if batches else x) for x in (n, m)]
+    places[0][..., 0], places[1][..., -1] = -far, far
+    q, k, v = (rng.standard_normal((B, H, x, D)).astype(real) for x in (n, m, m))
+    dout = rng.standard_normal((B, H, n, D)).astype(real)
+    slopes = (rng.random(H) * 1e-9).astype(real)
+    scheme = relpos.ALiBi(slopes if learned else None)
+    tracemalloc.start()
+    out, ctx = relpos.attention_forward(
+        q, k, v, position=relpos.CrossPositions(scheme, *places), lengths=[n, n - 2],
+        key_lengths=[m - 1, m], causal=False,
+    )  # fmt: skip
+    gradients = relpos.attention_backward(ctx, dout)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    used = np.asarray(slopes if learned else alibi_slopes(H), np.float64)
+    apart = np.abs(places[1][..., None, :] - places[0][..., :, None]).astype(np.float64)
+    apart = np.broadcast_to(apart, (B, n, m))[:, None]
+    scores = q.astype(np.float64) @ k.swapaxes(2, 3) / math.sqrt(D) - used[:, None, None] * apart
+    for b, length in enumerate((m - 1, m)):
+        scores[b, :, :, length:] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    expected = p @ v
+    expected[1, :, n - 2 :] = 0
+    np.testing.assert_allclose(out, expected, atol=tolerance(real, 1e-5), rtol=0)
+    if not learned:
+        return
+    dout[1, :, n - 2 :] = 0
+    ds = p * (dout @ v.swapaxes(2, 3) - (dout * expected).sum(-1, keepdims=True))
+    dslopes = -(ds * apart).sum((0, 2, 3))
+    np.testing.assert_allclose(
+        gradients.slopes, dslopes, rtol=tolerance(real, 1e-5), atol=far * 1e-5
+    )
+
+
 def test_t5_by_label(real: Any) -> None:
     q, k, v, _ = activations(real)
     table = parameters(EXAMPLES["t5"], real)["bias_table"]

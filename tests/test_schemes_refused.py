@@ -351,7 +351,11 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     (
         "positions far apart",
-        {"position": relpos.CrossPositions(relpos.ALiBi(), range(N), [-(1 << 29)] * N)},
+        {
+            "position": relpos.CrossPositions(
+                relpos.TransformerXL(rows(H * D, 4)), range(N), [-(1 << 29)] * N
+            )
+        },
         V,
         "position: distances from -536870917 to 0 need a table of 536870918 rows, at most 67108864 "
         "are made; see query_start and the positions",

@@ -19,7 +19,7 @@ from relpos.position.arrays import (
     check_table,
     through,
 )
-from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
+from relpos.position.terms import Band, Counts, Lowered, Scheme, Shape, Term
 
 
 def alibi_slopes(heads: int) -> npt.NDArray[np.float64]:
@@ -58,7 +58,15 @@ class ALiBi(Scheme):
 
     def lower(self, shape: Shape) -> Lowered:
         left, right = shape.band()
-        distance = np.abs(np.arange(-left, right + 1)).astype(arrays.REAL)
+        rows = np.arange(-left, right + 1, dtype=np.int32)
+        return Lowered((self._term(shape, np.abs(rows, out=rows), Band(left, right)),))
+
+    def at_distances(self, shape: Shape, distances: Counts) -> Term:
+        return self._term(shape, np.abs(distances), Band(0, 0))
+
+    def _term(self, shape: Shape, magnitudes: npt.NDArray[Any], found_by: Band) -> Term:
+        """A row for each of these distances."""
+        distance = magnitudes.astype(arrays.REAL)
         if self.slopes is None:
             slopes: Any = alibi_slopes(shape.H).astype(arrays.REAL)
         else:
@@ -70,5 +78,4 @@ class ALiBi(Scheme):
 
         table = through("slopes", slopes, lambda x: x[:, None] * -beside(x, distance))
         learned = self.slopes is not None
-        term = Term("slopes", "bias", table, Band(left, right), pull if learned else None)
-        return Lowered((term,))
+        return Term("slopes", "bias", table, found_by, pull if learned else None)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from relpos.position.arrays import MAX_POSITION, Integers, Table, check_count, check_positions
-from relpos.position.terms import Band, Counts, Lowered, Scheme, Shape, Side
+from relpos.position.terms import Band, Counts, Labels, Lowered, Scheme, Shape, Side, Term
 
 MAX_START = 1 << 40  # the core's
+FEW = 16  # a table of more rows than this for each pair of a call is larger than what replaces it
 
 
 def _check_scheme(name: str, scheme: Any) -> None:
@@ -46,6 +48,26 @@ def _extremes(positions: Integers, side: Side) -> list[tuple[int, int] | None]:
     return found
 
 
+def _at_pairs(
+    scheme: Scheme, shape: Shape, queries: Integers, keys: Integers, rows: int
+) -> Term | None:
+    """The term of a scheme that would make a table of so many rows, for few pairs of positions far
+    apart: with a row for every distance that there is, which the pairs have by label."""
+    if shape.queries.packed or shape.keys.packed:
+        return None
+    sequences = math.prod(np.broadcast_shapes(queries.shape[:-1], keys.shape[:-1]))
+    count = sequences * shape.queries.rows * shape.keys.rows
+    if count == 0 or rows <= FEW * count:
+        return None
+    apart = keys[..., None, :].astype(np.int64) - queries[..., :, None]
+    distances, labels = np.unique(apart, return_inverse=True)
+    term = scheme.at_distances(shape, distances)
+    if term is None:
+        return None
+    found = labels.astype(np.int32).reshape((-1, 1, *apart.shape[-2:]))
+    return dataclasses.replace(term, map=Labels(found))
+
+
 def at_positions(
     scheme: Scheme, shape: Shape, queries: Integers, keys: Integers, names: tuple[str, str]
 ) -> Lowered:
@@ -59,6 +81,9 @@ def at_positions(
             empty = lowest > highest
             lowest = low if empty else min(lowest, low)
             highest = high if empty else max(highest, high)
+    sparse = _at_pairs(scheme, shape, queries, keys, max(highest, 0) - min(lowest, 0) + 1)
+    if sparse is not None:
+        return Lowered((sparse,))
     lowered = scheme.lower(dataclasses.replace(shape, lowest=lowest, highest=highest))
     terms = []
     for term in lowered.terms:

@@ -208,6 +208,11 @@ class Scheme:
         """The terms of one call."""
         raise NotImplementedError
 
+    def at_distances(self, shape: Shape, distances: Counts) -> Term | None:
+        """For a scheme whose tables grow with the distances, and which is one term: this term with
+        a row for each of these alone, mapped by whoever asks. None: it has no such way."""
+        return None
+
     def tables(self) -> dict[str, Table]:
         """The parameters that are there, by name."""
         found = {name: getattr(self, name) for name in self.parameters}
