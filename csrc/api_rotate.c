@@ -120,6 +120,12 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
   return RP_OK;
 }
 
+static void close_waves(rpi_waves *w) {
+  rpi_release(w->some);
+  rpi_release(w->made);
+  rpi_release(w->angles);
+}
+
 /* What rp_wave_table and rp_wave_gradient share: the checks, and a job with memory of its own. */
 static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
                             const rp_real *waves, rpi_waves *w) {
@@ -139,7 +145,6 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
   RPI_CHECK(fits, RP_ERROR_SHAPE,
             "wave table: the sizes of H=%lld, D=%lld, width=%lld and %lld distances overflow",
             (rpi_wide)H, (rpi_wide)D, (rpi_wide)width, (rpi_wide)(left + 1 + right));
-  RPI_CHECK(waves || width == 0, RP_ERROR_ARGUMENT, "wave table: waves is NULL");
   *w = (rpi_waves){.left = left,
                    .right = right,
                    .heads = H,
@@ -148,10 +153,14 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                    .waves = waves,
                    .head_stride = (left + 1 + right) * D,
                    .row_stride = D};
-  w->some = rpi_allocate((size_t)rpi_waves_scratch(H, D, left, right) * sizeof *w->some);
-  RPI_CHECK(w->some, RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
-            (rpi_wide)rpi_waves_scratch(H, D, left, right));
-  return RP_OK;
+  const int64_t some = rpi_waves_scratch(H, D, left, right), made = RPI_WAVE_ROWS * width;
+  w->some = rpi_allocate((size_t)some * sizeof *w->some);
+  if (!waves) w->made = rpi_allocate((size_t)made * sizeof *w->made);
+  if (!waves) w->angles = rpi_allocate((size_t)rpi_waves_angles(width) * sizeof *w->angles);
+  if (w->some && (waves || (w->made && w->angles))) return RP_OK;
+  close_waves(w);
+  return rpi_fail(RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
+                  (rpi_wide)(some + (waves ? 0 : made + rpi_waves_angles(width))));
 }
 
 rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
@@ -164,7 +173,7 @@ rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64
   RPI_TRY(rpi_ops_get(&ops));
   RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
   const rp_status status = rpi_waves_forward(ops, &w, weight, table);
-  rpi_release(w.some);
+  close_waves(&w);
   return status;
 }
 
@@ -178,6 +187,6 @@ rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, in
   RPI_TRY(rpi_ops_get(&ops));
   RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
   const rp_status status = rpi_waves_backward(ops, &w, dtable, dweight);
-  rpi_release(w.some);
+  close_waves(&w);
   return status;
 }

@@ -149,10 +149,21 @@ PyObject *sinusoid(PyObject *module, PyObject *args) {
   return result_of(module, made, status);
 }
 
-/* What the next two share: the sinusoids reach as far as the distances. */
+/* What the next two share: the sinusoids reach as far as the distances; or their width alone, for
+ * which the core makes them. */
 static int take_waves(PyObject *object, long long left, long long right, sizes *s, view *to) {
-  if (!check_counts("left", left, "right", right) ||
-      !take(object, "waves", "VW", TAKE_CONTIGUOUS, s, to)) {
+  if (!check_counts("left", left, "right", right)) return 0;
+  if (PyLong_Check(object)) {
+    const long long width = PyLong_AsLongLong(object);
+    if (width == -1 && PyErr_Occurred()) return 0;
+    if (!check_counts("waves", width, "waves", width)) return 0;
+    if (s->of['W'] < 0) s->of['W'] = width;
+    if (s->of['W'] == width) return 1;
+    PyErr_Format(PyExc_ValueError, "waves: expected the weight's width %lld, got %lld",
+                 (long long)s->of['W'], width);
+    return 0;
+  }
+  if (!take(object, "waves", "VW", TAKE_CONTIGUOUS, s, to)) {
     return 0;
   }
   const long long most = left > right ? left : right;
@@ -162,7 +173,8 @@ static int take_waves(PyObject *object, long long left, long long right, sizes *
   return 0;
 }
 
-/* wave_table(weight, waves, heads, left, right) -> float32 (heads, left + 1 + right, D) */
+/* wave_table(weight, waves or width, heads, left, right)
+ * -> float32 (heads, left + 1 + right, D) */
 PyObject *wave_table(PyObject *module, PyObject *args) {
   long long heads, left, right;
   PyObject *weight, *waves;
@@ -192,7 +204,7 @@ PyObject *wave_table(PyObject *module, PyObject *args) {
   return result_of(module, made, status);
 }
 
-/* wave_gradient(dtable, waves, left, right) -> float32 (heads * D, d_model) */
+/* wave_gradient(dtable, waves or width, left, right) -> float32 (heads * D, d_model) */
 PyObject *wave_gradient(PyObject *module, PyObject *args) {
   long long left, right;
   PyObject *dtable, *waves;

@@ -134,6 +134,8 @@ def test_sinusoids_are_the_formula(width: int, layout: Any, exponent: Any) -> No
         (lambda w, r: _core.wave_table(w.astype(np.float64), r, 3, 2, 2), "weight: expected"),
         (lambda w, r: _core.wave_table(w, r[:, :4], 3, 2, 2), "waves: expected float32"),
         (lambda w, r: _core.wave_table(w, r, 3, 2, 3), "distances up to 3, got 3"),
+        (lambda w, r: _core.wave_table(w, 4, 3, 2, 2), "expected the weight's width 6, got 4"),
+        (lambda w, r: _core.wave_gradient(numbers(3, 5, 5), -1, 2, 2), "waves: expected 0 or more"),
         (lambda w, r: _core.wave_table(w, r, 4, 2, 2), "a divisor of the weight's 15 rows, got 4"),
         (lambda w, r: _core.wave_table(w, r, 0, 2, 2), "a divisor of the weight's 15 rows, got 0"),
         (lambda w, r: _core.wave_table(w, r, 3, -1, 2), "left: expected 0 or more, got -1"),
@@ -150,3 +152,29 @@ def test_sinusoids_are_the_formula(width: int, layout: Any, exponent: Any) -> No
 def test_refused(call: Any, problem: str) -> None:
     with pytest.raises((TypeError, ValueError), match=problem.replace("(", r"\(")):
         call(numbers(15, 6), numbers(3, 6, seed=1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinusoids_that_are_made_on_the_way(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not kept gives the same but for roundings of the sinusoids."""
+    n = 1100
+    q, k, v, dout = (numbers(1, H, n, D, seed=s) for s in range(4))
+    scheme = relpos.TransformerXL(numbers(H * D, 8, seed=4), None, numbers(H, D, seed=5))
+    results = []
+    for most in (transformer_xl.MOST_KEPT, 0):
+        monkeypatch.setattr(transformer_xl, "MOST_KEPT", most)
+        transformer_xl._kept_waves.cache_clear()
+        out, ctx = relpos.attention_forward(q, k, v, position=scheme, causal=causal)
+        gradients = relpos.attention_backward(ctx, dout)
+        kept = transformer_xl._kept_waves.cache_info().currsize
+        assert kept == (1 if most else 0)
+        results.append((out, gradients.position_weight))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * abs(one).max())
+
+
+def test_long_sinusoids_are_not_kept() -> None:
+    """Of 16,384 distances and d_model 1,024 they would be 64 MiB."""
+    most, width = 16383, 1024
+    assert transformer_xl._kept_or_made(most, width) == width
+    assert transformer_xl._kept_or_made(4095, width).shape == (4096, width)

@@ -4,6 +4,8 @@
  */
 #include "model/waves.h"
 
+#include <math.h>
+
 #include "base/threads.h"
 
 #define WAVE_TASK 8 /* distances of a task */
@@ -74,16 +76,66 @@ static int64_t rows_from(const rpi_waves *w, int64_t t) {
   return left < RPI_WAVE_ROWS ? left : RPI_WAVE_ROWS;
 }
 
+/* ---- sinusoids that are made on the way ------------------------------------ */
+
+static double *nearest(const rpi_waves *w, int64_t r) { return w->angles + (1 + r) * w->width; }
+
+/* Sines and cosines of one distance, in halves. */
+static void turn(const rpi_waves *w, int64_t t, double *to) {
+  const int64_t half = w->width / 2;
+  for (int64_t c = 0; c < half; c++) {
+    to[c] = sin((double)t * w->angles[c]);
+    to[half + c] = cos((double)t * w->angles[c]);
+  }
+}
+
+/* sin(a + b) = sin a cos b + cos a sin b,  cos(a + b) = cos a cos b - sin a sin b. */
+static void make_task(void *context, int64_t task, int worker) {
+  (void)worker;
+  const wave_job *const job = context;
+  const rpi_waves *const w = job->w;
+  const int64_t half = w->width / 2, first = task * RPI_WAVE_NEAR;
+  double *const a = nearest(w, RPI_WAVE_NEAR + task);
+  turn(w, job->t + first, a);
+  for (int64_t r = 0; r < RPI_WAVE_NEAR && first + r < job->count; r++) {
+    const double *const b = nearest(w, r);
+    real *const to = w->made + (first + r) * w->width;
+    for (int64_t c = 0; c < half; c++) {
+      to[c] = (real)(a[c] * b[half + c] + a[half + c] * b[c]);
+      to[half + c] = (real)(a[half + c] * b[half + c] - a[c] * b[c]);
+    }
+  }
+}
+
+static void begin_waves(const rpi_waves *w) {
+  if (w->waves) return;
+  const int64_t half = w->width / 2;
+  for (int64_t c = 0; c < half; c++) w->angles[c] = pow(10000, -(double)c / (double)half);
+  for (int64_t r = 0; r < RPI_WAVE_NEAR && r < distances_of(w); r++) turn(w, r, nearest(w, r));
+}
+
+/* R_t of the distances of a job. */
+static const real *waves_at(const rpi_waves *w, wave_job *job) {
+  if (w->waves) return w->waves + job->t * w->width;
+  const int64_t tasks = (job->count + RPI_WAVE_NEAR - 1) / RPI_WAVE_NEAR;
+  rpi_parallel_for(tasks, rpi_threads_get(), make_task, job);
+  return w->made;
+}
+
+/* ---- forward, backward ------------------------------------------------------ */
+
 rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *weight,
                             real *table) {
   const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  begin_waves(w);
   for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
     wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .table = table};
+    const real *const waves = waves_at(w, &job);
     for (int part = 0; part < 2; part++) { /* sines, cosines */
       const rpi_gemm_args g = {.rows = job.count,
                                .columns = HD,
                                .inner = half,
-                               .a = w->waves + t * w->width + part * half,
+                               .a = waves + part * half,
                                .a_stride = w->width,
                                .b = weight + part * half,
                                .b_stride = w->width,
@@ -100,8 +152,10 @@ rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *w
 rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *dtable,
                              real *dweight) {
   const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  begin_waves(w);
   for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
     wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .dtable = dtable};
+    const real *const waves = waves_at(w, &job);
     run(w, &job);
     for (int part = 0; part < 2; part++) {
       const rpi_gemm_args g = {.rows = HD,
@@ -109,7 +163,7 @@ rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *
                                .inner = job.count,
                                .a = part == 0 ? w->some : cosines_of(w),
                                .a_stride = HD,
-                               .b = w->waves + t * w->width + part * half,
+                               .b = waves + part * half,
                                .b_stride = w->width,
                                .c = dweight + part * half,
                                .c_stride = w->width,

@@ -27,6 +27,8 @@ from relpos.position.terms import Band, Lowered, Scheme, Shape, Term
 
 KEPT = 256  # distances: sinusoids are made for multiples, so that a growing cache needs few of them
 
+MOST_KEPT = 1 << 22  # numbers: 16 MiB; of more the core makes a thousand distances at a time
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TransformerXL(Scheme):
@@ -75,7 +77,7 @@ class TransformerXL(Scheme):
             if H == 0:  # which divides nothing
                 return beside(x, np.zeros((0, left + 1 + right, D), arrays.REAL))
             if isinstance(x, np.ndarray):
-                waves = _waves(max(left, right), width)
+                waves = _kept_or_made(max(left, right), width)
                 return _core.wave_table(contiguous(x), waves, H, left, right)
             rows = (beside(x, _both_sides(left, right, width)) @ x.T).reshape(-1, H, D)
             return contiguous(rows.swapaxes(0, 1))
@@ -84,7 +86,7 @@ class TransformerXL(Scheme):
             if H == 0:
                 return beside(x, np.zeros((0, width), arrays.REAL))
             if isinstance(x, np.ndarray):
-                return _core.wave_gradient(x, _waves(max(left, right), width), left, right)
+                return _core.wave_gradient(x, _kept_or_made(max(left, right), width), left, right)
             flat = contiguous(x.swapaxes(0, 1)).reshape(-1, H * D)
             return flat.T @ beside(x, _both_sides(left, right, width))
 
@@ -118,6 +120,12 @@ class TransformerXL(Scheme):
             position_bias_name="" if v is None else "position_bias",
             scale=shape.default_scale,
         )
+
+
+def _kept_or_made(most: int, width: int) -> Array | int:
+    """R_t as the core takes them: kept, or where they would take much memory their width, and the
+    core makes them on the way."""
+    return _waves(most, width) if (most + 1) * width <= MOST_KEPT else width
 
 
 def _waves(most: int, width: int) -> Array:

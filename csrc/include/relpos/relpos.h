@@ -357,9 +357,9 @@ RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int int
                              const double *frequencies, rp_real *table);
 
 /* Transformer-XL's relations: row left - t of table[H][left + 1 + right][D] is weight[H D][width]
- * times the sinusoid of t. waves: those from 0 to the longest distance, in halves; both signs of t
- * share one product. rp_wave_gradient adds the gradient of weight to dweight. Both
- * fail as rp_rotate does, or with RP_ERROR_MEMORY. */
+ * times the sinusoid of t. waves: those from 0 to the longest distance, in halves; NULL: of base
+ * 10000, made on the way, a thousand at a time. Both signs of t share one product. rp_wave_gradient
+ * adds the gradient of weight to dweight. Both fail as rp_rotate does, or with RP_ERROR_MEMORY. */
 RP_API rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
                                const rp_real *waves, const rp_real *weight, rp_real *table);
 RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
