@@ -4,8 +4,8 @@
     out = relpos.torch.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
 
 q, k, v and the parameters of the scheme are tensors; what requires a gradient gets one. To torch
-the call is one operation, `torch.ops.relpos.attention`, and torch.compile takes it as such. In
-compiled code use `Attention`, which is made once, outside of it:
+the call is one operation, `torch.ops.relpos.attention`, and torch.compile takes it as such, with
+fullgraph=True too. `Attention` is the same as a module, made once:
 
     self.attention = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(table)), causal=True)
     out = self.attention(q, k, v)
@@ -16,7 +16,9 @@ torch's current stream (docs/cuda.md). There are no gradients of gradients.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +38,12 @@ from relpos.device_array import DeviceArray
 from relpos.position import arrays
 from relpos.position.combine import Position, schemes_of, tables_of, with_tables
 from relpos.position.terms import Lowered, Shape
+from relpos.position.written import Parts, as_text, read, write
 from relpos.request import Layout, Mask, Window, read_request
 
 __all__ = ["Attention", "attention"]
 
-PER_CALL = ("lengths", "key_lengths", "offsets", "key_offsets", "query_start")
+PER_CALL = ("lengths", "key_lengths", "offsets", "key_offsets", "query_start", "mask")
 
 
 class TensorArray(DeviceArray):
@@ -106,26 +109,26 @@ def _table_of(x: Tensor) -> Any:
     return _array_of(x.detach().float() if x.dtype == torch.bfloat16 else x)
 
 
+class _Call(NamedTuple):
+    """A call over arrays of the tensors' memory."""
+
+    position: Position
+    options: dict[str, Any]  # the keyword arguments of relpos.attention but for position
+    names: list[str]  # of the gradients of the tables
+
+
 class _Spec:
-    """What of a call is not a tensor: the schemes and the options, under a number, which is all
-    that torch sees. Known for as long as somebody holds it."""
+    """What of a call is neither tensor nor number: torch sees its name."""
 
-    def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
-        schemes_of(position)
-        self.position = position
-        self.options = dict(options)
-        tables = tables_of(position)
-        self.tensors = {name: x for name, x in tables.items() if isinstance(x, Tensor)}
-        self.arrays = {name: x for name, x in tables.items() if not isinstance(x, Tensor)}
-        self.number = next(_numbers)
+    layout: str
+
+    def __init__(self) -> None:
         self.last: _Lowering | None = None  # of the last forward call
-        _specs[self.number] = self
 
-    def over(self, tables: Sequence[Tensor]) -> Position:
-        """The schemes over arrays of these tensors' memory. Each parameter has its own array and
-        gradient, also where one tensor is several of them: torch adds those up."""
-        own = dict(zip(self.tensors, map(_table_of, tables), strict=True))
-        return with_tables(self.position, self.arrays | own)
+    def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
+        """The call with these tables. Each parameter has its own array and gradient, also where one
+        tensor is several of them: torch adds those up."""
+        raise NotImplementedError
 
     def lowering(self, tables: Sequence[Tensor], shape: Shape, stream: int) -> Lowered | None:
         """What the last forward call made of these tables for this shape, if it did, and on this
@@ -135,8 +138,67 @@ class _Spec:
             return None
         return last.lowered if last.stream == stream and last.shape.same_as(shape) else None
 
+
+class _Kept(_Spec):
+    """The schemes and the options themselves, under a number, which is the name. Known for as long
+    as somebody holds it."""
+
+    def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        schemes_of(position)
+        self.position = position
+        self.options = dict(options)
+        self.layout = self.options["layout"]
+        tables = tables_of(position)
+        self.tensors = {name: x for name, x in tables.items() if isinstance(x, Tensor)}
+        self.arrays = {name: x for name, x in tables.items() if not isinstance(x, Tensor)}
+        self.name = str(next(_numbers))
+        _kept[self.name] = self
+
+    def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
+        own = dict(zip(self.tensors, map(_table_of, tables), strict=True))
+        position = with_tables(self.position, self.arrays | own)
+        return _Call(position, self.options | numbers.per_call(), list(self.tensors))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Spec, (self.position, self.options)  # copies have a number of their own
+        return _Kept, (self.position, self.options)  # copies have a number of their own
+
+
+class _Written(_Spec):
+    """Schemes and options as a text, which is the name: those of compiled code, which may run when
+    what it was made of is gone."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.written = json.loads(text)
+        self.layout = dict(self.written[2][1:])["layout"]
+
+    def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
+        own = [_table_of(x) for x in tables]
+        others = [x.cpu().numpy() for x in numbers.host[len(PER_CALL) :] if x is not None]
+        parts = Parts(own, others, list(numbers.integers), list(numbers.reals))
+        position, options = read(self.written, parts)
+        names = {id(x): name for name, x in tables_of(position).items()}
+        return _Call(position, options | numbers.per_call(), [names[id(x)] for x in own])
+
+
+class _Numbers(NamedTuple):
+    """What of a call changes from one to the next, as the operation takes it."""
+
+    host: Sequence[Tensor | None]  # those of PER_CALL, then others of _Written
+    integers: Sequence[int]
+    reals: Sequence[float]
+    seed: int
+
+    def per_call(self) -> dict[str, Any]:
+        """As keyword arguments. The host reads them: what lies on a GPU is copied, and waited for."""
+        given = dict(zip(PER_CALL, self.host[: len(PER_CALL)], strict=True))
+        found: dict[str, Any] = {
+            name: None if x is None else x.cpu().numpy()
+            for name, x in given.items()
+            if x is not None or name != "mask"  # which may be among the options
+        }
+        return found | {"seed": self.seed}
 
 
 class _Lowering(NamedTuple):
@@ -157,29 +219,12 @@ def _versions(tables: Sequence[Tensor]) -> list[tuple[int, int]] | None:
 
 
 _numbers = itertools.count(1)
-_specs: weakref.WeakValueDictionary[int, _Spec] = weakref.WeakValueDictionary()
+_kept: weakref.WeakValueDictionary[str, _Kept] = weakref.WeakValueDictionary()
+_written = functools.lru_cache(maxsize=256)(_Written)
 
 
-def _per_call(
-    spec: _Spec,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    query_start: Tensor | None,
-    mask: Tensor | None,
-    seed: int,
-) -> dict[str, Any]:
-    """The keyword arguments of relpos.attention but for position. The host reads them: what lies
-    on a GPU is copied, and waited for."""
-    given = (lengths, key_lengths, offsets, key_offsets, query_start)
-    found: dict[str, Any] = {
-        name: None if x is None else x.cpu().numpy()
-        for name, x in zip(PER_CALL, given, strict=True)
-    }
-    if mask is not None:
-        found["mask"] = mask.cpu().numpy()
-    return spec.options | found | {"seed": seed}
+def _spec_of(name: str) -> _Spec:
+    return _written(name) if name.startswith("[") else _kept[name]
 
 
 def _forward(
@@ -187,20 +232,17 @@ def _forward(
     k: Tensor,
     v: Tensor,
     tables: Sequence[Tensor],
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    query_start: Tensor | None,
-    mask: Tensor | None,
+    host: Sequence[Tensor | None],
+    integers: Sequence[int],
+    reals: Sequence[float],
     seed: int,
-    spec: int,
+    spec: str,
 ) -> tuple[Tensor, Tensor]:
-    known = _specs[spec]
-    options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
+    known = _spec_of(spec)
     activations = (_array_of(x) for x in (q, k, v))
     try:
-        out, ctx = attention_forward(*activations, position=known.over(tables), **options)
+        call = known.over(tables, _Numbers(host, integers, reals, seed))
+        out, ctx = attention_forward(*activations, position=call.position, **call.options)
     except ValueError as error:  # the core tells what to do to an array
         raise ValueError(str(error).replace(".copy()", ".contiguous()")) from error
     versions = _versions(tables)
@@ -219,28 +261,24 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     tables: Sequence[Tensor],
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    offsets: Tensor | None,
-    key_offsets: Tensor | None,
-    query_start: Tensor | None,
-    mask: Tensor | None,
+    host: Sequence[Tensor | None],
+    integers: Sequence[int],
+    reals: Sequence[float],
     seed: int,
-    spec: int,
+    spec: str,
 ) -> list[Tensor]:
-    known = _specs[spec]
-    options = _per_call(known, lengths, key_lengths, offsets, key_offsets, query_start, mask, seed)
+    known = _spec_of(spec)
+    call = known.over(tables, _Numbers(host, integers, reals, seed))
     q_, k_, v_, out_, lse_ = (_array_of(x) for x in (q, k, v, out, lse))
-    position = known.over(tables)
-    request = read_request(q_, k_, v_, None, **options)
+    request = read_request(q_, k_, v_, None, **call.options)
     assert request.shape is not None
     lowered = known.lowering(tables, request.shape, _stream_of(q))
-    ctx = context_of(request, position, out_, lse_, lowered)
+    ctx = context_of(request, call.position, out_, lse_, lowered)
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()
     found = attention_backward(ctx, _array_of(dout))
     result = [_tensor_of(x) for x in (found.q, found.k, found.v)]
-    for name, table in zip(known.tensors, tables, strict=True):
+    for name, table in zip(call.names, tables, strict=True):
         gradient = found.get(name)
         if gradient is None:
             result.append(torch.zeros_like(table, memory_format=torch.contiguous_format))
@@ -250,7 +288,7 @@ def _backward(
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    layout = _specs[rest[-1]].options["layout"]
+    layout = _spec_of(rest[-1]).layout
     if q.ndim == 3:  # packed
         numbers = [q.shape[1], q.shape[0]]
     else:
@@ -266,17 +304,24 @@ def _backward_shapes(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, tables, *per_call, seed, spec = inputs
-    ctx.tables, ctx.seed, ctx.spec = len(tables), seed, spec
-    ctx.known = _specs[spec]  # or nobody might hold it when backward comes
-    ctx.save_for_backward(q, k, v, *output, *per_call, *tables)
+    q, k, v, tables, host, *ctx.numbers, ctx.spec = inputs
+    ctx.tables = len(tables)
+    ctx.known = _spec_of(ctx.spec)  # or nobody might hold it when backward comes
+    ctx.nothing = [_nothing(x) for x in (host, *ctx.numbers)]
+    ctx.save_for_backward(q, k, v, *output, *tables, *host)
+
+
+def _nothing(x: Any) -> Any:
+    """The gradient of what has none: torch wants a list for a list of tensors, and for an empty one."""
+    of_tensors = isinstance(x, list) and all(isinstance(each, Tensor) for each in x)
+    return [None] * len(x) if of_tensors else None
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, out, lse, *rest = ctx.saved_tensors
-    per_call, tables = rest[: len(rest) - ctx.tables], rest[len(rest) - ctx.tables :]
-    found = _backward_operation(dout, q, k, v, out, lse, tables, *per_call, ctx.seed, ctx.spec)
-    return (*found[:3], list(found[3:]), *(None for _ in per_call), None, None)
+    tables, host = rest[: ctx.tables], rest[ctx.tables :]
+    found = _backward_operation(dout, q, k, v, out, lse, tables, host, *ctx.numbers, ctx.spec)
+    return (*found[:3], list(found[3:]), *ctx.nothing, None)
 
 
 # What the host stages for a call is not there again when a CUDA graph is replayed. Older versions of
@@ -379,8 +424,8 @@ class Attention(torch.nn.Module):
             "precision": precision,
             "mask": None,
         }
-        self._training = _Spec(position, options)
-        self._evaluation = _Spec(position, options | {"dropout": 0.0})
+        self._training = _Kept(position, options)
+        self._evaluation = _Kept(position, options | {"dropout": 0.0})
         tensors = self._training.tensors
         self._own = [name for name, x in tensors.items() if isinstance(x, torch.nn.Parameter)]
         for name in self._own:
@@ -412,10 +457,8 @@ class Attention(torch.nn.Module):
         seed = _check_seed(seed)
         spec, tables = self._training if self.training else self._evaluation, self._tables()
         _check_tangents(q, k, v, *tables)
-        out: Tensor = _operation(
-            q, k, v, tables,
-            lengths, key_lengths, offsets, key_offsets, query_start, mask, seed, spec.number,
-        )[0]  # fmt: skip
+        host = [lengths, key_lengths, offsets, key_offsets, query_start, mask]
+        out: Tensor = _operation(q, k, v, tables, host, [], [], seed, spec.name)[0]
         return out
 
 
@@ -427,10 +470,9 @@ def _check_tangents(*tensors: Tensor) -> None:
         raise RuntimeError("relpos.torch: has no forward-mode derivatives (jvp, jacfwd)")
 
 
-_disable: Any = torch.compiler.disable
+_as_text: Any = torch.compiler.assume_constant_result(as_text)
 
 
-@_disable(reason="make a relpos.torch.Attention outside of compiled code")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -465,8 +507,9 @@ def attention(
     The others as in `relpos.attention`.
 
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
-    tensor that is several parameters gets the sum of theirs. Code that torch.compile compiles is left
-    and entered again for this function (see `Attention`).
+    tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
+    schemes may be made where they are used, but for those with labels or positions: these come from
+    outside, and their arrays may then be others in every call.
     """
     _check(q, k, v)
     dense = mask if isinstance(mask, Tensor) else None
@@ -481,17 +524,18 @@ def attention(
         "precision": precision,
         "mask": mask if dense is None else None,
     }
-    start = query_start
-    if start is not None and np.ndim(start) == 0:
-        sequences = len(q) if offsets is None else len(offsets) - 1
-        start = np.full(sequences, int(start))
-    given = (lengths, key_lengths, offsets, key_offsets, start)
-    integers = [None if x is None else torch.as_tensor(x) for x in given]
-    spec = _Spec(position, options)
-    tables = list(spec.tensors.values())
-    _check_tangents(q, k, v, *tables)
-    out: Tensor = _operation(
-        q, k, v, tables, *integers,
-        dense, _check_seed(seed), spec.number,
-    )[0]  # fmt: skip
+    given = (lengths, key_lengths, offsets, key_offsets, query_start)
+    host = [None if x is None else torch.as_tensor(x) for x in given] + [dense]
+    seed = _check_seed(seed)
+    if torch.compiler.is_compiling():
+        parts = Parts([], [], [], [])
+        spec = _as_text(write((schemes_of(position), options), parts))
+        tables, host = parts.tables, host + parts.arrays
+        found = _operation(q, k, v, tables, host, parts.integers, parts.reals, seed, spec)
+    else:
+        kept = _Kept(position, options)
+        tables = list(kept.tensors.values())
+        _check_tangents(q, k, v, *tables)
+        found = _operation(q, k, v, tables, host, [], [], seed, kept.name)
+    out: Tensor = found[0]
     return out

@@ -187,11 +187,10 @@ def test_gradients_are_of_the_tables_types() -> None:
     q, k, v = (x.detach().bfloat16() for x in qkv())
     for dtype in (torch.float32, torch.bfloat16):
         tables = [tensor(5, D, grad=False).to(dtype)]
-        spec, per_call = relpos.torch._Spec(relpos.Shaw(*tables), OPTIONS), (None,) * 6
-        out, lse = torch.ops.relpos.attention(q, k, v, tables, *per_call, 0, spec.number)
-        found = torch.ops.relpos.attention_backward(
-            out, q, k, v, out, lse, tables, *per_call, 0, spec.number
-        )
+        spec = relpos.torch._Kept(relpos.Shaw(*tables), OPTIONS)
+        rest = (tables, 6 * [None], [], [], 0, spec.name)
+        out, lse = torch.ops.relpos.attention(q, k, v, *rest)
+        found = torch.ops.relpos.attention_backward(out, q, k, v, out, lse, *rest)
         assert [x.dtype for x in (out, lse)] == [torch.bfloat16, torch.float32]
         assert [x.dtype for x in found] == [*3 * [torch.bfloat16], dtype]
 
@@ -249,12 +248,9 @@ def test_shapes_for_the_compiler() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(B, H, N, D, device="cuda", dtype=dtype)
             table = torch.empty(5, D, device="cuda")
-            per_call = (None,) * 6
-            spec = module._training.number
-            out, lse = torch.ops.relpos.attention(x, x, x, [table], *per_call, 0, spec)
-            gradients = torch.ops.relpos.attention_backward(
-                out, x, x, x, out, lse, [table], *per_call, 0, spec
-            )
+            rest = ([table], 6 * [None], [], [], 0, module._training.name)
+            out, lse = torch.ops.relpos.attention(x, x, x, *rest)
+            gradients = torch.ops.relpos.attention_backward(out, x, x, x, out, lse, *rest)
         assert (out.shape, out.dtype, out.device.type) == (x.shape, dtype, "cuda")
         assert (lse.shape, lse.dtype, lse.device.type) == ((B, H, N), torch.float32, "cuda")
         assert [(g.shape, g.dtype) for g in gradients] == [

@@ -430,8 +430,8 @@ def test_opcheck(packed: bool) -> None:
     table = tensor(5, D)
     module = relpos.torch.Attention(relpos.Shaw(table, table), causal=True)
     spec = module._training
-    offsets = torch.tensor([0, 4, 11]) if packed else None
-    arguments = (q, k, v, module._tables(), None, None, offsets, None, None, None, 0, spec.number)
+    host = [None, None, torch.tensor([0, 4, 11]) if packed else None, None, None, None]
+    arguments = (q, k, v, module._tables(), host, [], [], 0, spec.name)
     torch.library.opcheck(torch.ops.relpos.attention.default, arguments)
 
 
@@ -472,15 +472,120 @@ def test_compiled(backend: str) -> None:
         pytest.skip(f"torch cannot compile here: {str(error)[:200]}")
 
 
-def test_the_function_leaves_compiled_code() -> None:
+EDGES = relpos.EdgeList([0, 1, 3], [1, 1, 0], [2, 0, 1], [0, 1, 1])
+MADE_OUTSIDE: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "rat-sql": SCHEMES["rat-sql"],
+    "edges": (lambda a, b: relpos.ShawGraph(a, b, edges=EDGES), [(3, D), (3, D)]),
+    "cross": (
+        lambda a: relpos.CrossPositions(relpos.Shaw(a), [[0, 2, 4, 6], [3, 1, 2, 2]], range(N)),
+        [(5, D)],
+    ),
+}
+MADE_INSIDE = {name: value for name, value in SCHEMES.items() if name not in MADE_OUTSIDE}
+
+
+def both_ways(call: Any, leaves: list[Any], *more: Any, **compiling: Any) -> None:
+    """A call compiled as a whole, and as it is: the same result and gradients."""
+    torch._dynamo.reset()  # what it knows of this code from other tests
+    compiled = torch.compile(call, **({"fullgraph": True, "backend": "aot_eager"} | compiling))
+    results = []
+    for each in (call, compiled):
+        out = each(*leaves, *more)
+        dout = tensor(*out.shape, seed=8, grad=False)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.abs().max() > 1e-4
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*MADE_INSIDE, *(f"outside: {name}" for name in MADE_OUTSIDE)])
+def test_the_function_compiled(name: str) -> None:
+    """With the scheme made in the compiled code, or given to it."""
+    outside = name.startswith("outside: ")
+    make, shapes = (MADE_OUTSIDE if outside else MADE_INSIDE)[name.removeprefix("outside: ")]
+    tables = [tensor(*shape, seed=9 + i) for i, shape in enumerate(shapes)]
+    made = make(*tables) if outside else None
+
+    def call(q: Any, k: Any, v: Any, *own: Any) -> Any:
+        position = make(*own) if made is None else made
+        return relpos.torch.attention(2 * q, k, v, position=position, causal=True).tanh()
+
+    both_ways(call, [*qkv(), *tables])
+
+
+def test_the_options_compiled() -> None:
+    """Numbers that change from call to call, which torch.compile makes symbols of."""
+    masks = [torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.7 for n in (4, 7)]
     table = tensor(5, D)
 
-    def code(q: Any, k: Any, v: Any) -> Any:
-        return relpos.torch.attention(2 * q, k, v, position=relpos.Shaw(table)).tanh()
+    def call(q: Any, k: Any, v: Any, a: Any, window: int, softcap: float, seed: int) -> Any:
+        return relpos.torch.attention(
+            q, k, v, position=(relpos.Shaw(a, k=2), relpos.ALiBi()), offsets=[0, 4, 11],
+            mask=masks, window=(window, None), softcap=softcap, dropout=0.25, seed=seed, scale=0.7,
+        )  # fmt: skip
 
-    q, k, v = qkv()
-    compiled = torch.compile(code, backend="eager")
-    torch.testing.assert_close(compiled(q, k, v), code(q, k, v))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = (tensor(11, H, D, seed=i) for i in range(3))
+    for given in ((9, 1.5, 1), (3, 1.5, 2), (2, 0.5, 3), (1, 0.7, 4), (4, 0.9, 5)):
+        found, expected = (each(q, k, v, table, *given) for each in (compiled, call))
+        torch.testing.assert_close(found, expected)
+
+    def at(q: Any, k: Any, v: Any, start: int) -> Any:
+        return relpos.torch.attention(q, k, v, query_start=start, lengths=[4, 3], causal=True)
+
+    compiled = torch.compile(at, fullgraph=True, backend="aot_eager")
+    for start in range(3):
+        torch.testing.assert_close(compiled(*qkv(), start), at(*qkv(), start))
+
+
+def test_labels_of_every_call_compiled() -> None:
+    """They are inputs of the compiled code, no constants of it."""
+    table = tensor(3, D)
+
+    def call(q: Any, k: Any, v: Any, graph: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=graph, layout="bnhd")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    found = []
+    for seed in range(3):
+        labels = np.random.default_rng(seed).integers(-1, 3, (B, 1, N, N)).astype(np.int8)
+        graph = relpos.ShawGraph(table, labels=labels)
+        found.append(compiled(q, k, v, graph))
+        torch.testing.assert_close(found[-1], call(q, k, v, graph))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_compiled_code_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    forward = relpos.torch.attention_forward
+
+    def spy(*given: Any, position: Any, **options: Any) -> Any:
+        arrays = (*given, *relpos.position.combine.tables_of(position).values())
+        seen.extend(x.__array_interface__["data"][0] for x in arrays)
+        return forward(*given, position=position, **options)
+
+    monkeypatch.setattr(relpos.torch, "attention_forward", spy)
+    leaves = [x.detach() for x in (*qkv(), tensor(5, D))]
+
+    def call(q: Any, k: Any, v: Any, a: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=relpos.Shaw(a))
+
+    torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
+    assert seen == [x.data_ptr() for x in leaves]
+
+
+@pytest.mark.slow
+def test_the_function_by_inductor() -> None:
+    def call(q: Any, k: Any, v: Any, a: Any, b: Any) -> Any:
+        out = relpos.torch.attention(q.sin(), k, v, position=relpos.Shaw(a, b), window=(2, 2))
+        return out.tanh()
+
+    leaves = [*qkv(), tensor(5, D), tensor(H, 3, D)]
+    try:
+        both_ways(call, leaves, backend="inductor")
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        pytest.skip(f"torch cannot compile here: {str(error)[:200]}")
 
 
 def test_the_module() -> None:
@@ -599,14 +704,14 @@ def test_empty_tensors(shape: tuple[int, ...], strides: Any) -> None:
 
 
 def test_nothing_is_kept() -> None:
-    from relpos.torch import _specs
+    from relpos.torch import _kept
 
-    before = len(_specs)
+    before = len(_kept)
     q, k, v = qkv()
     table = tensor(5, D)
     for _ in range(20):
         relpos.torch.attention(q, k, v, position=relpos.Shaw(table)).sum().backward()
-    assert len(_specs) == before
+    assert len(_kept) == before
 
 
 def test_what_the_page_shows() -> None:
