@@ -41,7 +41,7 @@ Term = tuple[
     Small | None,
 ]
 
-# (B or 1, H or 1, N, M), or (flat, starts)
+# (B or 1, H or 1, N, M), or (flat, starts), flat (count,) or (H or 1, count)
 Mask = Booleans | tuple[Booleans, Integers]
 
 # (layout, causal, scale or 0, lengths, key_lengths, offsets, key_offsets, query_start, terms,

@@ -64,8 +64,8 @@ static int flat_reaches(const job *j, const char *name, const int64_t *starts) {
   return 1;
 }
 
-/* (B, H, N, M), where B and H may be 1, for padded arrays; or flat, with the place where
- * each sequence starts, its rows as long as it has keys. */
+/* (B, H, N, M), where B and H may be 1, for padded arrays; or flat, (count,) or (H, count), with
+ * the place where each sequence starts, its rows as long as it has keys. */
 static int take_pairs(job *j, PyObject *object, PyObject *starts, const char *name,
                       const char *starts_name, int flags, view *to, const int64_t **to_starts) {
   sizes *const s = &j->sizes;
@@ -74,13 +74,14 @@ static int take_pairs(job *j, PyObject *object, PyObject *starts, const char *na
     const rp_attention *const a = &j->attention;
     if (a->offsets != NULL || a->key_offsets != NULL) {
       PyErr_Format(PyExc_ValueError,
-                   "%s: packed arrays need it flat, with the start of each sequence", name);
+                   "%s: packed arrays take a list of one matrix per sequence, or (flat, starts)",
+                   name);
       return 0;
     }
     return take(object, name, "bhNM", flags, s, to);
   }
   s->of['F'] = -1;
-  return take(object, name, "F", flags, s, to) &&
+  return take(object, name, has_axes(object, 2) ? "hF" : "F", flags, s, to) &&
          take_int64(starts, starts_name, "B", s, to_starts) && flat_reaches(j, name, *to_starts);
 }
 

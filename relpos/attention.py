@@ -200,9 +200,9 @@ def attention(
     query_start: int or int (B,). Absolute position of query 0, key 0 standing at 0.
         None: keys - queries of the sequence, so that the last query meets the last key.
     mask: bool (N, M), (B, N, M) or (B|1, H|1, N, M), True: visible. For packed arrays a list of
-        one (n, m) matrix per sequence, or (flat, starts): the matrices end to end and int (B,)
-        where each begins. Together with causal, lengths and window, only what all of them show
-        is seen.
+        one (n, m) or (H|1, n, m) per sequence, or (flat, starts): the matrices end to end, (count,)
+        or (H|1, count), and int (B,) where each begins. Together with causal, lengths and window,
+        only what all of them show is seen.
     window: int or (left, right). Query i sees the keys from i + start - left to i + start + right;
         None for no bound on a side; one number bounds both.
     layout: "bhnd", or "bnhd" for padded arrays (B, N, H, D). Strided views of either will do,

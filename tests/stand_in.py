@@ -22,9 +22,11 @@ KINDS = {_core.KEY: "key", _core.QUERY: "query", _core.BIAS: "bias", _core.VALUE
 
 
 def _pieces(flat: Any, starts: Any, spans: list[Any]) -> list[Any]:
-    """One (1, n, m) matrix for every sequence, of matrices laid end to end."""
+    """One (1, n, m) or (H, n, m) for every sequence, of matrices laid end to end."""
     return [
-        flat[starts[s.batch] : starts[s.batch] + s.queries * s.keys].reshape(1, s.queries, s.keys)
+        flat[..., starts[s.batch] : starts[s.batch] + s.queries * s.keys].reshape(
+            -1 if flat.ndim == 2 else 1, s.queries, s.keys
+        )
         for s in spans
     ]
 

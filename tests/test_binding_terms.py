@@ -129,6 +129,18 @@ PADDED: dict[str, dict[str, Any]] = {
         "mask": (random.integers(0, 2, 200).astype(bool), np.array([57, 0])),
         "lengths": np.array([N, 4]), "key_lengths": np.array([9, M]),
     },
+    "mask, flat by heads": {
+        "mask": (random.integers(0, 2, (H, 230)).astype(bool)[:, 20:], np.array([57, 0])),
+        "lengths": np.array([N, 4]), "key_lengths": np.array([9, M]),
+    },
+    "labels, flat by heads": {
+        "terms": (
+            labelled(
+                "A", _core.KEY, KEY, some_labels(np.int16, H, 200), label_starts=np.array([100, 7])
+            ),
+        ),
+        "lengths": np.array([N, 4]), "key_lengths": np.array([9, M]),
+    },
     "softcap": {"softcap": 1.5, "scale": 1.0, "terms": (band("c", _core.BIAS, BIASH),)},
     "dropout": {"dropout": (0.4, 5, 4294967295, 3, 77), "terms": (band("V", _core.VALUE, VALUE),)},
 }  # fmt: skip

@@ -296,6 +296,18 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "labels of key_table: sequence 0 needs 11 x 13 from -1 on, but there are 286",
     ),
     (
+        "labels, flat, of too few heads",
+        key_labels(np.zeros((2, 286), np.int8), label_starts=np.array([0, 143])),
+        ValueError,
+        "labels of key_table: expected int8, int16 or int32 (H=3 or 1, count), got int8 (2, 286)",
+    ),
+    (
+        "labels, flat by heads and short",
+        key_labels(np.zeros((3, 285), np.int8), label_starts=np.array([0, 143])),
+        ValueError,
+        "labels of key_table: sequence 1 needs 11 x 13 from 143 on, but there are 285",
+    ),
+    (
         "labels, starts",
         key_labels(np.zeros(286, np.int8), label_starts=np.array([0])),
         ValueError,
@@ -455,7 +467,7 @@ def test_packed_arrays_need_flat_matrices() -> None:
         with pytest.raises(ValueError) as caught:
             _core.attention_forward(*TOKENS, None, False, call)
         assert str(caught.value) == (
-            f"{name}: packed arrays need it flat, with the start of each sequence"
+            f"{name}: packed arrays take a list of one matrix per sequence, or (flat, starts)"
         )
 
 

@@ -187,6 +187,44 @@ def test_packed_labels_and_edges(real: Any) -> None:
         )
 
 
+def test_packed_matrices_by_heads(real: Any) -> None:
+    """Labels and masks of every head, in a list or end to end, forward and backward, as the padded
+    arrays have them."""
+    q, k, v, dout = activations(real)
+    n, offsets = (N, 5), [0, N, N + 5]
+    random = np.random.default_rng(5)
+    labels = random.integers(-1, 3, (B, H, N, N)).astype(np.int8)
+    mask = random.random((B, H, N, N)) < 0.8
+    tables = parameters(EXAMPLES["edges"], real)
+
+    def results(arrays: Any, labels: Any, mask: Any, **sides: Any) -> list[Any]:
+        position = relpos.ShawGraph(**tables, labels=labels)
+        out, ctx = relpos.attention_forward(*arrays[:3], position=position, mask=mask, **sides)
+        return [out, *relpos.attention_backward(ctx, arrays[3]).values()]
+
+    def pack(x: Any) -> Any:
+        return np.concatenate([x[b, :, : n[b]].swapaxes(0, 1) for b in range(B)])
+
+    packed = [pack(x) for x in (q, k, v, dout)]
+    cut, seen = ([x[b, :, : n[b], : n[b]] for b in range(B)] for x in (labels, mask))
+    flat, open_ = (
+        np.concatenate([x.reshape(H, -1) for x in parts], axis=1) for parts in (cut, seen)
+    )
+    expected = results((q, k, v, dout), labels, mask, lengths=n)
+    listed = results(packed, cut, seen, offsets=offsets)
+    laid = results(packed, (flat, [0, N * N]), (open_, [0, N * N]), offsets=offsets)
+    for ours, again, theirs in zip(listed, laid, expected, strict=True):
+        np.testing.assert_array_equal(ours, again)
+        theirs = pack(theirs) if theirs.ndim == 4 else theirs
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance(real, 1e-4))
+    mixed = [cut[0], np.ascontiguousarray(cut[1][:1])]  # of one sequence all heads have the same
+    wide = labels.copy()
+    wide[1] = wide[1, :1]
+    found = results(packed, mixed, [seen[0][0], seen[1][0]], offsets=offsets)[0]
+    theirs = results((q, k, v, dout), wide, mask[:, :1], lengths=n)[0]
+    np.testing.assert_allclose(found, pack(theirs), rtol=0, atol=tolerance(real, 1e-4))
+
+
 # --------------------------------------------------------------------------------------------------
 # Check values (SEMANTICS: derived from the systems' own code)
 # --------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         "labels in a list",
         lambda: relpos.ShawGraph(rows(3, D), labels=[labels(N, N), labels(N)]),
         V,
-        "labels[1]: expected int8, int16 or int32 (n, m), got int8 (6,)",
+        "labels[1]: expected int8, int16 or int32 (n, m) or (H|1, n, m), got int8 (6,)",
     ),
 ]
 
@@ -547,6 +547,21 @@ def test_lists_of_labels_and_masks() -> None:
         relpos.attention(q, k, k, **sides, position=graph(labels=[labels(3, 2)]))
     with pytest.raises(ValueError, match=r"^mask\[0\]: expected \(n=2, m=3\), .* got \(3, 2\)$"):
         relpos.attention(q, k, k, **sides, mask=[np.ones((3, 2), bool)])
+    whole = f"H={H} or 1, n=2, m=3"
+    for wrong in ((H, 3, 2), (H + 1, 2, 3)):
+        sentence = rf"\[0\]: expected \({whole}\), .* got \({', '.join(map(str, wrong))}\)$"
+        with pytest.raises(ValueError, match=f"^labels{sentence}"):
+            relpos.attention(q, k, k, **sides, position=graph(labels=[labels(*wrong)]))
+        with pytest.raises(ValueError, match=f"^mask{sentence}"):
+            relpos.attention(q, k, k, **sides, mask=[np.ones(wrong, bool)])
+    with pytest.raises(ValueError, match=r"^labels\[0\]: expected \(H=4 or 1, n, m\), as others"):
+        graph(labels=[labels(2, N, N), labels(4, N, N)])
+    with pytest.raises(ValueError, match=r"^mask: packed arrays take a list of one matrix per seq"):
+        relpos.attention(q, k, k, **sides, mask=np.ones((1, H, 2, 3), bool))
+    with pytest.raises(
+        ValueError, match=r"^mask: expected bool \(count,\) or \(H\|1, count\), got"
+    ):
+        relpos.attention(q, k, k, **sides, mask=(np.ones((1, H, 6), bool), [0]))
 
 
 def test_a_plane_far_away() -> None:

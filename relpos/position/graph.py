@@ -108,9 +108,9 @@ class ShawGraph(Scheme):
     value_table: float32 (T, Dv) or (H, T, Dv). The same object as key_table ties the two.
     bias_table: float32 (T,) or (H, T).
     labels: int8, int16 or int32, from 0 to T - 1 or -1, used where it lies: (N, M) for all, or
-        (B, N, M), or (B|1, H|1, N, M). For packed arrays a list of one (n, m) matrix per sequence
-        (copied into one), or (flat, starts): the matrices end to end and int (B,) where each
-        begins.
+        (B, N, M), or (B|1, H|1, N, M). For packed arrays a list of one (n, m) or (H|1, n, m) per
+        sequence (copied into one), or (flat, starts): the matrices end to end, (count,) or
+        (H|1, count), and int (B,) where each begins.
     edges: `EdgeList(query, key, label, sequence)` instead of labels.
     """
 
@@ -171,9 +171,9 @@ LABEL_TYPES = ("int8", "int16", "int32")
 class Pairs(NamedTuple):
     """Numbers for pairs of a query and a key, as the core takes them."""
 
-    numbers: Any  # (B|1, H|1, N, M), or flat where there are starts
+    numbers: Any  # (B|1, H|1, N, M); where there are starts (count,) or (H|1, count)
     starts: Any = None  # int64 (B,)
-    sizes: tuple[tuple[int, int], ...] | None = None  # of the matrices of a list
+    sizes: tuple[tuple[int, ...], ...] | None = None  # of the matrices of a list
 
     def check(self, name: str, shape: Shape) -> None:
         """Refuses a list whose matrices have not the shapes of their sequences: laid end to end
@@ -187,10 +187,12 @@ class Pairs(NamedTuple):
             )
         counts = zip(shape.queries.counts.tolist(), shape.keys.counts.tolist(), strict=True)
         for b, (size, own) in enumerate(zip(self.sizes, counts, strict=True)):
-            if size != own:
+            heads = size[:-2]
+            if size[-2:] != own or heads not in ((), (1,), (shape.H,)):
+                each = f"H={shape.H} or 1, " if heads else ""
                 raise ValueError(
-                    f"{name}[{b}]: expected (n={own[0]}, m={own[1]}), the queries and keys of "
-                    f"sequence {b}, got {size}"
+                    f"{name}[{b}]: expected ({each}n={own[0]}, m={own[1]}), the queries and keys "
+                    f"of sequence {b}, got {size}"
                 )
 
 
@@ -205,19 +207,15 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
             )
         starts = check_integers(f"{name} starts", given[1], "(B,)", (1,)).astype(np.int64)
         flat = on_host(name, given[0])
-        return Pairs(_typed(name, flat, types, "(count,)", (1,)), starts)
+        axes = "(count,) or (H|1, count)"
+        return Pairs(_typed(name, flat, types, axes, (1, 2)), starts)
     if isinstance(given, list):
         names = [f"{name}[{b}]" for b in range(len(given))]
         parts = [
-            _typed(own, on_host(own, part), types, "(n, m)", (2,))
+            _typed(own, on_host(own, part), types, "(n, m) or (H|1, n, m)", (2, 3))
             for own, part in zip(names, given, strict=True)
         ]
-        sizes = [part.size for part in parts]
-        starts = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64)]).astype(np.int64)
-        starts = starts[: len(parts)]
-        joined = [part.reshape(-1) for part in parts]
-        flat = np.concatenate(joined) if joined else np.zeros(0, types[0])
-        return Pairs(flat, starts, tuple((len(part), part.shape[1]) for part in parts))
+        return _end_to_end(names, parts, types)
     axes = "(N, M), (B, N, M) or (B|1, H|1, N, M)"
     matrix = _typed(name, on_host(name, given), types, axes, (2, 3, 4))
     if matrix.ndim == 2:
@@ -225,6 +223,23 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
     elif matrix.ndim == 3:
         matrix = matrix[:, None]
     return Pairs(matrix)
+
+
+def _end_to_end(names: list[str], parts: list[Any], types: tuple[str, ...]) -> Pairs:
+    """The matrices of a list in one array: (count,), or (H, count) where heads have their own."""
+    heads = max([len(part) for part in parts if part.ndim == 3], default=1)
+    for name, part in zip(names, parts, strict=True):
+        if part.ndim == 3 and len(part) not in (1, heads):
+            raise ValueError(
+                f"{name}: expected (H={heads} or 1, n, m), as others of the list, got {part.shape}"
+            )
+    rows = [np.zeros((heads, 0), parts[0].dtype if parts else types[0])]
+    for part in parts:
+        n, m = part.shape[-2:]
+        rows.append(np.broadcast_to(part, (heads, n, m)).reshape(heads, n * m))
+    flat = np.concatenate(rows, axis=1)
+    starts = np.cumsum([own.shape[1] for own in rows[:-1]], dtype=np.int64)[: len(parts)]
+    return Pairs(flat if heads > 1 else flat[0], starts, tuple(part.shape for part in parts))
 
 
 def _typed(name: str, array: Any, types: tuple[str, ...], axes: str, ranks: tuple[int, ...]) -> Any:

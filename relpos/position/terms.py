@@ -125,7 +125,7 @@ class Band:
 class Labels:
     """A map from a matrix of labels, -1: no relation."""
 
-    labels: npt.NDArray[np.signedinteger]  # (B|1, H|1, N, M), or flat where starts is given
+    labels: npt.NDArray[np.signedinteger]  # (B|1, H|1, N, M); (count,), (H|1, count) with starts
     starts: Counts | None = None  # (B,)
 
 
