@@ -84,7 +84,7 @@ static int run(PyObject *module, const job *j) {
     workspace_free(&w);
     return 0;
   }
-  if (status != RP_OK) raise_status(module, status);
+  if (status != RP_OK) raise_call(module, status, j);
   workspace_free(&w);
   return status == RP_OK;
 }

@@ -5,6 +5,8 @@
  */
 #include "_call.h"
 
+#include <stdio.h>
+
 int choose_axes(axis_words *w, PyObject *layout, int packed, int packed_keys) {
   const int bhnd = PyUnicode_Check(layout) && PyUnicode_CompareWithASCIIString(layout, "bhnd") == 0;
   const int bnhd = PyUnicode_Check(layout) && PyUnicode_CompareWithASCIIString(layout, "bnhd") == 0;
@@ -139,4 +141,20 @@ int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
   a->M = s->of['M'] >= 0 ? s->of['M'] : 0;
   return take_terms(j, terms) && take_position_bias(j, position_bias) && take_window(a, window) &&
          take_mask(j, mask) && take_dropout(a, dropout);
+}
+
+void raise_call(PyObject *module, rp_status status, const job *j) {
+  static const char *const kinds[RELPOS_KINDS] = {"key", "query", "bias", "value"};
+  const rp_attention *const a = &j->attention;
+  const rp_relation *const relations[RELPOS_KINDS] = {a->key, a->query, a->bias, a->value};
+  char places[MOST_TERMS][16];
+  renaming names[MOST_TERMS];
+  for (int i = 0; i < j->term_count; i++) {
+    const rp_relation *const r = j->terms[i].relation;
+    int kind = 0;
+    while (r != relations[kind] && r != relations[kind] + 1) kind++;
+    snprintf(places[i], sizeof places[i], "%s[%d]", kinds[kind], (int)(r - relations[kind]));
+    names[i] = (renaming){places[i], j->terms[i].name};
+  }
+  raise_renamed(module, status, names, j->term_count);
 }

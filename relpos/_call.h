@@ -62,6 +62,9 @@ int take_placement(PyObject *object, rp_placement *to, PyObject **allocate);
 int take_terms(job *j, PyObject *terms);
 int take_mask(job *j, PyObject *mask);
 
+/* Raises what libcore said of a call, terms by the names of their tables. */
+void raise_call(PyObject *module, rp_status status, const job *j);
+
 /* Where the gradients of the tables go: a tuple with an array, or None, for each term. */
 int take_table_gradients(job *j, PyObject *gradients);
 

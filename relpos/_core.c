@@ -20,7 +20,40 @@ typedef struct module_state {
   PyObject *model_type;
 } module_state;
 
-void raise_status(PyObject *module, rp_status status) {
+/* What libcore says in words of C, as Python has it; the longer ones first. */
+static const renaming in_python[] = {
+    {"rp_model_create and rp_model_load make", "without open they make"},
+    {"rp_model_memory", "relpos.model_memory"},
+    {"rp_model_backward", "backward"},
+    {"rp_model_update", "update"},
+    {"rp_model_zero_gradients", "zero_gradients"},
+    {"rp_model_result", "result"},
+    {"rp_decoder_begin", "begin"},
+    {"rp_decoder_step", "step"},
+    {"rp_set_threads: ", ""},
+    {"rp_device_allocate: ", ""},
+    {"rp_device_get names them", "relpos.devices names them"},
+    {"limits.training=0", "training=False"},
+    {"limits.", "the model's "},
+    {"=RP_BF16", "='bf16'"},
+    {" RP_F32", " 'f32'"},
+    {" is NULL", " is None"},
+};
+
+/* The sentence with every `from` replaced. Takes the reference; NULL, with an exception. */
+static PyObject *renamed(PyObject *sentence, const renaming *names, int count) {
+  for (int i = 0; i < count && sentence != NULL; i++) {
+    PyObject *const next =
+        PyObject_CallMethod(sentence, "replace", "ss", names[i].from, names[i].to);
+    Py_DECREF(sentence);
+    sentence = next;
+  }
+  return sentence;
+}
+
+void raise_status(PyObject *module, rp_status status) { raise_renamed(module, status, NULL, 0); }
+
+void raise_renamed(PyObject *module, rp_status status, const renaming *names, int count) {
   const module_state *state = PyModule_GetState(module);
   PyObject *type = PyExc_SystemError;
   switch (status) {
@@ -35,7 +68,10 @@ void raise_status(PyObject *module, rp_status status) {
   /* its errno is in the sentence alone */
   const bool missing = status == RP_ERROR_FILE && strstr(rp_last_error(), strerror(ENOENT));
   if (missing) type = PyExc_FileNotFoundError;
-  PyObject *const sentence = text_of(rp_last_error());
+  PyObject *sentence = renamed(text_of(rp_last_error()), names, count);
+  if (status != RP_ERROR_FILE) { /* those quote paths */
+    sentence = renamed(sentence, in_python, sizeof in_python / sizeof in_python[0]);
+  }
   if (sentence == NULL) return;
   PyErr_SetObject(type, sentence);
   Py_DECREF(sentence);

@@ -44,8 +44,16 @@
 
 /* ---- errors: _core.c ---------------------------------------------------------- */
 
-/* Raises the exception for a status of libcore, with libcore's own sentence. */
+/* Raises the exception for a status of libcore, with libcore's own sentence; what is called
+ * otherwise in Python has its name there. */
 void raise_status(PyObject *module, rp_status status);
+
+typedef struct renaming {
+  const char *from, *to;
+} renaming;
+
+/* The same with other names besides, which a call has given. */
+void raise_renamed(PyObject *module, rp_status status, const renaming *names, int count);
 
 /* A str of what libcore says, which may quote bytes that are no UTF-8, as in the name of a file,
  * and be cut in the middle of a letter: those become \xff. */

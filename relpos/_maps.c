@@ -29,7 +29,7 @@ PyObject *attention_map(PyObject *module, PyObject *args) {
   status = rp_attention_map(&j.attention, j.q, j.k, what, b, head, row, rows, to.data, stride);
   Py_END_ALLOW_THREADS
   if (status == RP_OK) return Py_NewRef(Py_None);
-  raise_status(module, status);
+  raise_call(module, status, &j);
   return NULL;
 }
 

@@ -106,7 +106,7 @@ static int take_labels(job *j, const term *t, PyObject *labels, PyObject *starts
   view v = {0};
   if (labels == Py_None) return 1;
   if (!take_pairs(j, labels, starts, part_of("labels", t->name).text,
-                  part_of("label_starts", t->name).text, TAKE_LABELS, &v, &r->label_starts)) {
+                  part_of("starts of labels", t->name).text, TAKE_LABELS, &v, &r->label_starts)) {
     return 0;
   }
   r->labels = v.data;

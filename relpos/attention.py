@@ -23,6 +23,7 @@ from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Scheme, Shape, subclasses
 from relpos.request import (
+    ARRAYS,
     Layout,
     Mask,
     Request,
@@ -429,8 +430,9 @@ def _prepare(
     """The terms of a call, and q and k as the core shall meet them."""
     if lowered is None:
         lowered = lower(request, shape, position)
-    if request.out is not None:
-        check_apart(request.out, request, lowered)
+    out: Any = request.out
+    if isinstance(out, ARRAYS):  # the core says of others what they are
+        check_apart(out, request, lowered)
     q, k = request.q, request.k
     if lowered.rotation is not None:
         q, k = turn(q, k, lowered.rotation, shape, request.layout, request.place)

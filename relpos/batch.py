@@ -221,6 +221,8 @@ def _check_offsets(name: str, offsets: Any, side: str, tokens: Any) -> None:
 
 def _pack(name: str, sentences: Iterable[Tokens]) -> tuple[Any, Any]:
     """Sentences end to end, and their offsets."""
+    if not isinstance(sentences, Iterable):
+        raise TypeError(f"{name}: expected sentences of tokens, got {type(sentences).__name__}")
     parts = [_integers(f"{name}[{i}]", x, "(n,)", 1) for i, x in enumerate(sentences)]
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([part.size for part in parts], out=offsets[1:])
@@ -234,8 +236,10 @@ def _pack_shifted(
 ) -> tuple[Any, Any, Any]:
     """bos before each sentence, the offsets of that, and eos after each sentence instead."""
     tokens, offsets = _pack(name, sentences)
-    target = np.insert(tokens, offsets[:-1], check_count("bos", bos, 0))
-    labels = np.insert(tokens, offsets[1:], check_count("eos", eos, 0))
+    for which, token in (("bos", bos), ("eos", eos)):
+        if check_count(which, token, 0) >= 1 << 31:
+            raise ValueError(f"{which}: expected a token, got {token}")
+    target, labels = np.insert(tokens, offsets[:-1], bos), np.insert(tokens, offsets[1:], eos)
     return target, offsets + np.arange(len(offsets)), labels
 
 

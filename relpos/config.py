@@ -157,6 +157,8 @@ class Config:
     @classmethod
     def preset(cls, name: str) -> Config:
         """A configuration by name, as "paper-base"; `presets` lists them."""
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected str, got {type(name).__name__}")
         return cls(**_read(cls, dict(_core.config_preset(name))))
 
     @classmethod
@@ -166,6 +168,8 @@ class Config:
 
     def replace(self, changes: Mapping[str, Any]) -> Config:
         """The same with other values for some fields, by dotted names: {"encoder.k": 8}."""
+        if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
+            raise TypeError(f"changes: expected a dict of values by name, got {changes!r}")
         given = (pair for name, value in changes.items() for pair in _pairs(name, value))
         return Config(**_read(Config, dict(_core.config_check((*self._given(), *given)))))
 

@@ -209,6 +209,8 @@ def _wanted(argument: str, parts: str | Iterable[str], terms: Iterable[Term]) ->
         raise TypeError(f"{argument}: expected names, got {describe(parts)}")
     names = [parts] if isinstance(parts, str) else list(parts)
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument}: expected names, got {describe(name)} among them")
         if name not in known and name != "all":
             there = ", ".join(map(repr, known))
             raise ValueError(

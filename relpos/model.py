@@ -26,7 +26,7 @@ from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
 from relpos.config import Config
-from relpos.position.arrays import Array, check_choice, check_count, check_integers
+from relpos.position.arrays import Array, check_choice, check_count, check_integers, check_truth
 from relpos.search import Decoder, Hypothesis, Search
 
 Path = str | os.PathLike[str]
@@ -280,7 +280,13 @@ class Transformer:
         A loss or gradient that is not finite raises nothing: `finite` is False, the weights are as
         they were, and the next attempt has other dropout.
         """
+        if not isinstance(batches, Batch | Iterable):
+            raise TypeError(
+                f"batches: expected relpos.Batch, or several, got {type(batches).__name__}"
+            )
         several = (batches,) if isinstance(batches, Batch) else tuple(batches)
+        if not several:
+            raise ValueError("batches: expected at least one, got none")
         return _result_of(self._core.step(tuple(map(_packed, several)), wait))
 
     def result(self) -> StepResult:
@@ -549,8 +555,11 @@ def _described(
     if not isinstance(device, str):
         raise TypeError(f"device: expected str, got {type(device).__name__}")
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
+    for name, number in zip(("tokens", "sentences"), most, strict=True):
+        if number >= 1 << 31:
+            raise ValueError(f"{name}: expected less than 2^31, got {number}")
     check_choice("precision", precision, PRECISIONS)
     if precision != "f32" and device == "cpu":
         raise ValueError(f"precision: expected 'f32', all that a CPU has, got {precision!r}")
-    number = PRECISIONS.index(precision)
-    return config.pairs(), (*most, bool(training), bool(recompute), device, number)
+    how = check_truth("training", training), check_truth("recompute", recompute)
+    return config.pairs(), (*most, *how, device, PRECISIONS.index(precision))

@@ -25,13 +25,14 @@ from relpos.device_array import (
 )
 from relpos.position import combine
 from relpos.position.arrays import (
-    Array,
     as_array,
+    as_integers,
+    check_choice,
     check_int64,
     check_number,
+    check_truth,
     integer_of,
     number_of,
-    on_host,
 )
 from relpos.position.combine import Position
 from relpos.position.graph import Pairs, matrices
@@ -102,9 +103,10 @@ def read_request(
 ) -> Request:
     """The arguments of `relpos.attention`, checked one by one."""
     q, k, v, out = _arrays(q, k, v, out)
-    if precision != "f32" and not (precision == "bf16" and isinstance(q, DeviceArray)):
-        both = "'f32' or 'bf16'" if isinstance(q, DeviceArray) else "'f32'"
-        raise ValueError(f"precision: expected {both}, got {precision!r}")
+    check_choice(
+        "precision", precision, ("f32", "bf16") if isinstance(q, DeviceArray) else ("f32",)
+    )
+    check_choice("layout", layout, ("bhnd", "bnhd"))
     packed = _integers("offsets", offsets)
     start = _integers("query_start", query_start)
     if start is not None and start.ndim == 0:
@@ -114,7 +116,7 @@ def read_request(
         k=k,
         v=v,
         out=out,
-        causal=bool(causal),
+        causal=check_truth("causal", causal),
         lengths=_integers("lengths", lengths),
         key_lengths=_integers("key_lengths", key_lengths),
         offsets=packed,
@@ -203,7 +205,7 @@ def _constants_on_device(lowered: Lowered, place: Placement) -> Lowered:
     return dataclasses.replace(lowered, terms=tuple(map(there, lowered.terms)))
 
 
-def check_apart(out: Array, request: Request, lowered: Lowered) -> None:
+def check_apart(out: Any, request: Request, lowered: Lowered) -> None:
     """Refuses an `out` that overlaps an input: rows are written while others are still read."""
     inputs: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
     inputs |= {term.name: term.table for term in lowered.terms}
@@ -249,7 +251,7 @@ def _integers(name: str, values: Any) -> Counts | None:
     """An int64 array of its own, so that a context does not change with the caller's list."""
     if values is None:
         return None
-    array = np.asarray(on_host(name, values))
+    array = as_integers(name, values, "")
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
     check_int64(name, array)
@@ -331,8 +333,6 @@ def _shape(r: Request) -> Shape | None:
     """What schemes need to know. None where the core will refuse the arrays: its sentences about
     them are better than what could be said here."""
     q, k, v = r.q, r.k, r.v
-    if r.layout not in ("bhnd", "bnhd"):
-        return None
     if not (isinstance(q, ARRAYS) and isinstance(k, ARRAYS) and isinstance(v, ARRAYS)):
         return None
     key_offsets = r.key_offsets

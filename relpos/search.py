@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,14 @@ import numpy.typing as npt
 
 from relpos import _core
 from relpos.batch import Batch, packed
-from relpos.position.arrays import Array, check_choice, check_count, check_integers, check_number
+from relpos.position.arrays import (
+    Array,
+    check_choice,
+    check_count,
+    check_integers,
+    check_number,
+    check_truth,
+)
 
 if TYPE_CHECKING:
     from relpos.model import Transformer
@@ -95,13 +103,16 @@ class Search:
         for name in ("begin", "end"):
             if getattr(self, name) >= _TOKENS:
                 raise ValueError(f"{name}: expected a token, got {getattr(self, name)}")
+        if not isinstance(self.suppressed, Iterable):
+            got = type(self.suppressed).__name__
+            raise TypeError(f"suppressed: expected tokens, got {got}")
         given = check_integers("suppressed", tuple(self.suppressed), "(count,)", (1,)).tolist()
         for token in given:
             if not 0 <= token < _TOKENS:
                 raise ValueError(f"suppressed: expected tokens, got {token}")
         self._set("suppressed", tuple(map(int, given)))
-        self._set("sample", bool(self.sample))
-        self._set("average", bool(self.average))
+        self._set("sample", check_truth("sample", self.sample))
+        self._set("average", check_truth("average", self.average))
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected above 0 and up to 1, got {self.top_p:g}")
         if self.seed >= _SEEDS:
@@ -170,10 +181,10 @@ class Decoder:
         from relpos.model import Transformer
 
         if not models:
-            raise ValueError("Decoder: expected a model or several, got none")
+            raise ValueError("models: expected a model or several, got none")
         for model in models:
             if not isinstance(model, Transformer):
-                raise TypeError(f"model: expected relpos.Transformer, got {type(model).__name__}")
+                raise TypeError(f"models: expected relpos.Transformer, got {type(model).__name__}")
         self._core = _core.Decoder(tuple(model._core for model in models))
 
     def search(self, batch: Batch, search: Search | None = None) -> list[list[Hypothesis]]:

@@ -64,6 +64,9 @@ class Translator:
     """
 
     def __init__(self, models: Transformer | Sequence[Transformer], subwords: Subwords) -> None:
+        if not isinstance(models, Transformer | Iterable):
+            got = type(models).__name__
+            raise TypeError(f"models: expected relpos.Transformer, or several, got {got}")
         self.models = (models,) if isinstance(models, Transformer) else tuple(models)
         self.subwords = subwords
         self._decoder = Decoder(*self.models)

@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
             )
         },
         ValueError,
-        "attention: key[0]",
+        "attention: A: label 6",
     ),
 ]
 

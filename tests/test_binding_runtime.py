@@ -37,9 +37,7 @@ def test_threads_and_errors() -> None:
     try:
         relpos.set_threads(3)
         assert relpos.get_threads() == relpos.build_info()["threads"] == 3
-        with pytest.raises(
-            ValueError, match="^rp_set_threads: threads is 1025, expected 1 to 1024"
-        ):
+        with pytest.raises(ValueError, match="^threads is 1025, expected 1 to 1024"):
             relpos.set_threads(1025)
         with pytest.raises(TypeError):
             relpos.set_threads("2")  # type: ignore[arg-type]

@@ -83,13 +83,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "map",
         key_term(map=3),
         ValueError,
-        "attention: key[0].map=3, must be RP_MAP_BAND (0), RP_MAP_LABEL (1) or RP_MAP_EDGES (2)",
+        "attention: key_table.map=3, must be RP_MAP_BAND (0), RP_MAP_LABEL (1) or RP_MAP_EDGES (2)",
     ),
     (
         "beyond",
         key_term(beyond=2),
         ValueError,
-        "attention: key[0].beyond=2, must be RP_BEYOND_CLIP (0) or RP_BEYOND_NONE (1)",
+        "attention: key_table.beyond=2, must be RP_BEYOND_CLIP (0) or RP_BEYOND_NONE (1)",
     ),
     # ---- tables
     (
@@ -185,13 +185,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "buckets, range",
         key_term(buckets=changed(BUCKETS, 4, T)),
         ValueError,
-        "attention: key[0].buckets[4]=6, must be from -1 (none) to rows - 1 = 5",
+        "attention: key_table.buckets[4]=6, must be from -1 (none) to rows - 1 = 5",
     ),
     (
         "buckets of no table",
         key_term(table=KEY[:0], buckets=BUCKETS),
         ValueError,
-        "attention: key[0].rows=0, must be from 1 to 2^40",
+        "attention: key_table.rows=0, must be from 1 to 2^40",
     ),
     (
         "positions, dtype",
@@ -216,17 +216,22 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "positions, one",
         key_term(query_positions=PLACES["query_positions"]),
         ValueError,
-        "attention: key[0].key_positions is NULL, but query_positions are given; both or neither",
+        "attention: key_table.key_positions is None, but query_positions are given; both or neither",
     ),
     (
         "positions, range",
         key_term(**(PLACES | {"key_positions": changed(PLACES["key_positions"], (1, 12), 1 << 30)})),
         ValueError,
-        "attention: key[0].key_positions=1073741824 at row 12 of sequence 1, must be below 2^30 in "
+        "attention: key_table.key_positions=1073741824 at row 12 of sequence 1, must be below 2^30 in "
         "magnitude",
     ),
     # ---- labels
-    ("labels, none", key_labels(None), ValueError, "attention: key[0].label_bytes=0, must be 1, 2 or 4"),
+    (
+        "labels, none",
+        key_labels(None),
+        ValueError,
+        "attention: key_table.label_bytes=0, must be 1, 2 or 4",
+    ),
     (
         "labels, dtype",
         key_labels(LABELS.astype(np.int64)),
@@ -273,14 +278,14 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "labels, high",
         key_labels(changed(LABELS, (1, 2, 10, 12), T)),
         ValueError,
-        "attention: key[0]: label 6 of sequence 1, head 2, query 10, key 12; labels must be from "
+        "attention: key_table: label 6 of sequence 1, head 2, query 10, key 12; labels must be from "
         "-1 (none) to rows - 1 = 5",
     ),
     (
         "labels, low",
         key_labels(changed(LABELS, (0, 1, 2, 3), -2)),
         ValueError,
-        "attention: key[0]: label -2 of sequence 0, head 1, query 2, key 3; labels must be from "
+        "attention: key_table: label -2 of sequence 0, head 1, query 2, key 3; labels must be from "
         "-1 (none) to rows - 1 = 5",
     ),
     (
@@ -311,7 +316,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "labels, starts",
         key_labels(np.zeros(286, np.int8), label_starts=np.array([0])),
         ValueError,
-        "label_starts of key_table: expected int64 (B=2,), got int64 (1,)",
+        "starts of labels of key_table: expected int64 (B=2,), got int64 (1,)",
     ),
     (
         "labels, flat without starts",
@@ -350,25 +355,25 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "edges, without keys",
         key_edges(edge_keys=None),
         ValueError,
-        "attention: key[0].edge_keys is NULL",
+        "attention: key_table.edge_keys is None",
     ),
     (
         "edges, falling",
         key_edges(edge_starts=changed(STARTS, 3, 5)),
         ValueError,
-        "attention: key[0].edge_starts[4]=4 after 5, must not fall and not exceed 2^40",
+        "attention: key_table.edge_starts[4]=4 after 5, must not fall and not exceed 2^40",
     ),
     (
         "edges, key",
         key_edges(edge_keys=changed(ONES, 12, M)),
         ValueError,
-        "attention: key[0].edge_keys[12]=13 of sequence 1, query 1, which has 13 keys",
+        "attention: key_table.edge_keys[12]=13 of sequence 1, query 1, which has 13 keys",
     ),
     (
         "edges, label",
         key_edges(edge_labels=changed(ONES, 21, -1)),
         ValueError,
-        "attention: key[0].edge_labels[21]=-1 of sequence 1, query 10, key 0; labels of edges must "
+        "attention: key_table.edge_labels[21]=-1 of sequence 1, query 10, key 0; labels of edges must "
         "be from 0 to rows - 1 = 5",
     ),
     # ---- the rest of the call

@@ -579,7 +579,7 @@ for call in (lambda: relpos.attention(x, x, x), lambda: relpos.rotate(x, relpos.
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError, match="^rp_device_allocate: cuda:0 has no "):
+    with pytest.raises(MemoryError, match="^cuda:0 has no "):
         _core.device_memory("cuda:0", 1 << 60)
     there = foreign_qkv()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -342,11 +343,57 @@ def test_limits_of_a_batch() -> None:
     assert model.step(Batch.from_pairs([[3] * 5] * 2, [[3] * 4] * 2, bos=BOS, eos=EOS)).tokens == 10
 
 
+def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None:
+    """Of functions and limits that have other names there."""
+    model = small_model()
+    decoder = relpos.Decoder(model)
+    many = relpos.Batch.from_pairs([[3]] * 33, [[3]] * 33, bos=1, eos=2)
+    long = relpos.Batch.from_pairs([[3] * 11] * 30, [[3]] * 30, bos=1, eos=2)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (model.update, RuntimeError, "model: nothing is accumulated; backward comes before update"),
+        (model.result, RuntimeError, "model: there is no result to ask for; a step or an update .*"),
+        (lambda: decoder.step([1]), RuntimeError,
+         "decoder: nothing was begun; begin comes before step"),
+        (lambda: model.step(many), ValueError,
+         "batch: sentences=33, must be from 0 to the model's sentences=32"),
+        (lambda: model.step(long), ValueError,
+         "batch: more than the model's tokens=256 source tokens, 264 with sentence 23"),
+        (lambda: model.step([]), ValueError, "batches: expected at least one, got none"),
+        (lambda: relpos.Transformer(small_config(), tokens=1 << 70), ValueError,
+         "tokens: expected less than 2\\^31, got 1180591620717411303424"),
+        (lambda: relpos.Transformer(small_config(), training="no"), TypeError,  # type: ignore[arg-type]
+         "training: expected True or False, got str"),
+        (lambda: relpos.Batch.from_pairs(3, [], bos=1, eos=2), TypeError,  # type: ignore[arg-type]
+         "sources: expected sentences of tokens, got int"),
+        (lambda: relpos.Batch.from_pairs([[3]], [[3]], bos=1 << 70, eos=2), ValueError,
+         "bos: expected a token, got 1180591620717411303424"),
+        (lambda: relpos.Search(suppressed=3), TypeError, "suppressed: expected tokens, got int"),  # type: ignore[arg-type]
+        (lambda: relpos.Search(sample="no"), TypeError, "sample: expected True or False, got str"),  # type: ignore[arg-type]
+        (lambda: relpos.Decoder(), ValueError, "models: expected a model or several, got none"),
+        (lambda: relpos.Translator(3, None), TypeError,  # type: ignore[arg-type]
+         "models: expected relpos.Transformer, or several, got int"),
+        (lambda: relpos.Translator(model, []), TypeError,  # type: ignore[arg-type]
+         "subwords: expected a vocabulary, with size and encode, got list"),
+        (lambda: relpos.Config().replace({1: 2}), TypeError,  # type: ignore[dict-item]
+         r"changes: expected a dict of values by name, got \{1: 2\}"),
+        (lambda: relpos.Config.preset(3), TypeError, "name: expected str, got int"),  # type: ignore[arg-type]
+    ]  # fmt: skip
+    for call, error, sentence in cases:
+        with pytest.raises(error, match=f"^{sentence}$"):
+            call()
+
+
+def test_paths_are_quoted_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "limits.of rp_model_update is NULL" / "x"
+    with pytest.raises(OSError, match="limits.of rp_model_update is NULL"):
+        small_model().save(path)
+
+
 def test_wrong_types(idle: relpos.Transformer) -> None:
     batch = pairs()
     for call, sentence in (
         (lambda: relpos.Transformer("tiny"), r"config: expected relpos\.Config, got str"),  # type: ignore[arg-type]
-        (lambda: idle.step(3), "'int' object is not iterable"),  # type: ignore[arg-type]
+        (lambda: idle.step(3), r"batches: expected relpos\.Batch, or several, got int"),  # type: ignore[arg-type]
         (lambda: idle.step([3]), r"batch: expected relpos\.Batch, got int"),  # type: ignore[list-item]
         (lambda: idle.score(None), r"batch: expected relpos\.Batch, got NoneType"),  # type: ignore[arg-type]
         (lambda: idle.attention_maps(batch, 0.5, 0), "layer: expected an integer, got float"),  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"model\.safetensors"):
         _core.Model.open((64, 8, False, False, "cpu", 0), path)
     trained().save(path)
-    with pytest.raises(ValueError, match="limits.training=1, must be 0"):
+    with pytest.raises(ValueError, match="training=1, must be 0"):
         _core.Model.open((64, 8, True, False, "cpu", 0), path)
     with pytest.raises(TypeError):
         _core.Model.open((64, 8, False, False, "cpu", 0), 3)  # type: ignore[arg-type]

@@ -31,6 +31,37 @@ V, T = ValueError, TypeError
 # Schemes that cannot be made.
 MADE: list[tuple[str, Any, type[Exception], str]] = [
     (
+        "no rows",
+        lambda: relpos.ShawGraph(rows(0, D), labels=labels(N, N)),
+        V,
+        f"key_table: expected at least one row, got float32 (0, {D})",
+    ),
+    (
+        "masked",
+        lambda: relpos.MusicTransformer(rows(5, D), masked="no"),
+        T,
+        "masked: expected True or False, got str",
+    ),
+    (
+        "bidirectional",
+        lambda: relpos.T5Bias(rows(8, H), bidirectional=rows(2)),
+        T,
+        "bidirectional: expected True or False, got float32 (2,)",
+    ),
+    (
+        "beyond, an array",
+        lambda: relpos.Shaw(rows(5, D), beyond=np.zeros(2, np.float32)),
+        V,
+        "beyond: expected 'clip' or 'none', got array([0., 0.], dtype=float32)",
+    ),
+    (
+        "positions",
+        lambda: relpos.CrossPositions(relpos.RoPE(), [[1], [1, 2]], [1]),
+        T,
+        "query_positions: expected integers (rows,) or (B, rows), got a list of unequal parts",
+    ),
+    ("slopes", lambda: relpos.position.alibi_slopes("8"), T, "heads: expected an integer, got str"),
+    (
         "graph, nothing",
         lambda: relpos.ShawGraph(labels=labels(N, N)),
         V,
@@ -229,6 +260,44 @@ def graph(**where: Any) -> Any:
 
 # Calls of attention over (B, H, N, D).
 CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("causal", {"causal": "no"}, T, "causal: expected True or False, got str"),
+    (
+        "causal, an array",
+        {"causal": X},
+        T,
+        f"causal: expected True or False, got float32 {X.shape}",
+    ),
+    (
+        "lengths",
+        {"lengths": [[1], [1, 2]]},
+        T,
+        "lengths: expected integers, got a list of unequal parts",
+    ),
+    (
+        "out",
+        {"out": [[1], [1, 2]]},
+        T,
+        f"out: expected float32 (B={B}, H={H}, N={N}, Dv={D}), got list",
+    ),
+    (
+        "maps",
+        {"return_maps": [["logits"]]},
+        T,
+        "return_maps: expected names, got list among them",
+    ),
+    (
+        "labels, by the table's name",
+        {"position": (shaw(), graph(labels=labels(N, N) + np.int8(9)))},
+        V,
+        "attention: key_table_2: label 9 of sequence 0, head 0, query 0, key 0; labels must be from "
+        "-1 (none) to rows - 1 = 2",
+    ),
+    (
+        "starts of labels",
+        {"position": graph(labels=(labels(2 * N * N), [0]))},
+        V,
+        f"starts of labels of key_table: expected int64 (B={B},), got int64 (1,)",
+    ),
     (
         "no scheme",
         {"position": X},

@@ -333,7 +333,7 @@ def test_what_is_refused() -> None:
     model = random_model()
     with pytest.raises(ValueError, match="expected a model or several"):
         relpos.Decoder()
-    with pytest.raises(TypeError, match="model: expected relpos.Transformer, got str"):
+    with pytest.raises(TypeError, match="models: expected relpos.Transformer, got str"):
         relpos.Decoder("model")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"models\[0\]: expected relpos\._core\.Model"):
         _core.Decoder(("model",))  # type: ignore[arg-type]

@@ -104,7 +104,12 @@ def check_vocabulary(subwords: Subwords, config: Config) -> None:
         ("source", config.encoder.layers), ("target", config.decoder.layers),
     )  # fmt: skip
     for side, layers in sides:
-        size, expected = of_side(subwords, side).size, getattr(config, f"{side}_vocabulary")
+        own = of_side(subwords, side)
+        if not hasattr(own, "encode") or not hasattr(own, "size"):
+            raise TypeError(
+                f"subwords: expected a vocabulary, with size and encode, got {type(own).__name__}"
+            )
+        size, expected = own.size, getattr(config, f"{side}_vocabulary")
         if layers > 0 and size != expected:
             raise ValueError(
                 f"tokenizer: has {size:,} tokens, the model's {side}_vocabulary is {expected:,}: it "

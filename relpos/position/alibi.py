@@ -15,6 +15,7 @@ from relpos.position.arrays import (
     Table,
     as_array,
     beside,
+    check_count,
     check_shape,
     check_table,
     through,
@@ -27,8 +28,10 @@ def alibi_slopes(heads: int) -> npt.NDArray[np.float64]:
 
     For other counts those of the power of two below, c, then every second of those of 2c.
     """
-    if heads <= 0:
+    if check_count("heads", heads, 0) == 0:
         return np.zeros(0)
+    if heads > 1 << 20:
+        raise ValueError(f"heads: expected at most 2^20, got {heads}")
     below = 1 << (heads.bit_length() - 1)
     slopes = 2.0 ** (-8.0 * np.arange(1, below + 1) / below)
     finer = 2.0 ** (-8.0 * np.arange(1, 2 * below + 1) / (2 * below))

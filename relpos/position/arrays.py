@@ -171,13 +171,30 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_truth(name: str, value: Any) -> bool:
+    """True or False, or what NumPy has for them, or 1 or 0."""
+    if not isinstance(value, bool | int | np.bool_ | np.integer):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    return bool(value)
+
+
+def as_integers(name: str, values: Any, axes: str) -> npt.NDArray[Any]:
+    """What is to be integers, as an array."""
+    try:
+        return np.asarray(on_host(name, values))
+    except ValueError:  # lists of different lengths within a list
+        raise TypeError(
+            f"{name}: expected integers{axes}, got a {type(values).__name__} of unequal parts"
+        ) from None
 
 
 def check_integers(name: str, values: Any, axes: str, ranks: tuple[int, ...]) -> Any:
     """An integer array, of whatever integer type."""
-    array = np.asarray(on_host(name, values))
+    array = as_integers(name, values, f" {axes}")
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers {axes}, got {describe(array)}")
     if array.ndim not in ranks:

@@ -127,9 +127,11 @@ class ShawGraph(Scheme):
             raise ValueError("ShawGraph: give key_table, value_table or bias_table")
         for name, table in self.tables().items():
             if name == "bias_table":
-                check_table(name, table, "(T,) or (H, T)", (1, 2))
+                rows = check_table(name, table, "(T,) or (H, T)", (1, 2))[-1]
             else:
-                check_table(name, table, "(T, d) or (H, T, d)", (2, 3))
+                rows = check_table(name, table, "(T, d) or (H, T, d)", (2, 3))[-2]
+            if rows == 0:
+                raise ValueError(f"{name}: expected at least one row, got {describe(table)}")
         if (self.labels is None) == (self.edges is None):
             raise ValueError("ShawGraph: give labels or edges, one of them")
         if self.edges is not None and not isinstance(self.edges, EdgeList):

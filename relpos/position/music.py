@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from relpos.position.arrays import Table, as_array, check_table
+from relpos.position.arrays import Table, as_array, check_table, check_truth
 from relpos.position.terms import Band, Kind, Lowered, Scheme, Shape, Term, itself
 
 
@@ -35,6 +35,7 @@ class MusicTransformer(Scheme):
     masked: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_truth("masked", self.masked)
         if not self.tables():
             raise ValueError("MusicTransformer: give key_table, value_table or both")
         for name, table in self.tables().items():

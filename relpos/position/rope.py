@@ -27,6 +27,7 @@ from relpos.position.arrays import (
     check_integers,
     check_number,
     check_positions,
+    check_truth,
     describe,
 )
 from relpos.position.terms import Counts, Lowered, Rotation, Scheme, Shape, Side
@@ -61,6 +62,7 @@ class RoPE(Scheme):
     rotate_keys: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_truth("rotate_keys", self.rotate_keys)
         check_choice("pairing", self.pairing, ("half", "interleaved"))
         if self.width is not None and check_count("width", self.width, 0) % 2 != 0:
             raise ValueError(f"width: expected an even number of columns, got {self.width}")
@@ -187,6 +189,10 @@ def rotate(
         offsets = [0, len(x)]
     if offsets is not None:
         offsets = check_integers("offsets", offsets, "(B + 1,)", (1,)).astype(np.int64)
+        if offsets.size == 0:
+            raise ValueError(
+                "offsets: expected B + 1 numbers from 0 to the number of tokens, got none"
+            )
     if lengths is not None:
         lengths = check_integers("lengths", lengths, "(B,)", (1,)).astype(np.int64)
     if positions is None:

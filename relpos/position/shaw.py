@@ -32,7 +32,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from relpos.position.arrays import Table, as_array, check_table, describe
+from relpos.position.arrays import Table, as_array, check_choice, check_table, describe
 from relpos.position.terms import Band, Lowered, Scheme, Shape, Term, itself
 
 Distances = tuple[int | None, int | None]
@@ -85,8 +85,7 @@ class Shaw(Scheme):
                 "Shaw: give key_table, value_table or both; "
                 "attention without either is position=None"
             )
-        if self.beyond not in ("clip", "none"):
-            raise ValueError(f"beyond: expected 'clip' or 'none', got {self.beyond!r}")
+        check_choice("beyond", self.beyond, ("clip", "none"))
         both = _distances("", self.k, self.left, self.right)
         own = _distances("value_", self.value_k, self.value_left, self.value_right)
         if own == (None, None):

@@ -17,6 +17,7 @@ from relpos.position.arrays import (
     check_number,
     check_shape,
     check_table,
+    check_truth,
     contiguous,
     through,
 )
@@ -74,6 +75,7 @@ class T5Bias(Scheme):
     bias_scale: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_truth("bidirectional", self.bidirectional)
         buckets, _ = check_table("bias_table", self.bias_table, "(num_buckets, H)", (2,))
         least = 4 if self.bidirectional else 2
         if buckets < least or (self.bidirectional and buckets % 2 != 0):
