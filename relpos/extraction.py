@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -112,7 +113,37 @@ def attention_maps(
 ) -> ModelMaps: ...
 
 
-def attention_maps(*given: Any, **options: Any) -> Any:
+def attention_maps(
+    *given: Any,
+    model: Translator | Transformer | None = None,
+    source: Any = None,
+    target: Any = None,
+    kinds: Names | None = None,
+    layers: Choice = None,
+    heads: Choice = None,
+    parts: Names | None = None,
+    dropout: bool = False,
+    search: Search | None = None,
+    q: Array | None = None,
+    k: Array | None = None,
+    v: Array | None = None,
+    position: Position = None,
+    causal: bool = False,
+    lengths: Integers | None = None,
+    key_lengths: Integers | None = None,
+    offsets: Integers | None = None,
+    key_offsets: Integers | None = None,
+    query_start: Integers | None = None,
+    mask: Mask = None,
+    window: Window = None,
+    layout: Layout = "bhnd",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    precision: str = "f32",
+    rows: Choice = None,
+    sequences: Choice = None,
+    **unknown: Any,
+) -> Any:
     """Where attention looks, and why: of a model on a sentence, or of arrays.
 
         maps = relpos.attention_maps(translator, "Two dogs run through the snow.")
@@ -142,16 +173,40 @@ def attention_maps(*given: Any, **options: Any) -> Any:
     for. The model stays as it is: weights, gradients, what is accumulated and its counters. Memory
     is that of what is returned: (layers, heads, queries, keys) for each name and kind.
 
-    Of arrays q, k and v it is `relpos.maps.attention_maps`, which see.
+    Of arrays q, k and v, which may come first as well, it is `relpos.maps.attention_maps`, which see:
+    position to precision, heads, rows, sequences and parts are of that.
     """
-    model = given[0] if given else options.get("model")
-    if isinstance(model, Transformer):
-        return _of_transformer(*given, **options)
+    options = {
+        "model": model, "source": source, "target": target, "kinds": kinds, "layers": layers,
+        "heads": heads, "parts": parts, "dropout": dropout, "search": search, "q": q, "k": k, "v": v,
+        "position": position, "causal": causal, "lengths": lengths, "key_lengths": key_lengths,
+        "offsets": offsets, "key_offsets": key_offsets, "query_start": query_start, "mask": mask,
+        "window": window, "layout": layout, "scale": scale, "softcap": softcap,
+        "precision": precision, "rows": rows, "sequences": sequences,
+    }  # fmt: skip
+    options = {name: x for name, x in options.items() if x is not _DEFAULTS[name]} | unknown
+    whose = given[0] if given else model
     # whoever has a Translator has imported its module
     translators = sys.modules.get("relpos.translator")
-    if translators is not None and isinstance(model, translators.Translator):
-        return _of_translator(*given, **options)
-    return maps.attention_maps(*given, **options)
+    door: Callable[..., Any] = maps.attention_maps
+    if isinstance(whose, Transformer):
+        door = _of_transformer
+    elif translators is not None and isinstance(whose, translators.Translator):
+        door = _of_translator
+    names = [*inspect.signature(door).parameters]
+    for name in options:
+        if name not in names:
+            what = "arrays" if door is maps.attention_maps else f"a {type(whose).__name__}"
+            raise TypeError(
+                f"attention_maps: of {what} there is no {name!r}, only {', '.join(names)}"
+            )
+    return door(*given, **options)
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(attention_maps).parameters.items()
+}
 
 
 def _of_transformer(

@@ -5,6 +5,7 @@ is refused.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import relpos
 import text_files
 from mapped_models import KINDS, batch_for, everything, made
-from relpos import _core
+from relpos import _core, extraction
 from saved_models import VOCABULARY, random_model, spoil
 from small_model import BOS, EOS, pairs, small_model
 from test_model_gradients import SHAW
@@ -266,13 +267,47 @@ def test_the_binding_refuses_what_does_not_fit() -> None:
 
 
 def test_python_calls_it_by_its_name(translator: relpos.Translator) -> None:
-    for model in (translator, translator.models[0]):
-        with pytest.raises(
-            TypeError, match=r"attention_maps\(\) got an unexpected keyword .*'colour'"
-        ):
-            relpos.attention_maps(model, "ba", "be", colour="red")  # type: ignore[call-overload]
+    shared = "model, source, target, kinds, layers, heads, parts, dropout"
+    x = np.zeros((1, 1, 2, 4), np.float32)
+    for given, name, sentence in (
+        (
+            (translator, "ba"),
+            "colour",
+            f"of a Translator there is no 'colour', only {shared}, search",
+        ),
+        (
+            (translator.models[0],),
+            "causal",
+            f"of a Transformer there is no 'causal', only {shared}",
+        ),
+        (
+            (translator.models[0],),
+            "search",
+            f"of a Transformer there is no 'search', only {shared}",
+        ),
+        (
+            (x, x),
+            "kinds",
+            "of arrays there is no 'kinds', only q, k, v, position, .*, sequences, parts",
+        ),
+        ((x, x), "positon", "of arrays there is no 'positon', only q, k, v, position, .*"),
+    ):
+        with pytest.raises(TypeError, match=f"^attention_maps: {sentence}$"):
+            relpos.attention_maps(*given, **{name: True})  # type: ignore[call-overload]
     named = relpos.attention_maps(model=translator, source="ba", target="be")
     assert named.source_tokens == ("ba",)
+    assert relpos.attention_maps(q=x, k=x, causal=True).probabilities.shape == (1, 1, 2, 2)
+
+
+def test_its_options_are_spelt_out() -> None:
+    """For help() and editors: those of arrays and of models, with their defaults but for parts."""
+    shown = inspect.signature(relpos.attention_maps).parameters
+    for door in (relpos.maps.attention_maps, extraction._of_translator, extraction._of_transformer):
+        for name, parameter in inspect.signature(door).parameters.items():
+            assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "parts":
+                assert shown[name].default == parameter.default
+                assert shown[name].annotation == parameter.annotation
 
 
 def test_what_was_not_asked_for_is_told() -> None:
