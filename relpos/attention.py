@@ -327,7 +327,7 @@ def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
         if term.pull is not None and id(term.table) in raw:
             for name, gradient in term.pull(raw.pop(id(term.table))).items():
                 known = parameters.get(name)
-                parameters[name] = gradient if known is None else known + gradient
+                parameters[name] = gradient if known is None else _sum(known, gradient)
     if bias is not None:
         parameters[lowered.position_bias_name] = bias
     return Gradients(dq, dk, dv, **parameters)
@@ -437,6 +437,11 @@ def _prepare(
     if lowered.rotation is not None:
         q, k = turn(q, k, lowered.rotation, shape, request.layout, request.place)
     return q, k, lowered, make_call(request, lowered)
+
+
+def _sum(known: Any, gradient: Any) -> Any:
+    """Of two gradients of a parameter of which tables were made."""
+    return known.plus(gradient) if isinstance(known, DeviceArray) else known + gradient
 
 
 def _zeros_like(table: Array) -> Array:

@@ -79,6 +79,9 @@ class TensorArray(DeviceArray):
         flat = self.tensor.new_zeros(self.reach)
         return TensorArray(flat.as_strided(self.shape, self.strides))
 
+    def plus(self, other: Any) -> TensorArray:
+        return TensorArray(self.tensor + other.tensor)
+
     def through(self, name: str, change: Callable[[Any], Any]) -> TensorArray:
         return TensorArray(change(self.tensor).contiguous())
 

@@ -21,6 +21,7 @@ from device_capi import from_bf16, to_bf16
 from foreign import Foreign
 from relpos import _core
 from relpos.device_array import DeviceArray
+from relpos.position.terms import Band, Lowered, Term, itself
 
 B, H, N, M, D, E, T = 2, 2, 19, 23, 16, 24, 7
 HALF_ULP = 2.0**-24
@@ -91,6 +92,41 @@ def assert_near(ours: Any, expected: Any, ulp: float = HALF_ULP) -> None:
 def both_ways(arrays: list[Any], position: Any, dout: Any, **options: Any) -> dict[str, Any]:
     out, ctx = relpos.attention_forward(*arrays, position=position, **options)
     return {"out": out, "lse": ctx.lse, **relpos.attention_backward(ctx, dout)}
+
+
+class Twice(relpos.position.Scheme):
+    """A scheme of one's own, whose table becomes two."""
+
+    parameters = ("table",)
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def with_tables(self, tables: Any) -> Twice:
+        return Twice(tables["table"])
+
+    def lower(self, shape: Any) -> Lowered:
+        band, terms = Band(T // 2, T // 2), []
+        for _ in range(2):
+            own = self.table.constant(self.table.numpy())
+            terms.append(Term("table", "key", own, band, itself("table")))
+        return Lowered(tuple(terms), scale=shape.default_scale)
+
+
+def test_gradients_of_one_parameter_add_up() -> None:
+    """Those of two tables that were made of it; where both terms read it there is one anyway."""
+    table, dout = rows(T, D), rows(B, H, N, E, seed=4)
+    halves = both_ways(qkv(), (relpos.Shaw(table), relpos.Shaw(table.copy())), dout)
+    there = [Foreign(x) for x in (*qkv(), table)]
+    found = both_ways(there[:3], Twice(there[3]), Foreign(dout))
+    assert type(found["table"]) is DeviceArray
+    assert_near(found["table"].numpy(), halves["key_table"] + halves["key_table_2"])
+    reach = rows(2 * M - 1, D)
+    both = relpos.RelativeKey(reach), relpos.RelativeKey(reach)
+    expected = both_ways(qkv(), both, dout)["distance_table"]
+    far = Foreign(reach)
+    both = relpos.RelativeKey(far), relpos.RelativeKey(far)
+    assert_near(both_ways(there[:3], both, Foreign(dout))["distance_table"].numpy(), expected)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -111,6 +111,21 @@ def test_every_scheme(name: str, place: str, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("place", ["beside_the_host", "on_the_emulator"])
+@pytest.mark.parametrize("scheme", ["t5", "alibi", "relative_key"])
+def test_one_table_of_two_schemes(scheme: str, place: str, request: pytest.FixtureRequest) -> None:
+    """Under one name: the sum of what both of them make of it."""
+    make, shape = {
+        "t5": (lambda a: (relpos.T5Bias(a, max_distance=6), relpos.T5Bias(a)), (8, H)),
+        "alibi": (lambda a: (relpos.ALiBi(a), relpos.ALiBi(a)), (H,)),
+        "relative_key": (lambda a: (relpos.RelativeKey(a), relpos.RelativeKey(a)), (2 * N + 1, D)),
+    }[scheme]
+    given = leaves([shape])
+    expected = run(make, given)
+    request.getfixturevalue(place)
+    assert_near(run(make, given), expected)
+
+
+@pytest.mark.parametrize("place", ["beside_the_host", "on_the_emulator"])
 def test_every_option(place: str, request: pytest.FixtureRequest) -> None:
     options: dict[str, Any] = {
         "mask": torch.rand(B, 1, N, N, generator=torch.Generator().manual_seed(1)) < 0.8,
