@@ -277,6 +277,24 @@ def test_the_whole_command_again_says_the_same(
     assert found is not None and found.step == 4 and found.config.source_vocabulary == 20
 
 
+@pytest.mark.parametrize("names", [(), ("files",), ("files", "config")])
+def test_its_own_file_is_read_once(
+    names: tuple[str, ...], run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whether the command names a text, so that it is no layer of what is told, or not."""
+    more: list[str] = [str(each) for each in run.files] if "files" in names else []
+    if "config" in names:
+        config = tmp_path / "more.toml"
+        config.write_text("dropout = 0.2\n")
+        more += ["--config", str(config)]
+    seen: list[str] = []
+    read = told.read_toml
+    monkeypatch.setattr(told, "read_toml", lambda path: (seen.append(path.name), read(path))[1])
+    found = told.told(parsed("train", "--resume", "--output", str(run.made), *more))
+    assert found.begun
+    assert seen.count(told.RUN_FILE) == 1 and len(seen) == 1 + ("config" in names)
+
+
 def test_nobody_elses_file_is_written(
     run: SimpleNamespace, capsys: Capture, tmp_path: Path
 ) -> None:

@@ -91,13 +91,14 @@ def told(options: argparse.Namespace) -> Told:
     output = Path(_last([*(each.train for each in files), line.train], "output", "run"))
     own = _own(output)
     named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
-    if options.resume and own is not None and not named:
-        files.insert(0, _read(own))
+    before = _read(own) if options.resume and own is not None and not named else None
+    if before is not None:
+        files.insert(0, before)
     layers = [*files, line]
     preset = _last([each.model for each in layers], "preset")
     start = _last([each.model for each in layers], "start")
-    if preset is None and (before := _before(options.resume, output, start)) is not None:
-        config = Config.load(before)
+    if preset is None and (weights := _before(options.resume, output, start)) is not None:
+        config = Config.load(weights)
     else:
         config = Config.preset(preset or _PRESET)
     data: dict[str, Any] = {}
@@ -121,7 +122,7 @@ def told(options: argparse.Namespace) -> Told:
         config = config.replace({"share_embeddings": False})
     found = Told(preset or _PRESET, config, start, output, data, loop, begun=False)
     if options.resume and own is not None and _has_checkpoints(output):
-        return _as_begun(found, own)
+        return _as_begun(found, own, before)
     return found
 
 
@@ -173,12 +174,13 @@ def _has_checkpoints(output: Path) -> bool:
     return bool(checkpoints(output))
 
 
-def _as_begun(what: Told, own: Path) -> Told:
-    """With the vocabulary and the start that the run has had from its beginning."""
+def _as_begun(what: Told, own: Path, before: _Layer | None) -> Told:
+    """With the vocabulary and the start that the run has had from its beginning. before: its own
+    file, where that is read already."""
     from relpos.config import Config
 
     try:
-        before = _read(own)
+        before = before or _read(own)
     except ImportError:  # Python 3.10 without tomli: the command has said everything itself
         return what
     data = dict(what.data)
