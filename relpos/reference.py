@@ -260,9 +260,14 @@ def attention_scores(
 
 
 def attention_probabilities(s: Array, lse: Array) -> Array:
-    """p_ij = exp(s_ij - lse_i) (3). A query that sees no key: zeros."""
-    result: Array = np.exp(s - _finite(lse)[:, None])
-    return result
+    """p_ij = exp(s_ij - lse_i) (3). A query that sees no key: zeros.
+
+    Divided by their sum, which is 1 but for the rounding of lse: of scores of 1e9 in float32 lse is
+    the highest, and they would come to 1 each.
+    """
+    p: Array = np.exp(s - _finite(lse)[:, None])
+    total = p.sum(axis=1, keepdims=True)
+    return p / np.where(total > 0, total, p.dtype.type(1))
 
 
 def attention_forward(

@@ -215,7 +215,7 @@ def test_numbers_by_hand() -> None:
     out, lse = reference.attention_forward(q, k, v, **given, position_bias=np.array([0.5]))
     scores = np.array([2 * (0.5 + 3) + 4, 2 * (2.5 + 10)])  # 11 and 25
     np.testing.assert_allclose(lse, 25 + np.log1p(np.exp(-14.0)), rtol=1e-15)
-    p = np.exp(scores - lse)
+    p = np.exp(scores - 25) / (1 + np.exp(-14.0))
     np.testing.assert_allclose(out, [[p[0] * 1 + p[1] * 12]], rtol=1e-15)
     out, _ = reference.attention_forward(q, k, v, **given, softcap=1e-9, keep=np.array([[4, 0]]))
     np.testing.assert_allclose(out, [[0.5 * 4 * 1]], rtol=1e-8)  # cap: equal scores
@@ -420,3 +420,27 @@ def test_philox_over_arrays_of_counters() -> None:
     assert blocks.shape == (2, 3, 4)
     alone = reference.philox4x32(counters[1, 2], np.array([5, 6]))
     np.testing.assert_array_equal(blocks[1, 2], alone)
+
+
+@pytest.mark.parametrize(("dtype", "score"), [(np.float32, 1e9), (np.float64, 1e18)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_weights_of_scores_that_leave_lse_no_room(dtype: Any, score: float, sign: float) -> None:
+    """Equal scores so large that lse is rounded to them: the weights sum to 1, and so the output is
+    the mean of the values. A query that sees no key has none."""
+    N, M, D = 3, 5, 4
+    q, k = np.zeros((N, D)), np.zeros((M, D))
+    q[:, 0], k[:, 0] = sign * score, 1.0
+    v = np.random.default_rng(3).standard_normal((M, D))
+    visible = np.ones((N, M), bool)
+    visible[0], visible[1, 2:] = False, False
+    s, lse = reference.attention_scores(
+        q.astype(dtype), k.astype(dtype), scale=1.0, visible=visible
+    )
+    assert lse[2] == s[2, 0]  # no room for log 5
+    p = reference.attention_probabilities(s, lse)
+    np.testing.assert_allclose(p.sum(axis=1), [0, 1, 1], rtol=4 * np.finfo(dtype).eps)
+    z, _ = reference.attention_forward(q, k, v, scale=1.0, visible=visible, dtype=dtype)
+    expected = [np.zeros(D), v[:2].mean(axis=0), v.mean(axis=0)]
+    np.testing.assert_allclose(z, expected, rtol=0, atol=8 * float(np.finfo(dtype).eps))
+    found = reference.attention_backward(q, k, v, v[:N], scale=1.0, visible=visible, dtype=dtype)
+    np.testing.assert_allclose(found["v"], p.T @ v[:N], rtol=0, atol=8 * np.finfo(dtype).eps)
