@@ -200,7 +200,7 @@ WIDTHS = (1, 2, 3, 7, 8, 15, 16, 17, 20, 32, 33, 48, 64, 80, 128)
 
 
 def random_case(seed: int) -> Case:
-    """The case of this seed. Every fourth has N > 128 and all clip distances strictly inside.
+    """The case of this seed. Every fourth has N > 128 and a band, all clip distances strictly inside.
 
     Half of them have Shaw's terms alone, the others anything at all.
     """
@@ -233,7 +233,7 @@ def random_case(seed: int) -> Case:
         right = left if chance(0.6) else clip()
         return Band(left, right, "none" if chance(0.25) else "clip")
 
-    terms = pick((0, 1, 2, 3, 3, 3, 3, 3))
+    terms = pick((1, 1, 1, 2, 2, 3, 3, 3) if long else (0, 1, 2, 3, 3, 3, 3, 3))
     key = band() if terms & 1 else None
     value = (key if key and chance(0.6) else band()) if terms & 2 else None
     tied = bool(key and value and key.rows == value.rows and chance(0.4))
@@ -363,6 +363,9 @@ def random_case(seed: int) -> Case:
         if tables[0] and tables[0] == tables[1] and D == Dv and chance(0.5):
             sharing = tuple(k for k in case.per_head if k not in ("key", "value"))  # type: ignore
             case = replace(case, tied=True, per_head=sharing)
+    if long and not any(isinstance(map, Band | Distances) for _, _, map in case.terms):
+        free = [kind for kind in reference.KINDS if not case.maps(kind)]
+        case = replace(case, **{free[0]: band()}) if free else replace(case, key=band(), tied=False)
     tables = [name for name, _, _ in case.terms]
     if tables and chance(0.15):
         where = word(["first", "first", "middle", "last"])
