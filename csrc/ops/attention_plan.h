@@ -287,9 +287,9 @@ static pair pair_from(const rp_attention *s, int64_t phase, int64_t b, int64_t q
  * beyond its query 0, and from an item to the next g grows by r_k - r_q. Nothing is seen while
  * g - (r_q - 1) > right, or g + (r_k - 1) < -left. */
 static int64_t idle_items(const rp_attention *s, int64_t phase, const pair *p) {
+  if (phase == 0 || p->key_chunk == 0) return 0;
   const rpi_sequence seq = sequence_of(s, p->b);
   const chunks q = query_chunks(s, &seq), k = key_chunks(s, &seq);
-  if (phase == 0 || p->key_chunk == 0) return 0;
   const sight sees = sight_of(s);
   const int64_t step = k.rows - q.rows;
   const int64_t nearest = p->key_chunk * k.rows - p->query_chunk * q.rows - seq.start - q.rows + 1;
