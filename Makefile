@@ -210,7 +210,8 @@ sanitized:
 # cannot run is named: the program says so with exit code 77. Without those that only call every
 # table by themselves, whatever was chosen: `make test` runs them.
 CALL_ALL := $(shell grep -l 'table_at\|attention_run.h\|gemm_tiles.c' tests/c/test_*.c)
-OF_THE_CHOSEN := $(filter-out $(filter-out %/test_attention_maps.c,$(CALL_ALL)),$(wildcard tests/c/test_*.c))
+BY_DISPATCH := %/test_attention_maps.c %/test_waves.c %/test_rotate.c # these do both
+OF_THE_CHOSEN := $(filter-out $(filter-out $(BY_DISPATCH),$(CALL_ALL)),$(wildcard tests/c/test_*.c))
 OF_THE_CHOSEN := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(OF_THE_CHOSEN)))
 isas: $(OF_THE_CHOSEN)
 	@for isa in portable avx2 avx512 amx neon; do \

@@ -45,8 +45,9 @@ rp_status rp_device_allocate(const char *device, int64_t bytes, void **memory) {
 }
 
 rp_status rp_device_free(const char *device, void *memory) {
-  const rp_ops *ops;
-  RPI_TRY(rpi_device_ops(device, &ops));
+  const rp_ops *ops = NULL;
+  const rp_status status = rpi_device_ops(device, &ops);
+  if (ops == NULL) return status; /* memory is given back whatever is wrong with the threads */
   ops->release(memory);
   return RP_OK;
 }

@@ -145,6 +145,7 @@ int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
 
 void raise_call(PyObject *module, rp_status status, const job *j) {
   static const char *const kinds[RELPOS_KINDS] = {"key", "query", "bias", "value"};
+  _Static_assert(RP_TERMS == 2, "a relation is the first or the second of its kind");
   const rp_attention *const a = &j->attention;
   const rp_relation *const relations[RELPOS_KINDS] = {a->key, a->query, a->bias, a->value};
   char places[MOST_TERMS][16];

@@ -267,7 +267,8 @@ def attention_probabilities(s: Array, lse: Array) -> Array:
     """
     p: Array = np.exp(s - _finite(lse)[:, None])
     total = p.sum(axis=1, keepdims=True)
-    return p / np.where(total > 0, total, p.dtype.type(1))
+    p /= np.where(total > 0, total, 1)
+    return p
 
 
 def attention_forward(

@@ -124,20 +124,30 @@ class _Spec:
     """What of a call is neither tensor nor number: torch sees its name."""
 
     layout: str
+    name: str
+    last: _Lowering | None = None  # of the last forward call
 
-    def __init__(self) -> None:
-        self.last: _Lowering | None = None  # of the last forward call
+    def holder(self) -> Any:
+        """What `last` is kept by."""
+        return self
 
     def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
         """The call with these tables. Each parameter has its own array and gradient, also where one
         tensor is several of them: torch adds those up."""
         raise NotImplementedError
 
-    def lowering(self, tables: Sequence[Tensor], shape: Shape, stream: int) -> Lowered | None:
+    def lowering(
+        self, tables: Sequence[Tensor], numbers: _Numbers, shape: Shape, stream: int
+    ) -> Lowered | None:
         """What the last forward call made of these tables for this shape, if it did, and on this
         stream: on another it may not be there yet, and its memory be given away too early."""
-        last, versions = self.last, _versions(tables)
+        last: _Lowering | None = self.holder().last
+        versions = _versions([*tables, *numbers.others()])
         if last is None or versions is None or last.versions != versions:
+            return None
+        if last.name != self.name:
+            return None
+        if last.integers != [*numbers.integers] or last.reals != [*numbers.reals]:
             return None
         return last.lowered if last.stream == stream and last.shape.same_as(shape) else None
 
@@ -147,7 +157,6 @@ class _Kept(_Spec):
     as somebody holds it."""
 
     def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
-        super().__init__()
         schemes_of(position)
         self.position = position
         self.options = dict(options)
@@ -172,9 +181,13 @@ class _Written(_Spec):
     what it was made of is gone."""
 
     def __init__(self, text: str) -> None:
-        super().__init__()
+        self.name = text
         self.written = json.loads(text)
         self.layout = dict(self.written[2][1:])["layout"]
+
+    def holder(self) -> Any:
+        """One for all texts, or each of them would hold tables of its last call for good."""
+        return _Written
 
     def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
         own = [_table_of(x) for x in tables]
@@ -182,7 +195,7 @@ class _Written(_Spec):
         parts = Parts(own, others, list(numbers.integers), list(numbers.reals))
         position, options = read(self.written, parts)
         names = {id(x): name for name, x in tables_of(position).items()}
-        return _Call(position, options | numbers.per_call(), [names[id(x)] for x in own])
+        return _Call(position, options | numbers.per_call(), [names.get(id(x), "") for x in own])
 
 
 class _Numbers(NamedTuple):
@@ -192,6 +205,10 @@ class _Numbers(NamedTuple):
     integers: Sequence[int]
     reals: Sequence[float]
     seed: int
+
+    def others(self) -> list[Tensor]:
+        """Labels, positions and masks of _Written, of which terms are made too."""
+        return [x for x in self.host[len(PER_CALL) :] if x is not None]
 
     def per_call(self) -> dict[str, Any]:
         """As keyword arguments. The host reads them: what lies on a GPU is copied, and waited for."""
@@ -207,8 +224,11 @@ class _Numbers(NamedTuple):
 class _Lowering(NamedTuple):
     """A scheme's terms, kept from forward to its backward: some are products to be made."""
 
+    name: str
     versions: list[tuple[int, int]]
-    tables: list[Tensor]  # held, or others could come to lie where they did
+    integers: list[int]
+    reals: list[float]
+    tables: list[Tensor]  # and others; held, or others could come to lie where they did
     shape: Shape
     stream: int  # it was made on
     lowered: Lowered
@@ -244,15 +264,19 @@ def _forward(
     known = _spec_of(spec)
     activations = (_array_of(x) for x in (q, k, v))
     try:
-        call = known.over(tables, _Numbers(host, integers, reals, seed))
+        numbers = _Numbers(host, integers, reals, seed)
+        call = known.over(tables, numbers)
         out, ctx = attention_forward(*activations, position=call.position, **call.options)
     except ValueError as error:  # the core tells what to do to an array
         raise ValueError(str(error).replace(".copy()", ".contiguous()")) from error
-    versions = _versions(tables)
-    known.last = None
+    made_of = [*tables, *numbers.others()]
+    versions = _versions(made_of)
+    known.holder().last = None
     if versions is not None:
-        held = [table.detach() for table in tables]
-        known.last = _Lowering(versions, held, ctx.shape, _stream_of(q), ctx.lowered)
+        held = [x.detach() for x in made_of]
+        known.holder().last = _Lowering(
+            known.name, versions, [*integers], [*reals], held, ctx.shape, _stream_of(q), ctx.lowered
+        )
     return _tensor_of(out), _tensor_of(ctx.lse)
 
 
@@ -271,11 +295,12 @@ def _backward(
     spec: str,
 ) -> list[Tensor]:
     known = _spec_of(spec)
-    call = known.over(tables, _Numbers(host, integers, reals, seed))
+    numbers = _Numbers(host, integers, reals, seed)
+    call = known.over(tables, numbers)
     q_, k_, v_, out_, lse_ = (_array_of(x) for x in (q, k, v, out, lse))
     request = read_request(q_, k_, v_, None, **call.options)
     assert request.shape is not None
-    lowered = known.lowering(tables, request.shape, _stream_of(q))
+    lowered = known.lowering(tables, numbers, request.shape, _stream_of(q))
     ctx = context_of(request, call.position, out_, lse_, lowered)
     if dout.stride(-1) != 1 and dout.shape[-1] > 1:  # as the gradient of a sum is: expanded
         dout = dout.contiguous()

@@ -22,14 +22,12 @@ CANNOT_RUN = 77  # what test_api_attention says of a set that this machine has n
 
 def names(variant: str) -> list[list[str]]:
     """The programs of a variant, and of those the ones that run under each instruction set."""
-    said = subprocess.run(
-        ["make", "-s", "names", f"VARIANT={variant}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [line.split() for line in said.stdout.splitlines()]
+    command = ["make", "-s", "names", f"VARIANT={variant}"]
+    try:
+        said = subprocess.check_output(command, cwd=ROOT, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return [["none"], []]  # a test that fails, with what make says then
+    return [line.split() for line in said.splitlines()]
 
 
 RELEASE, CHOSEN = names("release")

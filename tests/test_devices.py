@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import capi
 import relpos
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -278,6 +279,20 @@ def test_a_problem_outlives_the_next_failure(ask: Any) -> None:
     code += "said = text(d.problem); allocate(b'elsewhere', 1); tell([said, text(d.problem)])"
     said, still = ask(code, RELPOS_ISA="none")
     assert said == still and said.startswith("RELPOS_ISA: 'none' is unknown; available here: ")
+
+
+def test_a_number_of_threads_is_no_matter_of_a_device(ask: Any) -> None:
+    """Told as it is, and memory goes back, while RELPOS_NUM_THREADS is to be put right."""
+    code = "core.rp_set_threads(2); status, memory = allocate(b'cpu', 64); core.rp_set_threads(0); "
+    code += "d = Device(ctypes.sizeof(Device)); core.rp_device_get(0, ctypes.byref(d)); "
+    code += (
+        "tell([status, allocate(b'cpu', 64)[0], free(b'cpu', memory), text(d.title), d.problem])"
+    )
+    taken, refused, freed, title, problem = ask(code, RELPOS_NUM_THREADS="abc")
+    assert (taken, refused, freed, problem) == (0, capi.ARGUMENT, 0, None) and title not in (
+        "",
+        "none",
+    )
 
 
 def test_double_has_no_device(ask: Any) -> None:

@@ -448,10 +448,9 @@ for training in (False, True):
     else:
         raise AssertionError(training)
 """
-        path_of_package = os.pathsep.join(map(os.path.abspath, sys.path))
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": path_of_package},
+            cwd=Path(relpos.__file__).parent.parent,
             capture_output=True,
             text=True,
             check=False,

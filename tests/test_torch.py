@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import io
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -554,6 +556,54 @@ def test_labels_of_every_call_compiled() -> None:
         found.append(compiled(q, k, v, graph))
         torch.testing.assert_close(found[-1], call(q, k, v, graph))
     assert not torch.equal(found[0], found[1])
+
+
+def test_backward_compiled_has_the_labels_and_numbers_of_its_call() -> None:
+    """Two calls of the same text, forward both, then backward both."""
+    table, bias = tensor(3, D), tensor(8, H)
+
+    def of_distance(q: Any, most: int) -> Any:
+        t5 = relpos.T5Bias(bias, max_distance=most, bidirectional=True)
+        return relpos.torch.attention(q, q, q, position=t5)
+
+    def of_graph(q: Any, graph: Any) -> Any:
+        return relpos.torch.attention(q, q, q, position=graph)
+
+    q = qkv()[0].detach()
+    both = [np.random.default_rng(seed).integers(-1, 3, (N, N)).astype(np.int8) for seed in (0, 1)]
+    graphs = [relpos.ShawGraph(table, labels=labels) for labels in both]
+    calls = [(of_graph, table, graphs), (of_distance, bias, [5, 30])]
+    for eager, leaf, given in calls:
+        compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend="aot_eager")
+        outs = [compiled(q, x) for x in given]
+        for x, out in zip(given, outs, strict=True):
+            [found] = torch.autograd.grad(out.square().sum(), leaf)
+            [expected] = torch.autograd.grad(eager(q, x).square().sum(), leaf)
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("scale", [np.float64(0.3), np.float32(0.3), torch.tensor(0.3)], ids=str)
+def test_numbers_of_numpy_compiled(scale: Any) -> None:
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return relpos.torch.attention(q, k, v, scale=scale)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv()), call(*qkv()))
+
+
+def test_compiled_code_holds_no_tables() -> None:
+    """A text that is known for good holds nothing of its calls but the last of all."""
+    compiled = torch.compile(
+        lambda q, t, scheme: relpos.torch.attention(q, q, q, position=scheme(t)),
+        backend="aot_eager",
+    )
+    q, first, second = (x.detach() for x in (qkv()[0], tensor(5, D), tensor(7, D)))
+    held = weakref.ref(first.untyped_storage())
+    compiled(q, first, relpos.Shaw)
+    compiled(q, second, relpos.MusicTransformer)
+    del first
+    gc.collect()
+    assert held() is None
 
 
 def test_compiled_code_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,10 @@ static const char *keep_loss(gpu *g) {
 }
 
 static void look(void) {
-  const rp_ops *ops;
-  if (rpi_ops_get(&ops) != RP_OK) snprintf(cpu_problem, sizeof cpu_problem, "%s", rp_last_error());
+  const rp_ops *ops = NULL; /* stays so where there is none; threads are no matter of a device */
+  if (rpi_ops_get(&ops) != RP_OK && ops == NULL) {
+    snprintf(cpu_problem, sizeof cpu_problem, "%s", rp_last_error());
+  }
   int count = 0;
   const rpc_door *door = NULL;
   if (rpi_device_door(&door) != RP_OK || door->count(&count) != RP_OK) {
@@ -75,8 +77,8 @@ static int64_t pages(int which) {
 }
 
 static rp_device describe_cpu(void) {
-  const rp_ops *ops;
-  const bool usable = rpi_ops_get(&ops) == RP_OK;
+  const rp_ops *ops = NULL;
+  const bool usable = rpi_ops_get(&ops) == RP_OK || ops != NULL;
   rp_device cpu = {.name = "cpu", .title = usable ? ops->name : "none"};
   if (!usable) cpu.problem = cpu_problem;
   cpu.memory = pages(_SC_PHYS_PAGES);

@@ -28,7 +28,8 @@ def alibi_slopes(heads: int) -> npt.NDArray[np.float64]:
 
     For other counts those of the power of two below, c, then every second of those of 2c.
     """
-    if check_count("heads", heads, 0) == 0:
+    heads = check_count("heads", heads, 0)
+    if heads == 0:
         return np.zeros(0)
     if heads > 1 << 20:
         raise ValueError(f"heads: expected at most 2^20, got {heads}")

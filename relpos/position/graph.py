@@ -241,7 +241,7 @@ def _end_to_end(names: list[str], parts: list[Any], types: tuple[str, ...]) -> P
         rows.append(np.broadcast_to(part, (heads, n, m)).reshape(heads, n * m))
     flat = np.concatenate(rows, axis=1)
     starts = np.cumsum([own.shape[1] for own in rows[:-1]], dtype=np.int64)[: len(parts)]
-    return Pairs(flat if heads > 1 else flat[0], starts, tuple(part.shape for part in parts))
+    return Pairs(flat[0] if heads == 1 else flat, starts, tuple(part.shape for part in parts))
 
 
 def _typed(name: str, array: Any, types: tuple[str, ...], axes: str, ranks: tuple[int, ...]) -> Any:
