@@ -130,7 +130,7 @@ rp_status wait() {
 #else
 #define RPC_ARCHITECTURES "" /* of the emulator */
 #endif
-__attribute__((used)) const char about[] =
+[[maybe_unused]] __attribute__((used)) const char about[] =
     "relpos-cuda " RP_VERSION " CUDA " RPC_TEXT_OF(CUDART_VERSION) " for " RPC_ARCHITECTURES ";";
 
 const rpc_door door = {RP_VERSION, sizeof(rp_ops), &ops, count, describe, select, wait, use};
