@@ -116,6 +116,13 @@ static real scale_of(const rp_attention *s) {
 
 /* ---- one strip ---------------------------------------------------------- */
 
+/* The columns that hold so many keys of a tile, in steps of the widest vector and of a block of
+ * dropout's mask: what is done number by number is done to no more. Sentences are short. whole:
+ * somebody reads all of the tile. */
+static int64_t columns_of_keys(int64_t keys, bool whole) {
+  return whole ? RPI_TILE : rpi_min(rpi_round_up(keys, 16), RPI_TILE);
+}
+
 /* to += from. */
 RPI_NOINLINE void add_strip(int64_t count, const real *from, real *to) {
   for (int64_t c = 0; c < count * RPI_TILE; c++) to[c] += from[c];
@@ -143,12 +150,14 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. i: the strip's first row of E. more: NULL, or
  * what the pairs add. multiplied: product->c holds the products already. Vectors without a key are
- * 0, or what they start from. What is not a product is put together first: large numbers of it that
- * cancel (a relation's score against the running maximum) shall not meet the product's roundings.
+ * 0 up to `columns`, or what they start from. What is not a product is put together first: large
+ * numbers of it that cancel (a relation's score against the running maximum) shall not meet the
+ * product's roundings.
  */
 static void score_strip(const window *w, int meets, const band_e *e, int64_t e_stride, int64_t i,
-                        int64_t distance, int64_t count, int64_t keys, const rpi_product *product,
-                        const real *row_start, const real *more, bool multiplied) {
+                        int64_t distance, int64_t count, int64_t keys, int64_t columns,
+                        const rpi_product *product, const real *row_start, const real *more,
+                        bool multiplied) {
   const int64_t vectors = rpi_divide_up(keys, RPI_LANES);
   real moved[RPI_TILED_ROWS];
   rpi_start start = {.row = row_start};
@@ -166,36 +175,35 @@ static void score_strip(const window *w, int meets, const band_e *e, int64_t e_s
   if (multiplied) return;
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
   rpi_strip_product(mode, count, vectors, product, &start);
-  for (int64_t r = 0; vectors < RPI_TILE / RPI_LANES && r < count; r++) {
+  for (int64_t r = 0; vectors * RPI_LANES < columns && r < count; r++) {
     real *const row = product->c + r * product->c_stride;
-    for (int64_t v = vectors * RPI_LANES; v < RPI_TILE; v += RPI_LANES) {
+    for (int64_t v = vectors * RPI_LANES; v < columns; v += RPI_LANES) {
       rpi_store(row + v, (rpi_register){0});
     }
   }
 }
 
-/* A row of a tile, added up into one vector. */
-RPI_INLINE rpi_register sum_row(const real *row) {
-  rpi_register sum = rpi_load(row);
-  RPI_UNROLL(16) for (int v = RPI_LANES; v < RPI_TILE; v += RPI_LANES) { sum += rpi_load(row + v); }
-  return sum;
-}
-
 /* Adds the rows of a strip up: the vector at sums + r * sum_stride += those of x[r]. */
-RPI_NOINLINE void add_row_sums(int64_t count, const real *x, real *sums, int64_t sum_stride) {
-  for (int64_t r = 0; r < count; r++, sums += sum_stride) {
-    rpi_store(sums, rpi_load(sums) + sum_row(x + r * RPI_TILE));
+RPI_NOINLINE void add_row_sums(int64_t count, int64_t columns, const real *x, real *sums,
+                               int64_t sum_stride) {
+  for (int64_t r = 0; r < count; r++, x += RPI_TILE, sums += sum_stride) {
+    rpi_register sum = {0};
+    RPI_EACH_VECTOR(v, columns, { sum += rpi_load(x + v); })
+    rpi_store(sums, rpi_load(sums) + sum);
   }
 }
 
 /* Hides what a strip may not see: row r sees the keys from begin + r to end + r - 1 of the
  * tile, and none from `keys` on. */
-RPI_NOINLINE void mask_strip(int64_t count, int64_t begin, int64_t end, int64_t keys, real *s) {
+RPI_NOINLINE void mask_strip(int64_t count, int64_t begin, int64_t end, int64_t keys,
+                             int64_t columns, real *s) {
   for (int64_t r = 0; r < count; r++) {
     const int from = (int)rpi_clamp(begin + r, 0, RPI_TILE);
     const int to = (int)rpi_clamp(end + r, 0, keys);
     real *const row = s + r * RPI_TILE;
-    for (int j = 0; j < RPI_TILE; j++) row[j] = j >= from && j < to ? row[j] : (real)-INFINITY;
+    for (int j = 0; j < (int)columns; j++) {
+      row[j] = j >= from && j < to ? row[j] : (real)-INFINITY;
+    }
   }
 }
 

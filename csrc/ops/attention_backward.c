@@ -56,15 +56,15 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
 
 /* p and ds of a strip from its scores and dp - delta: (2) and (5). The rest of -lse_i is
  * added here, to the finished score: see start_rows. */
-RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *restrict ds,
-                                      const real *restrict negated_lse) {
+RPI_NOINLINE void differentiate_strip(int64_t count, int64_t columns, real *restrict s,
+                                      real *restrict ds, const real *restrict negated_lse) {
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const real start = negated_lse[r];
-    RPI_UNROLL(16) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
+    RPI_EACH_VECTOR(v, columns, {
       const rpi_register weights = rpi_share_lanes(rpi_load(s + v) + start);
       rpi_store(s + v, weights);
       rpi_store(ds + v, weights * rpi_load(ds + v));
-    }
+    })
   }
 }
 
@@ -74,11 +74,11 @@ RPI_NOINLINE void differentiate_strip(int64_t count, real *restrict s, real *res
  *
  * ds holds dp alone, s the tanh where there is a cap. */
 static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, int64_t count,
-                                real *s, real *ds, const real *negated_lse,
+                                int64_t columns, real *s, real *ds, const real *negated_lse,
                                 const real *negated_delta) {
   keep_mask mask;
   if (p->dropout.threshold) {
-    keep_make(&p->dropout, p->ordinal, p->site, row, count, key, &mask);
+    keep_make(&p->dropout, p->ordinal, p->site, row, count, key, columns, &mask);
   } else {
     memset(&mask, -1, sizeof mask);
   }
@@ -87,7 +87,7 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const int8_t *const keep = mask.of[r];
     const real start = negated_lse[r], delta = negated_delta[r];
-    _Pragma("omp simd") for (int j = 0; j < RPI_TILE; j++) {
+    _Pragma("omp simd") for (int64_t j = 0; j < columns; j++) {
       const real weight = rpi_share(cap * s[j] + start), t = capped ? s[j] : 0;
       /* a hidden score is -inf, its slope is no number, and its weight is 0 */
       const real slope = weight > 0 ? 1 - t * t : weight;
@@ -96,6 +96,11 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
       s[j] = kept * weight;
     }
   }
+}
+
+/* Operands are of whole tiles. */
+static int64_t columns_worked(const backward_item *item, int64_t keys) {
+  return columns_of_keys(keys, item->n.tiles || item->pairs.any);
 }
 
 /* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5). multiplied: which of their
@@ -107,6 +112,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
+  const int64_t columns = columns_worked(item, tile_keys);
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
     const rpi_product product = {.a = x->content.data + i * x->content.stride,
@@ -123,22 +129,24 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
                              : pairs->values ? w->pairs.values
                                              : NULL;
     score_strip(&x->w, window_meets(&x->w, nearest, farthest), &x->e, e_stride, i, distance, count,
-                tile_keys, &product, start, more ? more + i * RPI_TILE : NULL, multiplied[which]);
+                tile_keys, columns, &product, start, more ? more + i * RPI_TILE : NULL,
+                multiplied[which]);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;
-  if (pairs->softcap != 0) tanh_strip(count, pairs->softcap, p);
+  if (pairs->softcap != 0) tanh_strip(count, columns, pairs->softcap, p);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
-    mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys, p);
+    mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,
+               columns, p);
   }
   if (pairs->mask) {
     hide_strip(pairs, &item->seq, block->row0 + i, count, item->r.key + j, tile_keys, p);
   }
   if (special) {
-    differentiate_pairs(pairs, block->row0 + i, item->r.key + j, count, p, ds,
+    differentiate_pairs(pairs, block->row0 + i, item->r.key + j, count, columns, p, ds,
                         w->side[KEY].start + i, w->side[VALUE].start + i);
   } else {
-    differentiate_strip(count, p, ds, w->side[KEY].start + i);
+    differentiate_strip(count, columns, p, ds, w->side[KEY].start + i);
   }
 }
 
@@ -153,7 +161,8 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
     if (lies[which] != ACROSS || !x->collects) continue;
-    collect_strip(x, which == KEY ? ds : p, i, count, distance, tile_keys);
+    collect_strip(x, which == KEY ? ds : p, i, count, distance, tile_keys,
+                  columns_worked(item, tile_keys));
   }
   if (item->pairs.count) {
     for (int values = 0; values < 2; values++) {

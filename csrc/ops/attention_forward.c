@@ -53,8 +53,11 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
 }
 
 /* Four running maxima: one would wait four cycles for itself at every vector. */
-RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
+RPI_NOINLINE real strip_maximum(int64_t count, int64_t columns, const real *s) {
   rpi_register m0 = (rpi_register){0} - (real)INFINITY, m1 = m0, m2 = m0, m3 = m0;
+  for (; columns < RPI_TILE && count > 0; count--, s += RPI_TILE) {
+    for (int64_t v = 0; v < columns; v += RPI_LANES) m0 = rpi_higher(rpi_load(s + v), m0);
+  }
   for (const real *const end = s + count * RPI_TILE; s < end; s += 4 * RPI_LANES) {
     m0 = rpi_higher(rpi_load(s), m0);
     m1 = rpi_higher(rpi_load(s + RPI_LANES), m1);
@@ -74,15 +77,15 @@ RPI_NOINLINE real strip_maximum(int64_t count, const real *s) {
  * where a row's scores were summed from a start so far from them that they are to be summed
  * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
  * what a relation alone gives to all. */
-RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t value_width,
-                                real *buckets, int64_t bucket_stride, pair_buckets *pairs,
-                                bool *raised) {
+RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running state,
+                                int64_t value_width, real *buckets, int64_t bucket_stride,
+                                pair_buckets *pairs, bool *raised) {
   bool stale = false;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
-    const real most = strip_maximum(1, row);
+    const real most = strip_maximum(1, columns, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
-    for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
+    RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - most); })
     raised[r] = true;
     stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
     if (state.seen[r]) {
@@ -111,25 +114,26 @@ RPI_NOINLINE bool raise_maximum(int64_t count, real *s, running state, int64_t v
 /* Scores of raised rows that were summed again: where they are so large that their rounding alone
  * puts all of a row far below its maximum, the largest is the maximum all the same, or the row
  * would have no weight. */
-RPI_NOINLINE void settle_strip(int64_t count, real *s, const bool *raised) {
+RPI_NOINLINE void settle_strip(int64_t count, int64_t columns, real *s, const bool *raised) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
-    const real most = raised[r] ? strip_maximum(1, row) : 0;
+    const real most = raised[r] ? strip_maximum(1, columns, row) : 0;
     if (!(most < -RPI_RAISE) || most == (real)-INFINITY) continue;
-    for (int j = 0; j < RPI_TILE; j++) row[j] -= most;
+    RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - most); })
   }
 }
 
 /* Weights (2) of a strip in place of its scores, added up into one of the rows' sums. */
-RPI_NOINLINE void weigh_strip(int64_t count, real *restrict s, real *restrict sum) {
+RPI_NOINLINE void weigh_strip(int64_t count, int64_t columns, real *restrict s,
+                              real *restrict sum) {
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE, *const to = sum + r * RPI_LANES;
     rpi_register all = {0};
-    RPI_UNROLL(16) for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
+    RPI_EACH_VECTOR(v, columns, {
       const rpi_register weights = rpi_exp2_lanes(rpi_load(row + v));
       rpi_store(row + v, weights);
       all += weights;
-    }
+    })
     rpi_store(to, rpi_load(to) + all);
   }
 }
@@ -163,7 +167,7 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                                const forward_view *view, const running *state, const cell *x) {
   const window *const kw = &view->key_window;
   const int64_t i = x->i, count = x->count, j = x->j, tile_keys = x->tile_keys;
-  const int64_t D = item->args->shape->D;
+  const int64_t columns = x->columns, D = item->args->shape->D;
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const rpi_product scores = {.a = view->content.data + i * view->content.stride,
@@ -176,12 +180,12 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                               .inner = item->content || item->pairs.moves ? D : 0};
   const bool capped = item->pairs.softcap != 0;
   score_strip(kw, window_meets(kw, nearest, farthest), &w->e, view->e_stride, i, distance, count,
-              tile_keys, &scores, capped ? w->zeros : state->negated_max,
+              tile_keys, columns, &scores, capped ? w->zeros : state->negated_max,
               item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL, x->multiplied);
-  if (capped) cap_strip(count, item->pairs.softcap, state->negated_max, x->at);
+  if (capped) cap_strip(count, columns, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,
-               x->at);
+               columns, x->at);
   }
   if (item->pairs.mask) {
     hide_strip(&item->pairs, &item->seq, view->row0 + i, count, view->key + j, tile_keys, x->at);
@@ -193,7 +197,7 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
                                 const forward_view *view, cell x) {
   const window *const vw = &view->value_window;
   const int64_t i = x.i, count = x.count, j = x.j, tile_keys = x.tile_keys;
-  const int64_t width = item->n.value_width;
+  const int64_t columns = x.columns, width = item->n.value_width;
   real *const at = x.at;
   /* from the strip's first query to the tile's first key */
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
@@ -211,24 +215,24 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
     const bool stale =
-        (unseen || strip_maximum(count, at) > RPI_RAISE) &&
-        raise_maximum(count, at, state, width, buckets, bucket_stride, &of_pairs, raised);
-    if (again) settle_strip(count, at, raised);
+        (unseen || strip_maximum(count, columns, at) > RPI_RAISE) &&
+        raise_maximum(count, columns, at, state, width, buckets, bucket_stride, &of_pairs, raised);
+    if (again) settle_strip(count, columns, at, raised);
     again = stale && !again;
   } while (again);
   const int meets = window_meets(vw, nearest, farthest);
   const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
   if (!item->pairs.dropout.threshold) {
-    weigh_strip(count, at, state.sums + whole * state.plane);
+    weigh_strip(count, columns, at, state.sums + whole * state.plane);
   } else {
-    weigh_strip(count, at, state.sums);
-    drop_strip(&item->pairs, view->row0 + i, count, view->key + j, at);
+    weigh_strip(count, columns, at, state.sums);
+    drop_strip(&item->pairs, view->row0 + i, count, view->key + j, columns, at);
     if (whole != SUM_MIDDLE) {
-      add_row_sums(count, at, state.sums + whole * state.plane, RPI_LANES);
+      add_row_sums(count, columns, at, state.sums + whole * state.plane, RPI_LANES);
     }
   }
   if (meets == MEETS_BAND) {
-    band_store(vw, count, at, RPI_LANES + distance - vw->first, buckets,
+    band_store(vw, count, columns, at, RPI_LANES + distance - vw->first, buckets,
                vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
                nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL,
                RPI_LANES);
@@ -401,6 +405,7 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
   cell x = {.i = first,
             .j = j,
             .tile_keys = tile_keys,
+            .columns = RPI_TILE,
             .at = at + (first - from) * RPI_TILE,
             .multiplied = view->fits && w->keys_fit[tile]};
   if (x.multiplied) forward_products(item, w, view, &x);
@@ -442,6 +447,7 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
                     .count = rpi_min(RPI_STRIP, view->rows - i),
                     .j = j,
                     .tile_keys = tile_keys,
+                    .columns = columns_of_keys(tile_keys, item->pairs.any),
                     .at = w->strip};
     if (asks) ask_forward(item, i);
     forward_weights(item, w, view, x);

@@ -84,6 +84,7 @@ typedef struct forward_view {
 typedef struct cell {
   int64_t i, count;     /* its rows, counted in the block */
   int64_t j, tile_keys; /* its keys, counted in the chunk */
+  int64_t columns;      /* columns_of_keys */
   real *at;             /* [count][TILE] */
   bool multiplied;      /* the products of its scores are there */
 } cell;

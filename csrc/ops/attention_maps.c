@@ -98,6 +98,7 @@ static void map_task(void *context, int64_t task, int worker) {
                          .count = rpi_min(RPI_STRIP, rows - i),
                          .j = j,
                          .tile_keys = tile_keys,
+                         .columns = RPI_TILE,
                          .at = w->strip};
         forward_scores(&item, w, &view, &state, &at);
         for (int64_t x = rpi_max(i, first); x < rpi_min(i + RPI_STRIP, end); x++) {

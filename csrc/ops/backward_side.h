@@ -113,7 +113,18 @@ typedef struct backward_block {
 
 /* ---- a tile of keys ----------------------------------------------------- */
 
-/* out = factor * x, or out += factor * x, for the rows of a gradient. */
+/* to = factor * from, or to += factor * from. */
+RPI_INLINE void put_row(const real *restrict from, int64_t width, real factor, bool overwrite,
+                        real *restrict to) {
+  int64_t c = 0;
+  for (; c + RPI_LANES <= width; c += RPI_LANES) {
+    const rpi_register x = factor * rpi_load(from + c);
+    rpi_store(to + c, overwrite ? x : rpi_load(to + c) + x);
+  }
+  for (; c < width; c++) to[c] = overwrite ? factor * from[c] : to[c] + factor * from[c];
+}
+
+/* The same for the rows of a gradient. */
 static void put_rows(const rp_rows_out *out, int64_t batch, int64_t head, int64_t row0,
                      int64_t count, int64_t width, const real *x, int64_t x_stride, real factor,
                      bool overwrite) {
@@ -121,11 +132,8 @@ static void put_rows(const rp_rows_out *out, int64_t batch, int64_t head, int64_
     real *const to = out_row_of(out, batch, head, row0 + i);
     const real *const from = x + i * x_stride;
     rpi_prefetch_row_to(to, 8 * out->row_stride, width);
-    if (overwrite) {
-      for (int64_t c = 0; c < width; c++) to[c] = factor * from[c];
-    } else {
-      for (int64_t c = 0; c < width; c++) to[c] += factor * from[c];
-    }
+    if (overwrite) put_row(from, width, factor, true, to);
+    else put_row(from, width, factor, false, to);
   }
 }
 
@@ -278,18 +286,18 @@ static void open_side(const backward_item *item, const backward_block *block, si
 
 /* Gathers a strip of ds (p) by relation: (6), for a block across the band. */
 static void collect_strip(side *x, const real *weights, int64_t i, int64_t count, int64_t distance,
-                          int64_t tile_keys) {
+                          int64_t tile_keys, int64_t columns) {
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const int meets = window_meets(&x->w, nearest, farthest);
   real *const head = x->head + i * RPI_LANES, *const tail = x->tail + i * RPI_LANES;
   if (meets == MEETS_BAND) {
-    band_store(&x->w, count, weights, RPI_LANES + distance - x->w.first,
+    band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first,
                x->buckets + i * window_stride(x->w.columns), x->w.tail ? tail : NULL,
                x->w.head && nearest < x->w.first ? head : NULL, RPI_LANES);
   } else if (meets == MEETS_TAIL) {
-    add_row_sums(count, weights, tail, RPI_LANES);
+    add_row_sums(count, columns, weights, tail, RPI_LANES);
   } else if (meets == MEETS_HEAD) {
-    add_row_sums(count, weights, head, RPI_LANES);
+    add_row_sums(count, columns, weights, head, RPI_LANES);
   }
 }
 

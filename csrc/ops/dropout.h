@@ -101,7 +101,7 @@ static bool packed_next(const rpi_dropout *packing, int64_t end, packed_run *run
 /* The mask of 64 columns of a run. */
 static void packed_mask(const packed_job *job, packed_run run, int64_t column, keep_mask *mask) {
   keep_make(&job->d, job->packing->ordinals[run.sentence], job->packing->site, run.place, run.rows,
-            column, mask);
+            column, RPI_TILE, mask);
 }
 
 RPI_INLINE real packed_keep(packed_piece at, int64_t c, real x) {

@@ -83,7 +83,7 @@ RPI_INLINE rpi_register rpi_exp2_lanes(rpi_register x) {
   RPI_EXP2_POWER(power, f);
   return (rpi_register)_mm512_maskz_scalef_ps(some, (__m512)power, n);
 #else
-  rpi_register y;
+  rpi_register y = x;
   _Pragma("omp simd") for (int l = 0; l < RPI_LANES; l++) y[l] = rpi_exp2(x[l]);
   return y;
 #endif
@@ -97,7 +97,7 @@ RPI_INLINE rpi_register rpi_share_lanes(rpi_register x) {
 #if defined(__AVX512DQ__) && RPI_LANES == 16
   return rpi_exp2_lanes((rpi_register)_mm512_min_ps(_mm512_setzero_ps(), (__m512)x));
 #else
-  rpi_register y;
+  rpi_register y = x;
   _Pragma("omp simd") for (int l = 0; l < RPI_LANES; l++) y[l] = rpi_share(x[l]);
   return y;
 #endif

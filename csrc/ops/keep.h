@@ -33,7 +33,6 @@
 
 #define KEEP_BYTES (RPI_LANES * RPI_REAL_BYTES) /* of a vector */
 #define KEEP_LANES (KEEP_BYTES / 8)
-#define KEEP_STEPS (8 / KEEP_LANES) /* vectors that hold the eight blocks of two rows */
 
 typedef uint64_t keep_lanes __attribute__((vector_size(KEEP_BYTES)));
 typedef uint8_t keep_bytes __attribute__((vector_size(KEEP_BYTES)));
@@ -97,17 +96,18 @@ RPI_INLINE keep_lanes keep_multiply(keep_lanes a, keep_lanes b) {
 #define KEEP_ROW {0, 1}
 #endif
 
-/* The mask of `rows` rows from `row` and RPI_TILE columns from `column`, a multiple of 16.
+/* The mask of `rows` rows from `row` and up to RPI_TILE columns from `column`, a multiple of 16.
  * An odd row count makes one row more of it than asked for. */
 RPI_NOINLINE void keep_make(const dropout *d, uint32_t ordinal, uint32_t site, int64_t row,
-                            int64_t rows, int64_t column, keep_mask *mask) {
+                            int64_t rows, int64_t column, int64_t columns, keep_mask *mask) {
   const keep_lanes m0 = (keep_lanes){0} + 0xD2511F53u, m1 = (keep_lanes){0} + 0xCD9E8D57u;
   const keep_lanes low = (keep_lanes){0} + 0xFFFFFFFFu;
   const keep_bytes threshold = (keep_bytes){0} + (uint8_t)d->threshold;
   const keep_lanes block0 = (keep_lanes)KEEP_COUNT + (uint64_t)(column / 16);
   const keep_lanes row0 = (keep_lanes)KEEP_ROW + (uint64_t)row;
+  const int64_t steps = rpi_divide_up(columns, KEEP_BYTES);
   for (int64_t r = 0; r < rows; r += 2) {
-    for (int step = 0; step < KEEP_STEPS; step++) {
+    for (int64_t step = 0; step < steps; step++) {
       keep_lanes word0 = block0 + (uint64_t)(step * (KEEP_LANES / 2)), word1 = row0 + (uint64_t)r;
       keep_lanes word2 = (keep_lanes){0} + ordinal, word3 = (keep_lanes){0} + site;
       RPI_UNROLL(8) for (int round = 0; round < RPI_PHILOX_ROUNDS; round++) {
@@ -127,20 +127,21 @@ RPI_NOINLINE void keep_make(const dropout *d, uint32_t ordinal, uint32_t site, i
   }
 }
 
-/* One row: to = factor * from where the mask keeps, 0 (of infinities too) where it drops.
+/* One row of a tile: to = factor * from where the mask keeps, 0 (of infinities too) where it drops.
  * `to` may be `from`. In plain C, because gcc 12 widens a vector of bytes one by one. */
-RPI_INLINE void keep_row(const int8_t *mask, real factor, const real *from, real *to) {
-  _Pragma("omp simd") for (int c = 0; c < RPI_TILE; c++) {
+RPI_INLINE void keep_row(const int8_t *mask, real factor, int64_t columns, const real *from,
+                         real *to) {
+  _Pragma("omp simd") for (int64_t c = 0; c < columns; c++) {
     const real kept = factor * from[c];
     to[c] = mask[c] < 0 ? kept : (real)0;
   }
 }
 
 /* The same for `rows` rows, RPI_TILE apart in `from` and `to`. */
-RPI_INLINE void keep_apply(const keep_mask *mask, int64_t rows, real factor, const real *from,
-                           real *to) {
+RPI_INLINE void keep_apply(const keep_mask *mask, int64_t rows, int64_t columns, real factor,
+                           const real *from, real *to) {
   for (int64_t r = 0; r < rows; r++) {
-    keep_row(mask->of[r], factor, from + r * RPI_TILE, to + r * RPI_TILE);
+    keep_row(mask->of[r], factor, columns, from + r * RPI_TILE, to + r * RPI_TILE);
   }
 }
 

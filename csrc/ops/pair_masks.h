@@ -9,26 +9,29 @@
 #include "ops/pairs.h"
 
 /* s = cap tanh(s / cap) + start. */
-RPI_NOINLINE void cap_strip(int64_t count, real cap, const real *start, real *s) {
+RPI_NOINLINE void cap_strip(int64_t count, int64_t columns, real cap, const real *start, real *s) {
   const real inverse = 1 / cap;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real from = start[r];
-    for (int c = 0; c < RPI_TILE; c++) row[c] = cap * rpi_tanh(row[c] * inverse) + from;
+    for (int64_t c = 0; c < columns; c++) row[c] = cap * rpi_tanh(row[c] * inverse) + from;
   }
 }
 
 /* s = tanh(s / cap): backward wants the slope too, 1 - tanh^2, exactly 0 where tanh is 1. */
-RPI_NOINLINE void tanh_strip(int64_t count, real cap, real *s) {
+RPI_NOINLINE void tanh_strip(int64_t count, int64_t columns, real cap, real *s) {
   const real inverse = 1 / cap;
-  for (int64_t c = 0; c < count * RPI_TILE; c++) s[c] = rpi_tanh(s[c] * inverse);
+  for (int64_t r = 0; r < count; r++, s += RPI_TILE) {
+    for (int64_t c = 0; c < columns; c++) s[c] = rpi_tanh(s[c] * inverse);
+  }
 }
 
 /* Drops weights, and scales up what is kept. */
-static void drop_strip(const pair_terms *p, int64_t i, int64_t count, int64_t key, real *weights) {
+static void drop_strip(const pair_terms *p, int64_t i, int64_t count, int64_t key, int64_t columns,
+                       real *weights) {
   keep_mask mask;
-  keep_make(&p->dropout, p->ordinal, p->site, i, count, key, &mask);
-  keep_apply(&mask, count, p->dropout.scale, weights, weights);
+  keep_make(&p->dropout, p->ordinal, p->site, i, count, key, columns, &mask);
+  keep_apply(&mask, count, columns, p->dropout.scale, weights, weights);
 }
 
 /* The row of a dense mask for query i. */

@@ -293,7 +293,7 @@ typedef struct reduction {
   real *gradient;
 } reduction;
 
-static void add_line(real *to, const real *from, int64_t width, real factor) {
+static void add_line(real *restrict to, const real *restrict from, int64_t width, real factor) {
   for (int64_t c = 0; c < width; c++) to[c] += factor * from[c];
 }
 

@@ -46,6 +46,14 @@
 #define RPI_UNROLL(n) RPI_PRAGMA(GCC unroll n)
 #endif
 
+/* A statement for every vector v of a row of so many columns: of a whole tile without the loop. */
+#define RPI_EACH_VECTOR(v, columns, ...)                                                           \
+  if ((columns) == RPI_TILE) {                                                                     \
+    RPI_UNROLL(16) for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) __VA_ARGS__                   \
+  } else {                                                                                         \
+    for (int64_t v = 0; v < (columns); v += RPI_LANES) __VA_ARGS__                                 \
+  }
+
 /* Aligned to one element: loads and stores are the unaligned kind, which costs
  * nothing on aligned data. */
 typedef real rpi_vector

@@ -8,7 +8,6 @@
 #undef RPI_LANES
 #undef KEEP_BYTES
 #undef KEEP_LANES
-#undef KEEP_STEPS
 #undef KEEP_EVEN
 #undef KEEP_ODD
 #undef KEEP_COUNT
@@ -29,13 +28,13 @@
 
 #include "ops/keep.h"
 
-/* What keep_apply makes of ones. */
+/* What keep_apply makes of ones: beyond the columns asked for they stay. */
 static void KEEP_JOIN(factors, KEEP_COPY)(const place *p, real *factor) {
   const dropout d = dropout_of(p->rate, p->key);
   keep_mask mask;
-  keep_make(&d, p->ordinal, p->site, p->row, p->rows, p->column, &mask);
+  keep_make(&d, p->ordinal, p->site, p->row, p->rows, p->column, p->columns, &mask);
   for (int i = 0; i < RPI_STRIP * RPI_TILE; i++) factor[i] = 1;
-  keep_apply(&mask, p->rows, d.scale, factor, factor);
+  keep_apply(&mask, p->rows, p->columns, d.scale, factor, factor);
 }
 
 #undef keep_lanes

@@ -25,7 +25,7 @@
 /* Where a strip stands. */
 typedef struct place {
   uint32_t key[2], ordinal, site;
-  int64_t row, rows, column;
+  int64_t row, rows, column, columns;
   double rate;
 } place;
 
@@ -101,7 +101,9 @@ static bool is_right(factors_fn factors, const place *p) {
   factors(p, factor);
   bool right = true;
   for (int64_t i = 0; i < p->rows * RPI_TILE; i++) {
-    right &= factor[i] == factor_at(p, p->row + i / RPI_TILE, p->column + i % RPI_TILE);
+    const int64_t row = i / RPI_TILE, column = i % RPI_TILE;
+    const bool within = column < p->columns;
+    right &= factor[i] == (within ? factor_at(p, p->row + row, p->column + column) : (real)1);
   }
   return right;
 }
@@ -117,21 +119,23 @@ static void test_places(factors_fn factors) {
                .row = draw() % 5000,
                .rows = 1 + i % RPI_STRIP,
                .column = 16 * (int64_t)(draw() % 1000),
+               .columns = RPI_TILE - i % 4 * 16,
                .rate = rates[i % RATES]};
     if (p.rate > 255.0 / 256) p.rate = 255.0 / 256; /* what dropout_of makes of it */
     CHECK(is_right(factors, &p));
   }
   /* All bits of every counter. */
-  const place far = {{~0u, ~0u}, ~0u, ~0u, INT64_C(0xFFFFFFFF) - 2, 3, INT64_C(1) << 35, 0.3};
+  const place far = {{~0u, ~0u},       ~0u,      ~0u, INT64_C(0xFFFFFFFF) - 2, 3,
+                     INT64_C(1) << 35, RPI_TILE, 0.3};
   CHECK(is_right(factors, &far));
-  const place origin = {{0, 0}, 0, 0, 0, RPI_STRIP, 0, 0.3};
+  const place origin = {{0, 0}, 0, 0, 0, RPI_STRIP, 0, RPI_TILE, 0.3};
   CHECK(is_right(factors, &origin));
 }
 
 /* Nearly everything dropped still keeps something. */
 static void test_highest_rate(factors_fn factors) {
   real highest[2][RPI_STRIP * RPI_TILE];
-  place p = {.rows = RPI_STRIP, .rate = 0.9999};
+  place p = {.rows = RPI_STRIP, .columns = RPI_TILE, .rate = 0.9999};
   factors(&p, highest[0]);
   p.rate = 255.0 / 256;
   factors(&p, highest[1]);
@@ -145,7 +149,7 @@ static void test_share(factors_fn factors) {
   static real all[4][STRIPS][RPI_STRIP * RPI_TILE];
   const double rate = 0.25, share = 1 - rate;
   for (int i = 0; i < STRIPS; i++) {
-    place p = {.key = {7, 8}, .row = 6 * i, .rows = RPI_STRIP, .rate = rate};
+    place p = {.key = {7, 8}, .row = 6 * i, .rows = RPI_STRIP, .columns = RPI_TILE, .rate = rate};
     factors(&p, all[0][i]);
     p.column = 64;
     factors(&p, all[1][i]);
