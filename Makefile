@@ -159,11 +159,15 @@ $(BUILD)/tests/%: tests/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
-$(BUILD)/tests/%_tiles: tests/c/%.c tests/c/twin_table.c $(STATIC) $(BUILD)/flags
+TWIN := $(BUILD)/tests/twin_table.o
+$(TWIN): tests/c/twin_table.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP -c $< -o $@
+
+$(BUILD)/tests/%_tiles: tests/c/%.c $(TWIN) $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(COMPILE_FLAGS) -UNDEBUG -DTEST_ONLY=twin_table -MMD -MP -MT $@ -MF $@.d -c $< -o $@.o
-	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP -MT $@ -MF $@_table.d -c tests/c/twin_table.c -o $@_table.o
-	$(CC) $@.o $@_table.o -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
+	$(CC) $@.o $(TWIN) -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
 
 $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -299,4 +303,4 @@ install: all
 clean:
 	rm -rf build
 
--include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(TESTS:=_table.d) $(EXAMPLES:=.d)
+-include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(TWIN:.o=.d) $(EXAMPLES:=.d)
