@@ -5,6 +5,10 @@
  */
 #include "_call.h"
 
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
 /* ---- the call ------------------------------------------------------------------- */
 
 static rp_status workspace_bytes(const job *j, int64_t *bytes) {
@@ -24,24 +28,46 @@ static rp_status compute(const job *j, void *workspace, int64_t bytes) {
 typedef struct workspace {
   int64_t bytes;   /* -1: there is none yet */
   void *memory;    /* aligned to 64 */
-  char *block;     /* of the host, which holds it */
+  char *block;     /* of the host, which holds it and begins with its bytes */
   PyObject *owner; /* of memory of the device */
 } workspace;
 
+static workspace workspace_in(char *block) {
+  int64_t bytes;
+  memcpy(&bytes, block, sizeof bytes);
+  char *const behind = block + sizeof bytes;
+  return (workspace){bytes, behind + (64 - (uintptr_t)behind % 64), block, NULL};
+}
+
+/* The block of the last call, for the next: memory that is new to the process costs a fault at
+ * every page. Whoever takes it has it alone. */
+#define KEPT_MOST ((int64_t)64 << 20)
+static _Atomic(char *) kept;
+
+static workspace workspace_take(const job *j) {
+  char *const block = j->allocate == NULL ? atomic_exchange(&kept, NULL) : NULL;
+  return block != NULL ? workspace_in(block) : (workspace){.bytes = -1};
+}
+
 static void workspace_free(workspace *w) {
-  PyMem_Free(w->block);
+  free(w->block);
   Py_CLEAR(w->owner);
   *w = (workspace){.bytes = -1};
+}
+
+static void workspace_leave(workspace *w) {
+  if (w->block != NULL && w->bytes <= KEPT_MOST) w->block = atomic_exchange(&kept, w->block);
+  workspace_free(w);
 }
 
 /* False, with an exception, where there is no memory. */
 static int workspace_new(const job *j, int64_t bytes, workspace *w) {
   workspace_free(w);
-  w->bytes = bytes;
   if (j->allocate == NULL) {
-    w->block = PyMem_Malloc((size_t)bytes + 64);
-    if (w->block != NULL) {
-      w->memory = w->block + (64 - (uintptr_t)w->block % 64);
+    char *const block = malloc((size_t)bytes + sizeof bytes + 64);
+    if (block != NULL) {
+      memcpy(block, &bytes, sizeof bytes);
+      *w = workspace_in(block);
       return 1;
     }
     PyErr_Format(PyExc_MemoryError, "attention: no memory for a workspace of %lld bytes",
@@ -55,8 +81,7 @@ static int workspace_new(const job *j, int64_t bytes, workspace *w) {
   if (!PyTuple_Check(given)) {
     PyErr_SetString(PyExc_TypeError, "allocate: expected a tuple (address, owner)");
   } else if (PyArg_ParseTuple(given, "KO:allocate", &address, &owner)) {
-    w->memory = (void *)(uintptr_t)address;
-    w->owner = Py_NewRef(owner);
+    *w = (workspace){bytes, (void *)(uintptr_t)address, NULL, Py_NewRef(owner)};
   }
   Py_DECREF(given);
   return w->owner != NULL;
@@ -70,7 +95,7 @@ static int workspace_new(const job *j, int64_t bytes, workspace *w) {
 static int run(PyObject *module, const job *j) {
   int64_t needed = 0;
   int tries = 100;
-  workspace w = {.bytes = -1};
+  workspace w = workspace_take(j);
   rp_status status = RP_ERROR_MEMORY, asked = RP_OK;
   while (status == RP_ERROR_MEMORY) {
     Py_BEGIN_ALLOW_THREADS
@@ -85,7 +110,7 @@ static int run(PyObject *module, const job *j) {
     return 0;
   }
   if (status != RP_OK) raise_call(module, status, j);
-  workspace_free(&w);
+  workspace_leave(&w);
   return status == RP_OK;
 }
 
