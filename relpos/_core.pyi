@@ -165,6 +165,7 @@ def rotate(
     interleaved: bool,
     inverse: bool,
     placement: Placement | None = None,
+    name: str = "x",
     /,
 ) -> Array: ...
 def frequencies(pairs: int, base: float, closed: bool, /) -> npt.NDArray[np.float64]: ...

@@ -32,13 +32,14 @@ static int take_positions(PyObject *object, sizes *s, rp_rotation *r) {
 }
 
 /* rotate(x, out, layout, offsets, lengths, start, positions, frequencies, interleaved,
- *        inverse, placement) -> out
+ *        inverse, placement, name of x) -> out
  *
- * out None: a new array in the layout of x; it may be x itself. The placement may be left out;
- * where there is one, out is given. */
+ * out None: a new array in the layout of x; it may be x itself. The last two may be left out;
+ * where there is a placement, out is given. */
 PyObject *rotate(PyObject *module, PyObject *args) {
   PyObject *x, *out, *layout, *offsets, *lengths, *start, *positions, *angles;
   PyObject *where = Py_None, *allocate;
+  const char *name = "x";
   rp_placement placement;
   rp_rotation r = rp_rotation_default();
   axis_words words;
@@ -46,8 +47,8 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   rp_rows from = {0};
   rp_rows_out to = {0};
   rp_status status;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOpp|O:rotate", &x, &out, &layout, &offsets, &lengths, &start,
-                        &positions, &angles, &r.interleaved, &r.inverse, &where) ||
+  if (!PyArg_ParseTuple(args, "OOOOOOOOpp|Os:rotate", &x, &out, &layout, &offsets, &lengths, &start,
+                        &positions, &angles, &r.interleaved, &r.inverse, &where, &name) ||
       !take_placement(where, &placement, &allocate)) {
     return NULL;
   }
@@ -59,8 +60,8 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   }
   if (!choose_axes(&words, layout, offsets != Py_None, 0) ||
       !take_offsets(offsets, "offsets", &s, &r.offsets) ||
-      !take_rows(x, "x", words.q, 0, &s, &from) ||
-      !offsets_end(r.offsets, "offsets", &s, 'X', "x") ||
+      !take_rows(x, name, words.q, 0, &s, &from) ||
+      !offsets_end(r.offsets, "offsets", &s, 'X', name) ||
       !take_int64(lengths, "lengths", "B", &s, &r.lengths) ||
       !take_int64(start, "start", "B", &s, &r.start) || !take_positions(positions, &s, &r) ||
       !take_frequencies(angles, &r.frequencies, &r.pairs)) {

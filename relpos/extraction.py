@@ -113,37 +113,7 @@ def attention_maps(
 ) -> ModelMaps: ...
 
 
-def attention_maps(
-    *given: Any,
-    model: Translator | Transformer | None = None,
-    source: Any = None,
-    target: Any = None,
-    kinds: Names | None = None,
-    layers: Choice = None,
-    heads: Choice = None,
-    parts: Names | None = None,
-    dropout: bool = False,
-    search: Search | None = None,
-    q: Array | None = None,
-    k: Array | None = None,
-    v: Array | None = None,
-    position: Position = None,
-    causal: bool = False,
-    lengths: Integers | None = None,
-    key_lengths: Integers | None = None,
-    offsets: Integers | None = None,
-    key_offsets: Integers | None = None,
-    query_start: Integers | None = None,
-    mask: Mask = None,
-    window: Window = None,
-    layout: Layout = "bhnd",
-    scale: float | None = None,
-    softcap: float = 0.0,
-    precision: str = "f32",
-    rows: Choice = None,
-    sequences: Choice = None,
-    **unknown: Any,
-) -> Any:
+def attention_maps(*given: Any, **options: Any) -> Any:
     """Where attention looks, and why: of a model on a sentence, or of arrays.
 
         maps = relpos.attention_maps(translator, "Two dogs run through the snow.")
@@ -176,16 +146,7 @@ def attention_maps(
     Of arrays q, k and v, which may come first as well, it is `relpos.maps.attention_maps`, which see:
     position to precision, heads, rows, sequences and parts are of that.
     """
-    options = {
-        "model": model, "source": source, "target": target, "kinds": kinds, "layers": layers,
-        "heads": heads, "parts": parts, "dropout": dropout, "search": search, "q": q, "k": k, "v": v,
-        "position": position, "causal": causal, "lengths": lengths, "key_lengths": key_lengths,
-        "offsets": offsets, "key_offsets": key_offsets, "query_start": query_start, "mask": mask,
-        "window": window, "layout": layout, "scale": scale, "softcap": softcap,
-        "precision": precision, "rows": rows, "sequences": sequences,
-    }  # fmt: skip
-    options = {name: x for name, x in options.items() if x is not _DEFAULTS[name]} | unknown
-    whose = given[0] if given else model
+    whose = given[0] if given else options.get("model")
     # whoever has a Translator has imported its module
     translators = sys.modules.get("relpos.translator")
     door: Callable[..., Any] = maps.attention_maps
@@ -201,12 +162,6 @@ def attention_maps(
                 f"attention_maps: of {what} there is no {name!r}, only {', '.join(names)}"
             )
     return door(*given, **options)
-
-
-_DEFAULTS = {
-    name: parameter.default
-    for name, parameter in inspect.signature(attention_maps).parameters.items()
-}
 
 
 def _of_transformer(
@@ -280,8 +235,22 @@ def _of_translator(
     return in_order[0] if alone else in_order
 
 
+def _together(*doors: Callable[..., Any]) -> inspect.Signature:
+    """The options of all, by name: what help() shows."""
+    shown = {"given": inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL)}
+    for door in doors:
+        for name, option in inspect.signature(door).parameters.items():
+            own = None if option.default is inspect.Parameter.empty else option.default
+            option = option.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own)
+            shown.setdefault(name, option if name != "parts" else option.replace(default=None))
+    return inspect.Signature([*shown.values()])
+
+
 for _form in (_of_transformer, _of_translator):
     _form.__qualname__ = "attention_maps"  # as Python's own errors shall call them
+attention_maps.__signature__ = _together(  # type: ignore[attr-defined]
+    _of_translator, _of_transformer, maps.attention_maps
+)
 
 
 def _texts(name: str, given: Any, alone: bool) -> list[str] | None:

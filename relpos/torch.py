@@ -221,11 +221,14 @@ class _Numbers(NamedTuple):
         return found | {"seed": self.seed}
 
 
+_Version = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, int]
+
+
 class _Lowering(NamedTuple):
     """A scheme's terms, kept from forward to its backward: some are products to be made."""
 
     name: str
-    versions: list[tuple[int, int]]
+    versions: list[_Version]
     integers: list[int]
     reals: list[float]
     tables: list[Tensor]  # and others; held, or others could come to lie where they did
@@ -234,11 +237,12 @@ class _Lowering(NamedTuple):
     lowered: Lowered
 
 
-def _versions(tables: Sequence[Tensor]) -> list[tuple[int, int]] | None:
-    """Where the tables lie, and how often torch has seen them change; None: it does not count."""
+def _versions(tables: Sequence[Tensor]) -> list[_Version] | None:
+    """Which memory the tables are, and how often torch has seen it change; None: it does not count.
+    Views of one tensor may begin where it does."""
     if any(table.is_inference() for table in tables):
         return None
-    return [(table.data_ptr(), table._version) for table in tables]
+    return [(x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, x._version) for x in tables]
 
 
 _numbers = itertools.count(1)

@@ -92,7 +92,8 @@ class DoubleCore:
 
     def rotate(
         self, x: Any, out: Any, layout: str, offsets: Any, lengths: Any, start: Any,
-        positions: Any, frequencies: Any, interleaved: bool, inverse: bool,
+        positions: Any, frequencies: Any, interleaved: bool, inverse: bool, placement: Any = None,
+        name: str = "x",
     ) -> Any:  # fmt: skip
         assert offsets is None and positions is None, "not needed so far"
         B, H, N, D = sizes_of(x, layout)

@@ -110,7 +110,8 @@ class StandIn:
 
     def rotate(
         self, x: Any, out: Any, layout: str, offsets: Any, lengths: Any, start: Any,
-        positions: Any, frequencies: Any, interleaved: bool, inverse: bool,
+        positions: Any, frequencies: Any, interleaved: bool, inverse: bool, placement: Any = None,
+        name: str = "x",
     ) -> Any:  # fmt: skip
         """As complex numbers."""
         bhnd = x.ndim == 4 and layout == "bhnd"

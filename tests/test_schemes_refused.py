@@ -238,6 +238,42 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         V,
         "labels[1]: expected int8, int16 or int32 (n, m) or (H|1, n, m), got int8 (6,)",
     ),
+    (
+        "sinusoid, layout",
+        lambda: relpos.position.sinusoid([1], 4, layout="Halves"),
+        V,
+        "layout: expected 'interleaved' or 'halves', got 'Halves'",
+    ),
+    (
+        "sinusoid, exponent",
+        lambda: relpos.position.sinusoid([1], 4, exponent="t2"),
+        V,
+        "exponent: expected 'vaswani' or 't2t', got 't2'",
+    ),
+    (
+        "sinusoid, width",
+        lambda: relpos.position.sinusoid([1], -2),
+        V,
+        "width: expected 0 or more, got -2",
+    ),
+    (
+        "T5's buckets of fractions",
+        lambda: relpos.position.t5_buckets([1.5]),
+        T,
+        "distances: expected integers of any shape, got float64 (1,)",
+    ),
+    (
+        "T5's buckets, none",
+        lambda: relpos.position.t5_buckets([1], 0),
+        V,
+        "num_buckets: expected 4 or more, got 0",
+    ),
+    (
+        "DeBERTa's buckets, one",
+        lambda: relpos.position.deberta_log_buckets([1], 1, 5),
+        V,
+        "bucket_size: expected 2 or more, got 1",
+    ),
 ]
 
 
@@ -574,6 +610,18 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "seed: expected an integer or four words below 2^32, got (1, 2, 3)",
     ),
     ("precision", {"precision": "bf16"}, V, "precision: expected 'f32', got 'bf16'"),
+    (
+        "rope, start",
+        {"position": relpos.RoPE(), "query_start": 1 << 41},
+        V,
+        "query_start: expected a position within 2^40 of 0, got 2199023255552",
+    ),
+    (
+        "rope, base",
+        {"position": relpos.RoPE(scaling="ntk", factor=1e300, width=4)},
+        V,
+        "factor: base * factor^2 is beyond all floats",
+    ),
 ]
 
 
@@ -584,6 +632,46 @@ def test_call_refused(changes: Any, error: type[Exception], sentence: str) -> No
     with pytest.raises(error) as caught:
         relpos.attention(X, X, X, **changes)
     assert type(caught.value) is error and str(caught.value) == sentence
+
+
+def test_rope_names_what_the_caller_gave() -> None:
+    """q and k are turned before the core sees them."""
+    for name, changed, sentence in (
+        ("q", X.astype(np.float64), "q: expected float32 .*; use np.ascontiguousarray.q, "),
+        ("k", X.astype(np.float64), "k: expected float32 .*; use np.ascontiguousarray.k, "),
+        ("k", X[..., ::-1], "k: strides must be .*; use k.copy"),
+        ("k", np.ascontiguousarray(X[..., :2]), f"k: expected the width of q, D={D}, got float32"),
+    ):
+        given = {"q": X, "k": X, "v": X} | {name: changed}
+        with pytest.raises((TypeError, ValueError), match=f"^{sentence}"):
+            relpos.attention(*given.values(), position=relpos.RoPE())
+
+
+def test_a_plane_of_other_scales_takes_the_calls() -> None:
+    both = relpos.T5Bias(rows(8, H)), shaw()
+    plane = relpos.Plane(*both, width=N)  # one row: only its columns differ
+    with pytest.raises(ValueError, match="^position: T5Bias has the scale 1, Shaw 0.*; give the"):
+        relpos.attention(X, X, X, position=plane)
+    flat = relpos.CrossPositions(both[0], [0] * N, [0] * N), both[1]
+    out = relpos.attention(X, X, X, position=plane, scale=0.4)
+    expected = relpos.attention(X, X, X, position=flat, scale=0.4)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+
+
+def test_far_positions_of_tables_that_end() -> None:
+    """What is clipped needs no row for every distance."""
+    far = np.array([0, 1, 2, 2**25, 2**26 - 2, 2**26 - 1])
+    table = rows(11, D)
+    clipped = relpos.RelativeKey(table, beyond="clip")
+    out = relpos.attention(X, X, X, position=relpos.CrossPositions(clipped, far, far))
+    same = relpos.Shaw(table[::-1].copy())
+    expected = relpos.attention(X, X, X, position=relpos.CrossPositions(same, far, far))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+    for buckets in (2, 4, 6, 8):
+        deberta = relpos.DeBERTa(rows(8, D), buckets=buckets)
+        near = relpos.attention(X, X, X, position=deberta, query_start=1 << 16)
+        away = relpos.attention(X, X, X, position=deberta, query_start=1 << 40)
+        np.testing.assert_array_equal(away, near)
 
 
 @pytest.mark.parametrize("where", ["labels", "second"])

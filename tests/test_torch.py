@@ -606,6 +606,26 @@ def test_compiled_code_holds_no_tables() -> None:
     assert held() is None
 
 
+def test_compiled_views_that_begin_at_one_place() -> None:
+    """Each call goes back over the table that it had, though both begin where one tensor does."""
+    q, k, v, table = *qkv(), tensor(8, D)
+
+    def call(q: Any, k: Any, v: Any, table: Any) -> Any:
+        first = relpos.torch.attention(q, k, v, position=relpos.MusicTransformer(table[:5]))
+        other = relpos.MusicTransformer(table)
+        second = relpos.torch.attention(first, k, v, position=other)
+        stretched = relpos.MusicTransformer(table.view(4, 2 * D)[:, :D])
+        return relpos.torch.attention(second, k, v, position=stretched)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        torch.autograd.grad(f(q, k, v, table).square().sum(), (q, k, v, table))
+        for f in (compiled, call)
+    )
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
 def test_compiled_code_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     forward = relpos.torch.attention_forward

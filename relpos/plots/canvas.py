@@ -69,19 +69,19 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
     if not hasattr(figure, "savefig"):
         raise TypeError(f"picture: expected axes or a figure, got {type(picture).__name__}")
     target = Path(path)
-    kind = check_ending(target)
+    kind = check_ending("path", target)
     # Otherwise the version and the date are in the file.
     unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}.get(kind)
     figure.savefig(target, dpi=dpi, metadata=None if unsaid is None else {unsaid: None})
     return target
 
 
-def check_ending(path: str | os.PathLike[str]) -> str:
+def check_ending(name: str, path: str | os.PathLike[str]) -> str:
     """The ending of a file, which must be one that pictures have."""
-    name = Path(path)
+    file = Path(path)
     known = sorted(f".{each}" for each in Figure().canvas.get_supported_filetypes())
-    if (kind := name.suffix.lower()) not in known:
-        raise ValueError(f"path: expected an ending among {', '.join(known)}, got {name.name!r}")
+    if (kind := file.suffix.lower()) not in known:
+        raise ValueError(f"{name}: expected an ending among {', '.join(known)}, got {file.name!r}")
     return kind
 
 

@@ -44,6 +44,9 @@ def sinusoid(
     vaswani       w_c = base^(-2c / width)
     t2t           w_c = base^(-c / (width // 2 - 1)), from 1 to 1 / base exactly
     """
+    check_count("width", width, 0)
+    check_choice("layout", layout, ("interleaved", "halves"))
+    check_choice("exponent", exponent, ("vaswani", "t2t"))
     p = np.asarray(positions, np.float64)[:, None]
     half = width // 2
     waves = np.zeros((len(p), width), dtype)

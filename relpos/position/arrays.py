@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ REAL: npt.DTypeLike = (
 )  # the core's type of numbers; tests replace core and type by double
 
 MAX_POSITION = 1 << 30  # relpos.h
+_LIMIT = 1 << 40  # of the core's counts, RPI_LIMIT
 
 
 def as_array(name: str, x: Any, stream: int | None = None) -> Any:
@@ -161,6 +162,14 @@ def check_count(name: str, value: Any, least: int) -> int:
     return number
 
 
+def check_size(name: str, value: Any, least: int) -> int:
+    """A count that the core takes."""
+    number = check_count(name, value, least)
+    if number > _LIMIT:
+        raise ValueError(f"{name}: expected at most 2^40, got {number}")
+    return number
+
+
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """A finite number."""
     number = number_of(name, value)
@@ -192,9 +201,12 @@ def as_integers(name: str, values: Any, axes: str) -> npt.NDArray[Any]:
         ) from None
 
 
-def check_integers(name: str, values: Any, axes: str, ranks: tuple[int, ...]) -> Any:
+def check_integers(name: str, values: Any, axes: str, ranks: Container[int]) -> Any:
     """An integer array, of whatever integer type."""
     array = as_integers(name, values, f" {axes}")
+    for each in array.flat if array.dtype.kind == "O" else ():
+        if isinstance(each, int) and not -(1 << 63) <= each < 1 << 63:
+            raise ValueError(f"{name}: expected integers below 2^63 in magnitude, got {each}")
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers {axes}, got {describe(array)}")
     if array.ndim not in ranks:

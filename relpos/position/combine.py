@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ def with_tables(position: Position, tables: dict[str, Table]) -> tuple[Scheme, .
 def lower(position: Position, shape: Shape, scale: float | None) -> Lowered:
     """The terms of a call. scale: the caller's, which settles what the schemes would use."""
     schemes = schemes_of(position)
+    shape = dataclasses.replace(shape, scale=scale)
     parts = [(type(scheme).__name__, scheme.lower(shape)) for scheme in schemes]
     if len(parts) > 1:  # the names within one scheme differ
         renames = _renames([scheme.tables() for scheme in schemes])

@@ -11,7 +11,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from relpos.position.arrays import Array, Table, as_array, check_choice, check_count, check_table
+from relpos.position.arrays import (
+    Array,
+    Table,
+    as_array,
+    check_choice,
+    check_count,
+    check_integers,
+    check_table,
+)
 from relpos.position.terms import Band, Kind, Lowered, Scheme, Shape, Term, bucket_band, itself
 
 
@@ -23,8 +31,9 @@ def deberta_log_buckets(
     g(x) = x                                                      where |x| <= mid
     g(x) = sign(x) ( ceil( ln(|x| / mid) / ln((max_position - 1) / mid) (mid - 1) ) + mid )
     """
-    x = np.asarray(x, np.int64)
-    mid = bucket_size // 2
+    x = check_integers("x", x, "of any shape", range(65)).astype(np.int64)
+    mid = check_count("bucket_size", bucket_size, 2) // 2
+    check_count("max_position", max_position, mid + 2)
     size = np.abs(x)
     ratio = np.log(np.maximum(size, mid) / mid) / math.log((max_position - 1) / mid)
     far = np.ceil(ratio * (mid - 1)).astype(np.int64) + mid
@@ -106,7 +115,17 @@ class DeBERTa(Scheme):
             rows: npt.NDArray[np.int64] = np.minimum(np.maximum(g + span, 0), 2 * span - 1)
             return rows
 
-        return array, bucket_band(row, *shape.band()), itself
+        return array, bucket_band(row, *shape.band(self._settled(span))), itself
+
+    def _settled(self, span: int) -> int | None:
+        """A distance beyond which rows are those at the end of the table; None: far off."""
+        assert self.buckets is not None
+        mid = self.buckets // 2
+        if span <= mid or mid == 1:
+            return span + 1
+        steps = (span - mid) / (mid - 1)
+        far = math.log(mid) + steps * math.log((self.max_position - 1) / mid)
+        return None if far > 24 * math.log(2) else math.ceil(math.exp(far)) + 1
 
 
 def _identity(array: Array, sign: int, shape: Shape) -> tuple[Any, Band, Any]:

@@ -177,7 +177,7 @@ class Plane(Scheme):
     def lower(self, shape: Shape) -> Lowered:
         from relpos.position.combine import combine
 
-        _check_start(shape.start)
+        check_start(shape.start)
         q, k = shape.positions()
         names = ("query_positions", "key_positions")
         parts = []
@@ -192,13 +192,13 @@ class Plane(Scheme):
                     "position: RoPE does not go into a Plane; it turns by one position"
                 )
             parts.append((type(scheme).__name__, lowered.renamed(_prefixer(prefix))))
-        return combine(parts, None)
+        return combine(parts, shape.scale)
 
     def __repr__(self) -> str:
         return f"Plane({self.rows!r}, {self.columns!r}, width={self.width})"
 
 
-def _check_start(start: Counts) -> None:
+def check_start(start: Counts) -> None:
     """What the core says of it, before it is computed with."""
     for number in start.tolist():
         if abs(number) > MAX_START:

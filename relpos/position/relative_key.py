@@ -41,7 +41,7 @@ class RelativeKey(Scheme):
     def lower(self, shape: Shape) -> Lowered:
         given: Array = as_array("distance_table", self.distance_table)
         reach = given.shape[-2] // 2  # P - 1
-        left, right = shape.band()
+        left, right = shape.band(reach if self.beyond == "clip" else None)
         if self.beyond == "error" and max(left, right) > reach:
             raise ValueError(
                 f"distance_table: {2 * reach + 1} rows reach from {-reach} to {reach}, but the "

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from relpos.position.arrays import (
     check_truth,
     describe,
 )
+from relpos.position.places import check_start
 from relpos.position.terms import Counts, Lowered, Rotation, Scheme, Shape, Side
 
 
@@ -84,7 +87,10 @@ class RoPE(Scheme):
         elif self.scaling == "ntk":
             if width <= 2:
                 raise ValueError(f"width: scaling='ntk' needs 4 columns or more, got {width}")
-            base *= self.factor ** (width / (width - 2))
+            power = width / (width - 2)
+            if math.log(base) + power * math.log(self.factor) > math.log(sys.float_info.max):
+                raise ValueError(f"factor: base * factor^{power:g} is beyond all floats")
+            base *= self.factor**power
         return _core.frequencies(width // 2, base, False) / slower
 
     def lower(self, shape: Shape) -> Lowered:
@@ -106,14 +112,18 @@ def turn(
 ) -> tuple[Any, Any]:
     """q and k of a call, turned; with `back` their gradients, turned back where they lie."""
     own, rest = rotation.query_positions, (layout, place, back)
-    q = _turned(q, rotation, shape.queries, shape.start, own, *rest)
+    check_start(shape.start)
+    if not back and len(getattr(k, "shape", ())) > 0 and k.shape[-1] != shape.D:
+        raise ValueError(f"k: expected the width of q, D={shape.D}, got {describe(k)}")
+    q = _turned("q", q, rotation, shape.queries, shape.start, own, *rest)
     if rotation.rotate_keys:
         own = rotation.key_positions
-        k = _turned(k, rotation, shape.keys, np.zeros_like(shape.start), own, *rest)
+        k = _turned("k", k, rotation, shape.keys, np.zeros_like(shape.start), own, *rest)
     return q, k
 
 
 def _turned(
+    name: str,
     x: Any,
     rotation: Rotation,
     side: Side,
@@ -128,22 +138,28 @@ def _turned(
         positions = positions[None]
     lengths = None if side.packed else side.counts
     places = (layout, offsets, lengths, start if positions is None else None, positions)
-    return _rotate(x, x if back else None, places, rotation, back, place)
+    return _rotate(name, x, x if back else None, places, rotation, back, place)
 
 
 Places = tuple[str, Any, Any, Any, Any]  # layout, offsets, lengths, start, positions
 
 
 def _rotate(
-    x: Any, out: Any, places: Places, rotation: Rotation, back: bool, place: Placement | None
+    name: str,
+    x: Any,
+    out: Any,
+    places: Places,
+    rotation: Rotation,
+    back: bool,
+    place: Placement | None,
 ) -> Any:
-    """The core's call."""
+    """The core's call; name: of x."""
     how = (rotation.frequencies, rotation.interleaved, back)
     if place is None:
-        return _core.rotate(x, out, *places, *how)
+        return _core.rotate(x, out, *places, *how, None, name)
     out = place.empty(x.shape) if out is None else out
-    x, to = memory_of("x", x, place), memory_of("out", out, place)
-    _core.rotate(x, to, *places, *how, place.core)
+    x, to = memory_of(name, x, place), memory_of("out", out, place)
+    _core.rotate(x, to, *places, *how, place.core, name)
     return out
 
 
@@ -168,7 +184,8 @@ def rotate(
     start: int or int (B,). The position of row 0 of each sequence, the others following it.
     positions: int (N,) or (B, N), packed (tokens,), instead of start.
     offsets: int (B + 1,). Where packed sequences begin and end. Left out: all tokens are one.
-    lengths: int (B,). Rows in use of padded arrays; those beyond give zeros.
+    lengths: int (B,). Rows in use of padded arrays; those beyond give zeros, and are left alone
+        where out is x.
     out: float32, to be written and returned; x itself will do. None: a new array.
     """
     if not isinstance(rope, RoPE):
@@ -207,7 +224,7 @@ def rotate(
             positions = positions[None]
     rotation = rope.rotation(x.shape[-1])
     places = (layout, offsets, lengths, start, positions)
-    turned = _rotate(x, out, places, rotation, False, place)
+    turned = _rotate("x", x, out, places, rotation, False, place)
     if place is not None:
         place.done()
     return turned

@@ -14,6 +14,7 @@ from relpos.position.arrays import (
     Table,
     as_array,
     check_count,
+    check_integers,
     check_number,
     check_shape,
     check_table,
@@ -37,8 +38,10 @@ def t5_buckets(
     x < me:  b + x                                                              me = nb / 2
     else:    b + min(nb - 1, me + trunc( ln(x / me) / ln(max_distance / me) * (nb - me) ))
     """
-    d = np.asarray(distances, np.int64)
-    nb = num_buckets // 2 if bidirectional else num_buckets
+    d = check_integers("distances", distances, "of any shape", range(65)).astype(np.int64)
+    nb = check_count("num_buckets", num_buckets, 4 if bidirectional else 2)
+    nb //= 2 if bidirectional else 1
+    check_count("max_distance", max_distance, nb // 2 + 1)
     base = np.where(d > 0, nb, 0) if bidirectional else np.zeros_like(d)
     x = np.abs(d) if bidirectional else np.maximum(-d, 0)
     exact = nb // 2

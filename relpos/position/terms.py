@@ -61,6 +61,7 @@ class Shape:
     start: Counts  # (B,): position of query 0
     lowest: int  # the distances of the pairs that some query may see, as far as causal and
     highest: int  # window say; lowest > highest where there is no pair
+    scale: float | None = None  # of the call, where it gives one
 
     @property
     def B(self) -> int:
