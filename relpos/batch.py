@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.position.arrays import check_count, describe
+from relpos.position.arrays import check_count, check_int64, describe
 
 Tokens = Any  # integers (n,): an array or a sequence
 Graphs = Any  # integers (n, n) for every sentence; -1: no relation
@@ -224,6 +224,8 @@ def _pack(name: str, sentences: Iterable[Tokens]) -> tuple[Any, Any]:
     if not isinstance(sentences, Iterable):
         raise TypeError(f"{name}: expected sentences of tokens, got {type(sentences).__name__}")
     parts = [_integers(f"{name}[{i}]", x, "(n,)", 1) for i, x in enumerate(sentences)]
+    for i, part in enumerate(parts):
+        check_int64(f"{name}[{i}]", part)
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([part.size for part in parts], out=offsets[1:])
     filled = [part for part in parts if part.size > 0]  # an empty list is float64 to NumPy

@@ -186,6 +186,7 @@ def run(
     say: Callable[[str], None] = print,
 ) -> list[Exact]:
     """The demo: trains, tests, shows, and leaves weights, vocabulary and a picture in a folder."""
+    make_config(steps, seed)  # what is wrong with them is told before there is a folder
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     say("English names of numbers below 10^36 into German, by a Transformer of 2 + 2 layers.")

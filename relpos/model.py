@@ -26,7 +26,14 @@ from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
 from relpos.config import Config
-from relpos.position.arrays import Array, check_choice, check_count, check_integers, check_truth
+from relpos.position.arrays import (
+    Array,
+    check_choice,
+    check_count,
+    check_integers,
+    check_truth,
+    describe,
+)
 from relpos.search import Decoder, Hypothesis, Search
 
 Path = str | os.PathLike[str]
@@ -234,12 +241,18 @@ class Transformer:
     def assign(self, name: str, values: Any) -> None:
         """Sets a parameter, wherever the model lies.
 
-        values: what makes a float32 array of its shape.
+        values: real numbers that make a float32 array of its shape.
         """
         places = list(self._parameters)
         if name not in self._parameters:
             raise ValueError(f"name: {name!r} is no parameter of this model")
-        array = np.ascontiguousarray(values, np.float32)
+        given = np.asarray(values)
+        if given.dtype.kind in "bcSUMm":
+            raise TypeError(f"values: expected real numbers, got {describe(given)}")
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(given, np.float32)
+        if (np.isinf(array) & ~np.isinf(given.astype(np.float64))).any():
+            raise ValueError("values: expected numbers that float32 has, got larger ones")
         self._core.write(places.index(name), 0, array)
 
     @property
@@ -287,7 +300,7 @@ class Transformer:
         several = (batches,) if isinstance(batches, Batch) else tuple(batches)
         if not several:
             raise ValueError("batches: expected at least one, got none")
-        return _result_of(self._core.step(tuple(map(_packed, several)), wait))
+        return _result_of(self._core.step(tuple(map(_packed, several)), check_truth("wait", wait)))
 
     def result(self) -> StepResult:
         """That of the oldest step or update that was begun with wait=False and has not been asked
@@ -305,6 +318,7 @@ class Transformer:
         dropout: bool. As in training.
         average: bool. With the average of the weights, which a model with config.ema keeps.
         """
+        dropout, average = check_truth("dropout", dropout), check_truth("average", average)
         if dropout and average:
             raise ValueError("average: expected without dropout")
         return StepResult(*self._core.forward(_packed(batch), dropout, average))
@@ -323,7 +337,7 @@ class Transformer:
 
         The first after an update or `zero_gradients` begins a new accumulation.
         """
-        return _result_of(self._core.backward(_packed(batch), wait))
+        return _result_of(self._core.backward(_packed(batch), check_truth("wait", wait)))
 
     @overload
     def update(self) -> StepResult: ...
@@ -336,7 +350,7 @@ class Transformer:
 
         wait: bool. As of `step`.
         """
-        return _result_of(self._core.update(wait))
+        return _result_of(self._core.update(check_truth("wait", wait)))
 
     def zero_gradients(self) -> None:
         """Drops what was accumulated."""
@@ -428,14 +442,19 @@ class Transformer:
 
         Returns float32 (target places, source tokens) for each sentence.
         """
-        count = self._config.decoder.layers
-        layers = check_numbers("layer", layer, -count, count)
-        heads = None if head is None else check_numbers("head", head, 0, self._config.heads)
-        weights = self._core.alignments(_packed(batch), layers, heads)
+        weights = self._core.alignments(_packed(batch), *self._chosen(layer, head))
         targets, sources = np.diff(batch.target_offsets), np.diff(batch.source_offsets)
         ends = np.cumsum(targets * sources).tolist()
         parts = zip(ends, targets.tolist(), sources.tolist(), strict=True)
         return [weights[end - n * m : end].reshape(n, m) for end, n, m in parts]
+
+    def _chosen(
+        self, layer: Integers, head: Integers | None
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+        """The layers and heads of an alignment, if the model has them."""
+        count = self._config.decoder.layers
+        layers = check_numbers("layer", layer, -count, count)
+        return layers, None if head is None else check_numbers("head", head, 0, self._config.heads)
 
     # ---- what it says ------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,9 @@ import pytest
 
 # Two workers share the cores: NumPy's BLAS is not to wait for both of them in each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# What a script has put into the background ignores it, and so would the programs that are sent it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # capi and cases, whatever the import mode

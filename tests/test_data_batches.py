@@ -350,6 +350,11 @@ def test_other_data_have_no_such_place(pairs: TokenCache, tmp_path: Path) -> Non
         Batches(cache_of(tmp_path, PAIRS[:-1]), **BUDGET).resume(state)
 
 
+def test_a_place_can_be_written_as_json(pairs: TokenCache) -> None:
+    made = Batches(pairs, **(BUDGET | {"tokens": np.int64(256), "max_length": None}))
+    made.resume(json.loads(json.dumps(made.state())))
+
+
 def test_broken_states(pairs: TokenCache) -> None:
     made = Batches(pairs, epochs=1, **BUDGET)
     state = made.state()
@@ -437,8 +442,9 @@ def test_the_thread_ends_with_the_iterator(pairs: TokenCache) -> None:
         next(iterator)
 
 
-def test_a_second_iteration_closes_the_first(pairs: TokenCache) -> None:
-    made = Batches(pairs, **BUDGET)
+@pytest.mark.parametrize("prefetch", [0, 8])
+def test_a_second_iteration_closes_the_first(pairs: TokenCache, prefetch: int) -> None:
+    made = Batches(pairs, prefetch=prefetch, **BUDGET)
     one = iter(made)
     first = next(one)
     other = iter(made)
@@ -466,6 +472,7 @@ def test_a_second_iteration_closes_the_first(pairs: TokenCache) -> None:
         ({"bos": -1}, ValueError, "bos: expected 0 or more, got -1"),
         ({"epochs": -1}, ValueError, "epochs: expected 0 or more, got -1"),
         ({"prefetch": -1}, ValueError, "prefetch: expected 0 or more, got -1"),
+        ({"shuffle": "no"}, TypeError, "shuffle: expected True or False, got str"),
         ({"cache": "folder"}, TypeError, "cache: expected relpos.data.TokenCache, got str"),
     ],
 )

@@ -164,6 +164,8 @@ def test_it_is_used_again_as_long_as_nothing_changes(tmp_path: Path) -> None:
     assert built_by(read_pairs(*paths)) != swapped
     lines = built_by(read_lines(paths))
     assert lines != built_by(read_lines(paths[::-1]))
+    for pairs, sides in ((read_lines(paths), 1), (read_pairs(*paths), 2), (read_lines(paths), 1)):
+        assert TokenCache.build(folder, pairs, words).sides == sides  # of the same files
 
 
 def test_other_iterables_have_a_key(tmp_path: Path) -> None:
@@ -175,6 +177,8 @@ def test_other_iterables_have_a_key(tmp_path: Path) -> None:
     assert built_by(key="numbers, 500") == first
     assert built_by(key="others") != first
     assert len({built_by(), built_by(), built_by()}) == 3
+    with pytest.raises(TypeError, match="key: expected str, got set"):
+        built_by(key={1})
     assert len(list(tmp_path.glob("*.bin"))) == 4  # those of the last
 
 

@@ -406,4 +406,4 @@ def test_a_run_without_parts_is_refused_before_the_work(tmp_path: Path) -> None:
     words = Words.train(text for pair in LINES for text in pair)
     with pytest.raises(ValueError, match="subwords: tokens of Words have no parts"):
         relpos.Trainer(config, LINES, folder=tmp_path / "run", subwords=words, split=0.1)
-    assert not (tmp_path / "run" / "cache").exists()
+    assert not (tmp_path / "run").exists()

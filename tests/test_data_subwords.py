@@ -207,6 +207,12 @@ def test_training_that_is_refused(changes: dict[str, Any], sentence: str) -> Non
         trained(**changes)
 
 
+@pytest.mark.parametrize("name", ["byte_fallback", "fewer"])
+def test_a_text_is_no_truth(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: expected True or False, got str"):
+        trained(**{name: "no"})
+
+
 @pytest.mark.parametrize("train", [SentencePiece.train, Words.train])
 def test_lines_that_are_refused(train: Any) -> None:
     pytest.importorskip("sentencepiece")

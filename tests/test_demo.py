@@ -272,6 +272,12 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert (tmp_path / "to look at" / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_seed_that_is_none_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        demo.run(seed=-1, output=tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+
+
 def test_no_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_matplotlib.hide(monkeypatch)
     said: list[str] = []

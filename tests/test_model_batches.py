@@ -159,6 +159,11 @@ BATCHES_REFUSED: list[tuple[Callable[[], Batch], type[Exception], str]] = [
         r"^labels\[1\]: expected 2 labels, got 1$",
     ),
     (
+        lambda: Batch.from_labels([[3], [4]], [[3], np.array([2**64 - 1], np.uint64)]),
+        ValueError,
+        rf"^labels\[1\]: expected integers below 2\^63, got {2**64 - 1}$",
+    ),
+    (
         lambda: Batch.from_labels([[3], [4, 5]], [[3]]),
         ValueError,
         "^labels: expected 2 sentences as in sources, got 1$",
@@ -347,6 +352,7 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
     """Of functions and limits that have other names there."""
     model = small_model()
     decoder = relpos.Decoder(model)
+    name, weights = next((k, x) for k, x in model.parameters.items() if x.ndim == 1)
     many = relpos.Batch.from_pairs([[3]] * 33, [[3]] * 33, bos=1, eos=2)
     long = relpos.Batch.from_pairs([[3] * 11] * 30, [[3]] * 30, bos=1, eos=2)
     cases: list[tuple[Any, type[Exception], str]] = [
@@ -359,6 +365,24 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
         (lambda: model.step(long), ValueError,
          "batch: more than the model's tokens=256 source tokens, 264 with sentence 23"),
         (lambda: model.step([]), ValueError, "batches: expected at least one, got none"),
+        (lambda: model.step(long, wait="no"), TypeError,  # type: ignore[call-overload]
+         "wait: expected True or False, got str"),
+        (lambda: model.backward(long, wait="no"), TypeError,  # type: ignore[call-overload]
+         "wait: expected True or False, got str"),
+        (lambda: model.update(wait="no"), TypeError,  # type: ignore[call-overload]
+         "wait: expected True or False, got str"),
+        (lambda: model.forward(long, dropout="no"), TypeError,  # type: ignore[arg-type]
+         "dropout: expected True or False, got str"),
+        (lambda: model.forward(long, average="no"), TypeError,  # type: ignore[arg-type]
+         "average: expected True or False, got str"),
+        (lambda: model.assign(name, weights.astype(str)), TypeError,
+         rf"values: expected real numbers, got <U32 \({weights.size},\)"),
+        (lambda: model.assign(name, weights > 0), TypeError,
+         rf"values: expected real numbers, got bool \({weights.size},\)"),
+        (lambda: model.assign(name, weights * 1j), TypeError,
+         rf"values: expected real numbers, got complex64 \({weights.size},\)"),
+        (lambda: model.assign(name, np.full(weights.shape, 1e300)), ValueError,
+         "values: expected numbers that float32 has, got larger ones"),
         (lambda: relpos.Transformer(small_config(), tokens=1 << 70), ValueError,
          "tokens: expected less than 2\\^31, got 1180591620717411303424"),
         (lambda: relpos.Transformer(small_config(), training="no"), TypeError,  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ import relpos
 import text_files
 from relpos.data import TokenCache
 from relpos.train import checkpoint, newest
+from relpos.train.ending import alone, interrupts
 from relpos.train.events import Events, crc32c
 from relpos.train.log import LOG, Log, Sums, read_log
 from relpos.train.progress import Progress, clock_text, perplexity
@@ -212,6 +213,18 @@ def test_the_end_is_validated(tmp_path: Path) -> None:
     assert (told["validated"], told["best"]) == (outcome.validation, outcome.best)
     assert make(tmp_path, config=config, resume=True).train().validation == outcome.validation
     assert kinds_in(tmp_path, "validation") == [20, 25]
+    later = tmp_path / "later"
+    trainer = make(later, config=config, validation=None)
+    trainer.train()
+    for _ in range(2):  # the first has what it goes on from validated, the second finds that done
+        assert make(later, config=config, resume=True).train().best_step == 25
+        assert kinds_in(later, "validation") == [25]
+    state = checkpoint.checkpoints(tmp_path)[-1].state
+    del state["run"]["looked"]  # as of a version that did not say what was validated
+    checkpoint.save(tmp_path / "old", trainer.model, state, tokenizer=trainer.subwords)
+    old = make(tmp_path / "old", config=config, resume=True).train()
+    assert (old.step, old.validation) == (25, outcome.validation)
+    assert kinds_in(tmp_path / "old", "validation") == []
     short = make(tmp_path / "short", epochs=1, steps=10_000, validate_every=10_000).train()
     assert short.best_step == short.step and short.best == short.validation is not None
 
@@ -426,6 +439,14 @@ def test_two_in_one_folder(tmp_path: Path) -> None:
     assert came == [f"{tmp_path}: another process trains here"]
 
 
+def test_who_is_refused_has_written_nothing(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with alone(tmp_path), pytest.raises(TrainingError, match="another process trains here"):
+        make(tmp_path, subwords=relpos.data.Words(["ba", "be"]))
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
 def test_one_after_the_other_in_one_folder(tmp_path: Path) -> None:
     """Both were begun before there was anything to see."""
     one, other = (make(tmp_path, config=text_files.config(steps=3)) for _ in range(2))
@@ -481,11 +502,60 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
         ({"data": iter(()), "tokens": 99}, "data: expected lines with text, got nothing"),
         ({"validation": (text for text in "ab")}, "validation: expected pairs, .* got lines"),
         ({"subwords": VALID}, "subwords: expected Subwords.*relpos.data.Wrapped makes them of"),
+        (
+            {"data": [*TEXT, "x"]},
+            r"^data: expected \(source, target\) of str as at first, item 300 ",
+        ),
+        ({"data": [("", " ")], "subwords": None}, "^data: expected at least one that is not empty"),
     ],
 )
 def test_arguments_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         make(tmp_path / "run", **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": 3}, "data: expected pairs of lines, as read_pairs gives, got 3"),
+        ({"data": None}, "data: expected pairs of lines, as read_pairs gives, got None"),
+        (
+            {"data": "train.en"},
+            "data: expected pairs of lines, as read_pairs gives, got 'train.en'",
+        ),
+        ({"data": [1, 2]}, r"data: expected \(source, target\) of str, item 0 is 1"),
+        ({"data": iter([1, 2])}, r"data: expected \(source, target\) of str, item 0 is 1"),
+        ({"validation": 3}, "validation: expected pairs of lines, as read_pairs gives, got 3"),
+        ({"validation": [("a", "b"), 3]}, r"validation: .* of str, item 1 is 3"),
+        ({"start": 3}, "start: expected str or PathLike, got int"),
+        ({"start": ""}, "start: expected a path, got ''"),
+        ({"seed": -1}, "seed: expected 0 or more, got -1"),
+        ({"split": 0.1}, "subwords: tokens of Words have no parts to be split into"),
+        ({"resume": "false"}, "resume: expected True or False, got str"),
+        ({"tensorboard": "no"}, "tensorboard: expected True or False, got str"),
+        ({"validate_bleu": "no"}, "validate_bleu: expected True or False, got str"),
+        ({"minutes": "5"}, "minutes: expected a number, got str"),
+        ({"minutes": True}, "minutes: expected a number, got True"),
+    ],
+)
+def test_what_is_told_before_the_work(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        make(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders: tuple[Any, ...] = (None, b"run", 3, "")
+    for folder in folders:
+        with pytest.raises((ValueError, TypeError), match="^folder: expected "):
+            make(folder)
+    assert not any(tmp_path.iterdir())
+
+
+def test_any_number_of_minutes(tmp_path: Path) -> None:
+    for i, minutes in enumerate((np.int64(2), np.float32(0.5), 10**400)):
+        assert make(tmp_path / str(i), minutes=minutes, steps=1).train().reason == "steps"
 
 
 def test_validation_is_looked_at_before_the_work(tmp_path: Path) -> None:
@@ -579,6 +649,19 @@ def test_twice_leaves_at_once(tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     _, error = run.communicate(timeout=30)
     assert run.returncode != 0 and "KeyboardInterrupt" in error
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts() as interrupted:
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupted()
+            signal.raise_signal(signal.SIGTERM)
+            assert interrupted()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_pipe_that_nobody_reads_saves_and_leaves(
@@ -810,7 +893,7 @@ def test_events_are_what_the_format_says(tmp_path: Path) -> None:
     """Records, checks and protocol buffers, read back without TensorBoard."""
     assert crc32c(b"123456789") == 0xE3069283 and crc32c(bytes(32)) == 0x8A9136AA
     events = Events(tmp_path / "events")
-    events.write(300, {"train/loss": 1.5, "bad": float("nan"), "none": None})
+    events.write(300, {"train/loss": 1.5, "bad": float("nan"), "none": None, "huge": 1e39})
     events.close()
     [path] = (tmp_path / "events").iterdir()
     assert ".tfevents." in path.name
@@ -858,3 +941,13 @@ def test_a_log_is_read_without_what_was_taken_back(tmp_path: Path) -> None:
     assert lines[0]["nll"] is None and lines[-1]["loss"] == 31.0
     for text in (tmp_path / LOG).read_text(errors="replace").splitlines()[:3]:
         json.loads(text, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_full_disk_under_the_log(tmp_path: Path) -> None:
+    """Its file is named, and closing it fails no second time, nor leaves the other one open."""
+    (tmp_path / LOG).symlink_to("/dev/full")
+    log = Log(tmp_path, tmp_path / "events")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / LOG}'"):
+        log.write("train", {"step": 10, "loss": 1.0})
+    log.close()
+    assert log._events is not None and log._events._file.closed

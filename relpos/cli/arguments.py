@@ -40,6 +40,16 @@ def count(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1 << 64:
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 to 2^64 - 1, got {text}")
+    return value
+
+
 def minutes(text: str) -> float:
     try:
         value = float(text)

@@ -19,6 +19,7 @@ from relpos.cli.arguments import (
     add_progress,
     add_threads,
     count,
+    seed,
     use_threads,
 )
 from relpos.cli.told import COMPUTED, KINDS, LOOP, RUN_FILE, Told, keep, told
@@ -63,7 +64,7 @@ def _add_demo(commands: Any) -> None:
         action="store_true",
         help="then train the same model with sinusoidal positions instead of relative ones",
     )
-    command.add_argument("--seed", type=int, default=1, metavar="N", help="of everything (1)")
+    command.add_argument("--seed", type=seed, default=1, metavar="N", help="of everything (1)")
     command.add_argument(
         "--steps", type=count, default=1600, metavar="N", help="updates of training (1600)"
     )
@@ -164,7 +165,7 @@ def _add_train(commands: Any) -> None:
         help="a field of the configuration, as --set encoder.k=8; may be repeated",
     )
     model.add_argument(
-        "--seed", type=int, metavar="N", help="of weights, dropout, order and splits (1)"
+        "--seed", type=seed, metavar="N", help="of weights, dropout, order and splits (1)"
     )
     loop = command.add_argument_group("training")
     for name, (check, letter, what) in LOOP.items():
@@ -231,7 +232,7 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
 
     from relpos import data
     from relpos.profiling import profile
-    from relpos.train.ending import alone, leaving_at_the_second_signal
+    from relpos.train.ending import leaving_at_the_second_signal
     from relpos.train.trainer import Trainer
 
     _check_model(what)
@@ -241,7 +242,7 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
         folder=what.output, validation=validation, start=what.start, resume=options.resume,
         subwords=_subwords(what, text), seed=what.config.seed, progress=options.progress, **what.loop,
     )  # fmt: skip
-    with alone(what.output):  # a run that is at work there keeps its file
+    with trainer._alone():  # another run, at work there or ended, keeps its file
         keep(what)
     say = print if options.progress != "none" else lambda *_: None
     unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
@@ -331,6 +332,7 @@ def _texts(what: Told) -> tuple[Any, Any]:
 def _subwords(what: Told, text: Any) -> Any:
     """A saved vocabulary, or how a new one is made, where the run has none yet."""
     from relpos import data
+    from relpos.saved import find_model
 
     kind = what.data.get("subwords", "bpe")
     named = what.data.get("vocabulary")
@@ -338,12 +340,16 @@ def _subwords(what: Told, text: Any) -> Any:
         for name in ("vocabulary", "separate"):
             if what.data.get(name):
                 raise ValueError(f"--{name}: {kind} is a vocabulary that is there")
+        if not what.begun and not Path(kind).exists():
+            kinds = ", ".join(KINDS)
+            raise ValueError(f"--subwords: expected {kinds} or a vocabulary, got {kind}: not there")
         load = data.SentencePiece.load if Path(kind).is_file() else data.load_subwords
         # A run that has been begun has a copy of it, and may need no more.
         return partial(load, kind) if what.begun else load(kind)
     if what.start is not None:
         for name in ("subwords", "vocabulary", "separate"):
             if what.data.get(name):
+                find_model(what.start)  # if it is not there, that is what to say
                 raise ValueError(f"--{name}: --start brings a vocabulary")
         return None
 
@@ -428,6 +434,7 @@ def _add_plot(commands: Any) -> None:
 def _plot(options: argparse.Namespace) -> int:
     from relpos import plots
 
+    plots.canvas.check_ending("output", options.output)
     plots.canvas.use_no_display()
     print(plots.save(plots.curves(options.runs), options.output))
     return 0

@@ -26,12 +26,13 @@ from relpos.data.cache import TokenCache
 from relpos.data.order import STEP, mixed, permuted, shuffled, word
 from relpos.data.splits import NEVER, Splits
 from relpos.data.text import Report
-from relpos.position.arrays import check_count
+from relpos.position.arrays import check_count, check_truth
 
 CHUNK = 1 << 16  # pairs
 PAIRS, BATCHES, SPLITTING = 0, 1, 2  # what is put into a random order, and what else is random
 BLOCK = 4096  # pairs that are split at a time
 SEEDS = 1 << 64
+_CLOSED = "Batches: this iteration was closed, or another one begun"
 
 Places = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -83,13 +84,12 @@ class Batches(Iterable[tuple[Batch, ...]]):
         self._accumulate = 0
         if accumulate_tokens is not None:
             self._accumulate = check_count("accumulate_tokens", accumulate_tokens, tokens)
-        self._seed = check_count("seed", seed, 0)
-        if seed >= SEEDS:
-            raise ValueError(f"seed: expected below 2**64, got {seed}")
-        self._shuffle = bool(shuffle)
+        self._seed = check_seed(seed)
+        self._shuffle = check_truth("shuffle", shuffle)
         self._epochs = None if epochs is None else check_count("epochs", epochs, 0)
         self._prefetch = check_count("prefetch", prefetch, 0)
         self._where = _Where()
+        self._closed = 0  # times; an iteration that began before the last of them has ended
         self._ahead: _Ahead[tuple[_Where, tuple[Batch, ...]]] | None = None
 
     @property
@@ -135,7 +135,8 @@ class Batches(Iterable[tuple[Batch, ...]]):
         self._where = _Where(*numbers)
 
     def close(self) -> None:
-        """Stops the thread, where iteration was left half-way; it may be started again."""
+        """Ends an iteration that was left half-way, and its thread; another one may be begun."""
+        self._closed += 1
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -144,8 +145,11 @@ class Batches(Iterable[tuple[Batch, ...]]):
         self.close()
         updates = self._updates(self._where)
         if self._prefetch == 0:
+            closed = self._closed
             for self._where, update in updates:
                 yield update
+                if self._closed != closed:
+                    raise RuntimeError(_CLOSED)
             return
         self._ahead = ahead = _Ahead(updates, self._prefetch)
         try:
@@ -264,6 +268,13 @@ class _Where:
     position: int = 0
 
 
+def check_seed(seed: Any) -> int:
+    number = check_count("seed", seed, 0)
+    if number >= SEEDS:
+        raise ValueError(f"seed: expected below 2**64, got {number}")
+    return number
+
+
 def cut(sizes: Places, tokens: int, sentences: int) -> list[int]:
     """Borders of batches: each as many as fit, none more than tokens on a side.
 
@@ -312,8 +323,8 @@ class _Packer:
         self.splits = None if splits is None or splits.chance == 0 else splits
         self.tokens = check_count("tokens", tokens, 2)
         self.sentences = check_count("sentences", sentences, 1)
-        longest = tokens if max_length is None else check_count("max_length", max_length, 2)
-        self.max_length = min(longest, tokens)
+        longest = self.tokens if max_length is None else check_count("max_length", max_length, 2)
+        self.max_length = min(longest, self.tokens)
         self._bos = cache.bos if bos is None else check_count("bos", bos, 0)
         self._eos = cache.eos if eos is None else check_count("eos", eos, 0)
         blocks = range(0, len(cache), CHUNK)
@@ -461,7 +472,7 @@ class _Ahead(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._ended or self._ready)
             if self._closed:
-                raise RuntimeError("Batches: this iteration was closed, or another one begun")
+                raise RuntimeError(_CLOSED)
             if self._ready:
                 item = self._ready.popleft()
                 if self._is_low():

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
 from relpos.data.subwords import Side, Subwords, of_side
-from relpos.data.text import Item, Lines, Pairs, Report
+from relpos.data.text import Item, Lines, Pairs, Report, has_sides
 
 FORMAT = 1
 META = "meta.json"
@@ -124,6 +124,8 @@ class TokenCache:
                 f"subwords: expected SentencePiece, Words or another relpos.data.Subwords, got "
                 f"{type(subwords).__name__}; relpos.data.Wrapped makes one of it"
             )
+        if not isinstance(key, str | None):
+            raise TypeError(f"key: expected str, got {type(key).__name__}")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         identity = _identity(pairs, subwords, key)
@@ -131,7 +133,8 @@ class TokenCache:
             if identity is not None:
                 with suppress(FileNotFoundError, ValueError):
                     cache = cls(folder)
-                    if cache._identity == identity:
+                    other = Pairs if cache.sides == 1 else Lines  # of the same files
+                    if cache._identity == identity and not isinstance(pairs, other):
                         return cache
             _build(folder, pairs, subwords, identity, progress)
             return cls(folder)
@@ -331,9 +334,7 @@ class _Writer:
         if self.sides == 0:
             self.sides = 1 if isinstance(block[0], str) else 2
         for i, item in enumerate(block, self.lines):
-            texts = (item,) if self.sides == 1 else item
-            fits = isinstance(texts, tuple | list) and len(texts) == self.sides
-            if not fits or not all(isinstance(text, str) for text in texts):
+            if not has_sides(item, self.sides):
                 wanted = "str" if self.sides == 1 else "(source, target) of str"
                 raise TypeError(f"pairs: expected {wanted} as at first, item {i} is {item!r:.80}")
         if self.sides == 1:

@@ -43,6 +43,15 @@ def check_chance(name: str, value: Any) -> float:
     return chance
 
 
+def check_spelled(subwords: Any) -> Spelled:
+    if not isinstance(subwords, Spelled):
+        raise ValueError(
+            f"subwords: tokens of {type(subwords).__name__} have no parts to be split into; "
+            "those of SentencePiece have"
+        )
+    return subwords
+
+
 class Splits:
     """Which tokens of training data are split in two, and into which.
 
@@ -61,12 +70,7 @@ class Splits:
         self.chance = check_chance("chance", chance)
         if not isinstance(subwords, Subwords) or isinstance(subwords, type):
             raise TypeError(f"subwords: expected Subwords, got {subwords!r:.80}")
-        if not isinstance(subwords, Spelled):
-            raise ValueError(
-                f"subwords: tokens of {type(subwords).__name__} have no parts to be split into; "
-                "those of SentencePiece have"
-            )
-        spellings = subwords.spellings()
+        spellings = check_spelled(subwords).spellings()
         self.size, self.fingerprint = subwords.size, subwords.fingerprint()
         fits = isinstance(spellings, list) and len(spellings) == self.size
         if not fits or not all(isinstance(x, str | None) for x in spellings):

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from relpos.config import Config
 from relpos.data.files import read_json, write_file, write_json
 from relpos.data.text import Item, texts_of
-from relpos.position.arrays import check_choice, check_count
+from relpos.position.arrays import check_choice, check_count, check_truth
 
 UNKNOWN, BOS, EOS = 0, 1, 2  # of the vocabularies made here
 SPECIAL = 3
@@ -185,6 +185,8 @@ class SentencePiece:
             raise ValueError(
                 f"character_coverage: expected above 0 and up to 1, got {character_coverage}"
             )
+        byte_fallback = check_truth("byte_fallback", byte_fallback)
+        fewer = check_truth("fewer", fewer)
         sample = _sample(lines, check_count("sentences", sentences, 1), seed)
         if not sample:
             raise ValueError("lines: expected at least one that is not empty, got none")

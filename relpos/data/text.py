@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import IO, cast
+from typing import IO, Any, cast
 
 Path = str | os.PathLike[str]
 Files = Path | Iterable[Path]
@@ -121,6 +121,13 @@ def read_pairs(sources: Files, targets: Files) -> Pairs:
     raised where the shorter one ends.
     """
     return Pairs(sources, targets)
+
+
+def has_sides(item: Any, sides: int) -> bool:
+    """Is it what its type says: of one side str, of two sides a pair of them?"""
+    texts = (item,) if sides == 1 else item
+    fits = isinstance(texts, tuple | list) and len(texts) == sides
+    return fits and all(isinstance(text, str) for text in texts)
 
 
 def texts_of(name: str, items: Iterable[Item]) -> Iterator[str]:

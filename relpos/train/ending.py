@@ -29,6 +29,7 @@ def alone(folder: Path) -> Iterator[None]:
             raise TrainingError(f"{folder}: another process trains here") from None
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked within has it as well
         os.close(descriptor)
 
 
@@ -66,7 +67,8 @@ def leaving_at_the_second_signal() -> Iterator[None]:
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Whether SIGINT or SIGTERM has come; the second of them raises KeyboardInterrupt.
 
-    Signals reach the main thread alone; in others nothing is changed.
+    Signals reach the main thread alone; in others nothing is changed. One that is ignored, as
+    SIGINT in what a script has put into the background, stays so.
     """
     came = False
     before: dict[signal.Signals, Any] = {}
@@ -78,7 +80,9 @@ def interrupts() -> Iterator[Callable[[], bool]]:
             signal.signal(each, signal.default_int_handler)
 
     if threading.current_thread() is threading.main_thread():
-        before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+        for each in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(each) != signal.SIG_IGN:
+                before[each] = signal.signal(each, note)
     try:
         yield lambda: came
     finally:

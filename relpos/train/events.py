@@ -10,13 +10,17 @@ summary   1, for each value: 1 its tag (string), 2 the number (float)
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from relpos.data.files import named
+
+_LARGEST = float.fromhex("0x1.fffffep127")  # of float32
 
 
 def _table() -> tuple[int, ...]:
@@ -66,18 +70,22 @@ class Events:
         path.mkdir(parents=True, exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (path / name).open("xb")
+        self._path = path / name
+        self._file = self._path.open("xb")
         self._record(now, _field(3, b"brain.Event:2"))
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers by their tags; those that are not finite are left out."""
+        """Numbers by their tags; those that are not finite in float32 are left out."""
         summary = b"".join(
             _field(1, _field(1, tag.encode()) + b"\x15" + struct.pack("<f", value))
             for tag, value in values.items()
-            if value is not None and math.isfinite(value)
+            if value is not None and abs(value) <= _LARGEST
         )
-        self._record(time.time(), b"\x10" + _varint(step) + _field(5, summary))
-        self._file.flush()
+        try:
+            self._record(time.time(), b"\x10" + _varint(step) + _field(5, summary))
+            self._file.flush()
+        except OSError as error:
+            raise named(error, self._path) from error
 
     def _record(self, now: float, rest: bytes) -> None:
         event = b"\x09" + struct.pack("<d", now) + rest
@@ -86,4 +94,5 @@ class Events:
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._file.close()
+        with suppress(OSError):  # all is written, or why it is not has been told
+            self._file.close()

@@ -3,20 +3,46 @@
 
 from __future__ import annotations
 
-from collections import deque
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from relpos.config import Config
 from relpos.data import Lines, Pairs, TokenCache
+from relpos.data.text import has_sides
 
 Text = Iterable[Any]  # of str, or of (source, target)
-Given = Text | TokenCache | None
+
+
+def check_path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: expected str or PathLike, got {type(value).__name__}")
+    if value == "":
+        raise ValueError(f"{name}: expected a path, got ''")
+    return Path(value)
+
+
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """What goes wrong with an argument `pairs` or `lines` within is told of `name`."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        own, colon, rest = str(error).partition(": ")
+        if own not in ("pairs", "lines"):
+            raise
+        raise type(error)(f"{name}{colon}{rest}") from None
+
+
+def _sides_of(config: Config) -> int:
+    return 1 if config.encoder.layers == 0 else 2
 
 
 def check_sides(name: str, sides: int, config: Config) -> None:
-    wanted = 1 if config.encoder.layers == 0 else 2
+    wanted = _sides_of(config)
     if sides != wanted:
         what = ("lines", "a decoder alone"), ("pairs", "an encoder and a decoder")
         raise ValueError(
@@ -25,14 +51,20 @@ def check_sides(name: str, sides: int, config: Config) -> None:
         )
 
 
-def look_at(name: str, data: Given, config: Config, *, once: bool, throughout: bool) -> Any:
+def look_at(
+    name: str, data: Text | TokenCache, config: Config, *, once: bool, throughout: bool
+) -> Any:
     """The data, of which the first item is what this configuration takes; where throughout, and if
-    it can be read again, all of it can be read.
+    it can be read again, all of it is.
 
     once: nothing is learned from it before it is tokenised, so that an iterator will do.
     """
-    if data is None or isinstance(data, TokenCache):
+    if isinstance(data, TokenCache):
         return data
+    sides = _sides_of(config)
+    wanted = ("lines, as read_lines", "pairs of lines, as read_pairs")[sides - 1]
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise TypeError(f"{name}: expected {wanted} gives, got {data!r:.80}")
     if isinstance(data, Iterator) and not once:
         raise TypeError(
             f"{name}: expected what may be gone through more than once, as a list, as the subwords "
@@ -45,9 +77,14 @@ def look_at(name: str, data: Given, config: Config, *, once: bool, throughout: b
             files = ", ".join(dict.fromkeys(data.files))
             raise ValueError(f"{name}: expected text in {files}, got {data.report}")
         raise ValueError(f"{name}: expected lines with text, got nothing")
-    check_sides(name, 1 if isinstance(first, str) else 2, config)
-    if isinstance(data, Iterator):
-        return chain((first,), items)
-    if throughout:
-        deque(items, maxlen=0)
+    for given in (1, 2):
+        if has_sides(first, given):
+            check_sides(name, given, config)
+    again = chain((first,), items)
+    if isinstance(data, Iterator) and has_sides(first, sides):
+        return again
+    for i, item in enumerate(again if throughout else (first,)):
+        if not has_sides(item, sides):
+            what = ("str", "(source, target) of str")[sides - 1]
+            raise TypeError(f"{name}: expected {what}, item {i} is {item!r:.80}")
     return data

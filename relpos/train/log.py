@@ -12,9 +12,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from relpos.data.files import named
 from relpos.model import StepResult
 from relpos.train.events import Events
 from relpos.train.progress import perplexity
@@ -44,7 +46,8 @@ class Log:
         self, run: str | os.PathLike[str], events: str | os.PathLike[str] | None = None
     ) -> None:
         self._events = None if events is None else Events(events)
-        self._file = (Path(run) / LOG).open("a+b")
+        self._path = Path(run) / LOG
+        self._file = self._path.open("a+b")
         self.has_lines = self._file.tell() > 0
         if self.has_lines:
             self._file.seek(-1, os.SEEK_END)
@@ -54,8 +57,11 @@ class Log:
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """One line; numbers that are not finite are null."""
         line = {"kind": kind} | {name: _finite(value) for name, value in figures.items()}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise named(error, self._path) from error
         if self._events is not None and kind in ("train", "validation"):
             values = {
                 f"{kind}/{name}": float(value)
@@ -66,7 +72,8 @@ class Log:
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._file.close()
+        with suppress(OSError):  # all is written, or why it is not has been told
+            self._file.close()
         if self._events is not None:
             self._events.close()
 

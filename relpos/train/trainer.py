@@ -22,7 +22,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,15 @@ from relpos.data import (
     load_subwords,
     of_side,
 )
-from relpos.data.splits import check_chance
+from relpos.data.batches import check_seed
+from relpos.data.splits import check_chance, check_spelled
 from relpos.model import Precision, Transformer, model_memory
-from relpos.position.arrays import check_count
+from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import find_model
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
-from relpos.train.inputs import Text, check_sides, look_at
+from relpos.train.inputs import Text, called, check_path, check_sides, look_at
 from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind
 from relpos.train.validation import Validation, check_bleu, validate
@@ -151,9 +153,12 @@ class Trainer:
         precision: Precision = "f32",
         tensorboard: bool = False,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = check_path("folder", folder)
+        begins = None if start is None else check_path("start", start)
+        resume = check_truth("resume", resume)
+        self._seen = checkpoint.checkpoints(self.folder)
         found = checkpoint.newest(self.folder) if resume else None
-        begin = None if start is None or found is not None else find_model(start)
+        begin = None if begins is None or found is not None else find_model(begins)
         if config is None and found is not None:
             config = found.config
         elif config is None and begin is not None:
@@ -174,7 +179,7 @@ class Trainer:
         if patience is not None and validation is None:
             raise ValueError("patience: there is no validation to be patient with")
         self._validate_every = check_count("validate_every", validate_every, 1)
-        self._validate_bleu = bool(validate_bleu)
+        self._validate_bleu = check_truth("validate_bleu", validate_bleu)
         if self._validate_bleu:
             check_bleu(config, validation is not None)
         self._save_every = check_count("save_every", save_every, 1)
@@ -182,7 +187,7 @@ class Trainer:
         self._keep = check_count("keep", keep, 1)
         self._log_every = check_count("log_every", log_every, 1)
         self._progress = check_kind(progress)
-        self._tensorboard = bool(tensorboard)
+        self._tensorboard = check_truth("tensorboard", tensorboard)
 
         # What would be found out after hours of tokenising is better known before.
         model_memory(
@@ -192,46 +197,49 @@ class Trainer:
         check_count("tokens", tokens, 2)
         if accumulate_tokens is not None:
             check_count("accumulate_tokens", accumulate_tokens, tokens)
-        check_chance("split", split)
+        check_seed(seed)
+        if check_chance("split", split) > 0 and isinstance(subwords, Subwords):
+            check_spelled(subwords)
         once = begin is not None or isinstance(subwords, Subwords)
         data = look_at("data", data, config, once=once, throughout=False)
-        validation = look_at("validation", validation, config, once=True, throughout=True)
+        if validation is not None:
+            validation = look_at("validation", validation, config, once=True, throughout=True)
 
-        self._seen = checkpoint.checkpoints(self.folder)
         if not resume and self._seen:
             raise ValueError(
                 f"folder: {self.folder} has checkpoints already: resume goes on from the newest; "
                 "a new run wants a folder of its own"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        there = begin if found is None else found
-        if there is not None and there.tokenizer is not None:
-            self.subwords = _subwords_of(there.tokenizer, subwords)
-        else:
-            self.subwords = self._make_subwords(subwords, data, config)
-        source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
-        self.config = config.replace({"source_vocabulary": source, "target_vocabulary": target})
-        check_vocabulary(self.subwords, self.config)
-        splits = None if split == 0 else Splits(self.subwords, split)
-        if found is None or found.tokenizer is None:
-            self.subwords.save(self.folder / TOKENIZER)
-        self.cache = self._tokenised("data", data, "train")
-        self._batches = Batches(
-            self.cache,
-            tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
-            accumulate_tokens=accumulate_tokens, seed=seed, epochs=epochs,
-            splits=splits,
-        )  # fmt: skip
-        self._validation: InOrder | None = None
-        if validation is not None:
-            lines = self._tokenised("validation", validation, "validation")
-            try:
-                self._validation = InOrder(
-                    lines,
-                    tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
-                )  # fmt: skip
-            except ValueError as error:
-                raise ValueError(f"validation: {error}") from None
+        with self._alone():
+            there = begin if found is None else found
+            if there is not None and there.tokenizer is not None:
+                self.subwords = _subwords_of(there.tokenizer, subwords)
+            else:
+                self.subwords = self._make_subwords(subwords, data, config)
+            source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
+            self.config = config.replace({"source_vocabulary": source, "target_vocabulary": target})
+            check_vocabulary(self.subwords, self.config)
+            splits = None if split == 0 else Splits(self.subwords, split)
+            if found is None or found.tokenizer is None:
+                self.subwords.save(self.folder / TOKENIZER)
+            self.cache = self._tokenised("data", data, "train")
+            self._batches = Batches(
+                self.cache,
+                tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
+                accumulate_tokens=accumulate_tokens, seed=seed, epochs=epochs,
+                splits=splits,
+            )  # fmt: skip
+            self._validation: InOrder | None = None
+            if validation is not None:
+                lines = self._tokenised("validation", validation, "validation")
+                try:
+                    self._validation = InOrder(
+                        lines, tokens=tokens, sentences=sentences,
+                        max_length=min(tokens, config.max_length),
+                    )  # fmt: skip
+                except ValueError as error:
+                    raise ValueError(f"validation: {error}") from None
         self.model = Transformer(
             self.config, tokens=tokens, sentences=sentences, recompute=recompute,
             device=device, precision=precision,
@@ -239,6 +247,7 @@ class Trainer:
         self._best: float | None = None
         self._best_step: int | None = None
         self._validated: float | None = None
+        self._looked = 0  # the step of the last validation
         self._stale = 0
         self._seconds = 0.0
         self.resumed = found
@@ -262,6 +271,18 @@ class Trainer:
 
     # ---- before ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Around what is written into the folder: a TrainingError where another run is at work
+        there, or has saved since this one was begun."""
+        with alone(self.folder):
+            if set(checkpoint.checkpoints(self.folder)) - set(self._seen):
+                raise TrainingError(
+                    f"{self.folder}: another run has saved here since this one was begun: "
+                    "resume goes on from the newest"
+                )
+            yield
+
     def _make_subwords(
         self,
         given: Subwords | Callable[[], Subwords] | None,
@@ -275,7 +296,8 @@ class Trainer:
             raise ValueError("subwords: expected those that the token cache was made with")
         self._say("learning the subwords")
         if given is None:
-            return SentencePiece.train(data, config.target_vocabulary, fewer=True)
+            with called("data"):
+                return SentencePiece.train(data, config.target_vocabulary, fewer=True)
         own = given()
         if not isinstance(own, Subwords):
             got = type(own).__name__
@@ -302,9 +324,9 @@ class Trainer:
         if isinstance(data, TokenCache):
             cache = data
         else:
-            cache = TokenCache.build(
-                self.folder / "cache" / folder, data, self.subwords, progress=self._teller(folder)
-            )
+            where = self.folder / "cache" / folder
+            with called(name):
+                cache = TokenCache.build(where, data, self.subwords, progress=self._teller(folder))
         if not cache.is_of(self.subwords.size, self.subwords.fingerprint()):
             raise ValueError(
                 f"subwords: expected the {cache.size:,} tokens that {cache.folder} was made with, "
@@ -341,6 +363,7 @@ class Trainer:
             self._best, self._best_step = run["best"], run["best_step"]
             self._validated, self._stale = run["validated"], run["stale"]
             self._seconds = run["seconds"]
+            self._looked = run.get("looked", found.step)  # older versions do not say
         except (KeyError, TypeError) as error:
             raise checkpoint.CheckpointError(
                 f"{found.folder / checkpoint.STATE}: not of a Trainer: {error}"
@@ -355,13 +378,8 @@ class Trainer:
         does the end of whoever reads the progress from a pipe.
         """
         log = None
-        with alone(self.folder), interrupts() as interrupted:
+        with self._alone(), interrupts() as interrupted:
             try:
-                if set(checkpoint.checkpoints(self.folder)) - set(self._seen):
-                    raise TrainingError(
-                        f"{self.folder}: another run has saved here since this one was begun: "
-                        "resume goes on from the newest"
-                    )
                 log = Log(self.folder, self.folder / "events" if self._tensorboard else None)
                 if self.resumed is not None or log.has_lines:
                     log.write("resume", {"step": self.model.counters[0]})
@@ -429,7 +447,7 @@ class Trainer:
         """Validates, tells, and says whether it was the best so far."""
         found = self.validate()
         log.write("validation", {"step": step} | found.figures())
-        self._validated = found.nll
+        self._validated, self._looked = found.nll, step
         better = self._best is None or found.nll < self._best
         if better:
             self._best, self._best_step, self._stale = found.nll, step, 0
@@ -444,6 +462,7 @@ class Trainer:
             "best": self._best,
             "best_step": self._best_step,
             "validated": self._validated,
+            "looked": self._looked,
             "stale": self._stale,
             "seconds": self._seconds,
         }
@@ -464,8 +483,7 @@ class _Run:
     """
 
     def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
-        self.step = self._first = trainer.model.counters[0]
-        self._looked = 0  # the step of the last validation
+        self.step = trainer.model.counters[0]
         self.recent = Sums()
         self.last: Checkpoint | None = None
         self._trainer, self._log, self._progress = trainer, log, progress
@@ -551,22 +569,24 @@ class _Run:
         better = False
         if trainer._validation is not None and step % trainer._validate_every == 0:
             better = trainer._validate(step, self._log, self._progress)
-            self._looked = step
         if self._saves(step) or better:
             self.last, self._saved = trainer._save(), time.monotonic()
 
     def validate_the_last(self) -> None:
         """What the run has come to, where the last step was not one to be looked at."""
         trainer = self._trainer
-        if trainer._validation is not None and self.step not in (self._first, self._looked):
+        if trainer._validation is not None and self.step != trainer._looked:
             trainer._validate(self.step, self._log, self._progress)
             self.last = trainer._save()
 
 
 def _check_minutes(name: str, value: float) -> float:
-    if not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}: expected more than 0, got {value!r}")
-    return float(value)
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number, got {value}")
+    minutes = number_of(name, value)
+    if not minutes > 0:
+        raise ValueError(f"{name}: expected more than 0, got {value}")
+    return minutes
 
 
 def _subwords_of(folder: Path, given: Subwords | Callable[[], Subwords] | None) -> Subwords:
