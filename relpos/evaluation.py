@@ -121,22 +121,25 @@ def evaluate(
     translations: str each.
     references: lists of str, of each of which line i is one way to say translation i.
     sources: str each; None: there is no BLEU by length.
-    translator: Translator. Its perplexity and accuracy on the first references, if given.
+    translator: Translator. Its perplexity and accuracy on the first references, if given; it takes
+        sources.
     lowercase: bool. BLEU of lower case beside the other.
     tokenize: str. Of BLEU, as sacrebleu names it.
-    lengths: int each. Where ranges of words of the source end.
+    lengths: int each, rising. Where ranges of words of the source end.
     """
     check_counts(translations, references, sources)
+    if translator is not None and sources is None:
+        raise ValueError("sources: expected what the translator is to read, got None")
     metrics = [bleu(translations, references, tokenize=tokenize)]
     if lowercase:
         metrics.append(bleu(translations, references, tokenize=tokenize, lowercase=True))
     metrics.append(chrf(translations, references))
     likelihood: Likelihood | None = None
     ranges: tuple[Range, ...] = ()
-    if translator is not None and sources is not None:
-        likelihood = likelihood_of(translator, sources, references[0])
     if sources is not None:
         ranges = by_length(translations, references, sources, lengths=lengths, tokenize=tokenize)
+        if translator is not None:
+            likelihood = likelihood_of(translator, sources, references[0])
     return Evaluation(len(translations), tuple(metrics), likelihood, ranges)
 
 
@@ -182,6 +185,9 @@ def by_length(
     tokenize: str = "13a",
 ) -> tuple[Range, ...]:
     """BLEU of the sentences of each range of lengths, where there are any."""
+    if any(one >= other for one, other in pairwise((0, *lengths))):
+        got = ", ".join(map(str, lengths))
+        raise ValueError(f"lengths: expected rising numbers from 1 on, got {got}")
     metric = _sacrebleu().metrics.BLEU(tokenize=tokenize, force=True)
     words = [len(source.split()) for source in sources]
     ranges = []
@@ -203,9 +209,9 @@ def likelihood_of(
     translator: Translator, sources: Sequence[str], references: Sequence[str]
 ) -> Likelihood | None:
     """Perplexity and accuracy of a model; pairs of which a side is empty don't count."""
-    pairs = [(x, y) for x, y in zip(sources, references, strict=True) if x.strip() and y.strip()]
-    scores = translator.score([x for x, _ in pairs], [y for _, y in pairs])
-    whole = [each for each in scores if not each.failed]
+    scores = translator.score(sources, references)  # of all: what it warns of has a line's number
+    there = zip(scores, sources, references, strict=True)
+    whole = [each for each, x, y in there if x.strip() and y.strip() and not each.failed]
     tokens = sum(each.tokens.size for each in whole)
     if tokens == 0:
         return None
@@ -249,7 +255,7 @@ def check_asked(tokenize: str, plot: str | os.PathLike[str] | None) -> None:
     """Says what is missing, or cannot be had, before hours of work."""
     _check_tokenize(tokenize)
     if plot is not None:
-        _plots().canvas.check_ending(plot)
+        _plots().canvas.check_ending("plot", plot)
 
 
 def _check_tokenize(tokenize: str) -> None:

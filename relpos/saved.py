@@ -49,7 +49,8 @@ def find_model(
 
     path: str or PathLike. The folder of a checkpoint, of `relpos average`, of a run (its newest
         whole checkpoint), or a file of weights. Of a folder the running average, if there is one.
-    average: int. The mean of so many of a run's last checkpoints.
+    average: int. The mean of so many of a run's last checkpoints; where it has fewer, of those, and a
+        CheckpointWarning says so.
     best: bool. Of a run the checkpoint that had the best validation.
     """
     where = Path(path)
@@ -67,6 +68,9 @@ def find_model(
                 weights = (each.folder / MODEL, *weights)
         if not weights:
             raise CheckpointError(f"{where}: none of its checkpoints is whole")
+        if average is not None and len(weights) < average:
+            message = f"{where}: a mean of {len(weights)}, not of average={average}: it has no more"
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
         newest = weights[-1].parent
         if best:
             return find_model(_best_step(where, newest))

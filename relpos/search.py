@@ -26,6 +26,7 @@ from relpos.position.arrays import (
     check_count,
     check_integers,
     check_number,
+    check_size,
     check_truth,
 )
 
@@ -92,8 +93,10 @@ class Search:
     average: bool = _default("average")
 
     def __post_init__(self) -> None:
+        for name in ("begin", "end", "seed"):
+            self._set(name, check_count(name, getattr(self, name), 0))
         for name, least in _LEAST.items():
-            self._set(name, check_count(name, getattr(self, name), least))
+            self._set(name, check_size(name, getattr(self, name), least))
         for name in ("alpha", "coverage", "temperature", "top_p"):
             value = check_number(name, getattr(self, name), positive=name == "temperature")
             if value < 0:
@@ -146,8 +149,8 @@ class Search:
 
 
 _LEAST = {
-    "begin": 0, "end": 0, "beam": 1, "n_best": 1, "min_length": 0, "max_length": 0, "max_more": 0,
-    "no_repeat": 0, "top_k": 0, "seed": 0,
+    "beam": 1, "n_best": 1, "min_length": 0, "max_length": 0, "max_more": 0, "no_repeat": 0,
+    "top_k": 0,
 }  # fmt: skip
 
 
@@ -194,7 +197,8 @@ class Decoder:
             a decoder alone goes on from it. Labels are not read.
         search: Search. None: Search().
 
-        A sentence whose logits are not finite has no results; the others do not depend on it.
+        A sentence whose logits are not finite, or of which no token may follow (no_repeat), has no
+        results; the others do not depend on it.
         """
         how = Search() if search is None else search
         if not isinstance(how, Search):
@@ -209,7 +213,7 @@ class Decoder:
 
         Returns float32 (sentences, vocabulary): the logits of what comes next.
         """
-        return self._core.begin(packed(batch), check_count("most_rows", most_rows, 1))
+        return self._core.begin(packed(batch), check_size("most_rows", most_rows, 1))
 
     def step(self, tokens: Any, parents: Any = None) -> Array:
         """Each row goes on with a token.

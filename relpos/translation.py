@@ -46,7 +46,7 @@ class Translation:
     n_best: Candidate each, from the best on. None: the line is empty, or it failed.
     cut: int. Tokens of the line that were left out, because it is too long.
     unknown: int. Tokens of the line that are the vocabulary's unknown.
-    failed: bool. The model's numbers were not finite.
+    failed: bool. The model's numbers were not finite, or no token was left that may follow.
     """
 
     line: int
@@ -113,11 +113,12 @@ class Alignment:
     @property
     def soft(self) -> Array:
         """float32 (target words, source words): how much it looks at a source word, all of its
-        tokens together, when it says a target word, the mean of its tokens. Rows sum to 1."""
+        tokens together, when it says a target word, the mean of its tokens. Rows sum to 1, but that
+        of a word without a token is 0."""
         m, n = len(self.source_words), len(self.target_words)
         looks = np.zeros((1 + max(self.target_words, default=-1), n), np.float32)
         looks[list(self.target_words), range(n)] = 1
-        looks /= looks.sum(axis=1, keepdims=True)
+        looks /= np.maximum(looks.sum(axis=1, keepdims=True), 1)
         words = np.zeros((m, 1 + max(self.source_words, default=-1)), np.float32)
         words[range(m), list(self.source_words)] = 1
         soft: Array = (looks @ self.weights[:n] @ words).astype(np.float32)

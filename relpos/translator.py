@@ -59,8 +59,9 @@ class Translator:
     subwords: Subwords. The vocabulary they were trained with.
 
     A line that is too long is cut at the model's max_length and the rest of it left out; one on
-    which the model's numbers are not finite gives "". A TranslationWarning names such a line, and
-    the others are translated.
+    which the model's numbers are not finite gives "", and so does one of which Search.no_repeat
+    leaves no token that may follow. A TranslationWarning names such a line, and the others are
+    translated.
     """
 
     def __init__(self, models: Transformer | Sequence[Transformer], subwords: Subwords) -> None:
@@ -159,11 +160,9 @@ class Translator:
 
         align: (layer, head). Links of words too, by the decoder's attention there: as of `align`.
         """
-        if isinstance(sentences, str):
-            raise TypeError("sentences: expected several str, got one str")
         return list(
             self.stream(
-                sentences,
+                _several("sentences", sentences),
                 search=search,
                 batch_tokens=batch_tokens,
                 prefixes=prefixes,
@@ -193,7 +192,7 @@ class Translator:
         if self.generates:
             raise ValueError("model: has no encoder, it goes on from text: generate() does that")
         check_count("window", window, 1)
-        each = iter(lines)
+        each = iter(_several("lines", lines))
         windows = iter(lambda: list(islice(each, window)), [])
         return self.in_windows(
             windows, search=search, batch_tokens=batch_tokens, prefixes=prefixes, align=align,
@@ -215,7 +214,11 @@ class Translator:
         if self.generates and (prefixes is not None or align is not None):
             raise ValueError(f"{'align' if prefixes is None else 'prefixes'}: there is no source")
         how = self._checked(Search() if search is None else search)
+        if prefixes is not None:
+            _several("prefixes", prefixes)
         budget = self._budget(batch_tokens)
+        if align is not None:
+            self._check_aligned(*align)
         return self._searched(windows, prefixes, how, budget, align, progress)
 
     def generate(
@@ -236,7 +239,7 @@ class Translator:
         if not self.generates:
             raise ValueError("model: has an encoder, it translates: translate() does that")
         check_count("window", window, 1)
-        each = iter(prompts)
+        each = iter(_several("prompts", prompts))
         windows = iter(lambda: list(islice(each, window)), [])
         return self.in_windows(windows, search=search, batch_tokens=batch_tokens, progress=progress)
 
@@ -260,6 +263,11 @@ class Translator:
         if len({*how.suppressed, how.end}) == vocabulary:
             raise ValueError("suppressed: expected tokens that leave others to be said, got all")
         return how
+
+    def _check_aligned(self, layer: Integers, head: Integers | None) -> None:
+        """Before the first line is answered."""
+        for model in self.models:
+            model._chosen(layer, head)
 
     def _searched(
         self,
@@ -288,7 +296,9 @@ class Translator:
             for each in _in_order(self._window(lines, how, budget, align), done):
                 done = each.line
                 if each.failed:
-                    _warn(f"line {done:,}: the model's numbers are not finite, no translation")
+                    why = "no token is left that may follow, or " if how.no_repeat > 0 else ""
+                    why += "the model's numbers are not finite"
+                    _warn(f"line {done:,}: {why}, no translation")
                 if progress is not None:
                     progress(done)
                 yield each
@@ -395,7 +405,7 @@ class Translator:
             last.
         head: int, or several, whose mean is taken in each of the layers. None: all.
         """
-        window = list(sources), list(targets)
+        window = list(_several("sources", sources)), list(_several("targets", targets))
         return list(
             self.align_in_windows(
                 [window], layer=layer, head=head, batch_tokens=batch_tokens, progress=progress
@@ -415,6 +425,7 @@ class Translator:
         next one is asked for."""
         if self.generates:
             raise ValueError("model: has no encoder, there is nothing to align to")
+        self._check_aligned(layer, head)
         return self._aligned_windows(windows, layer, head, self._budget(batch_tokens), progress)
 
     def _aligned_windows(
@@ -458,20 +469,20 @@ class Translator:
         links: tuple[tuple[int, int], ...] = ()
         if words and said and np.isfinite(weights).all():
             best = weights[:-1].argmax(axis=1).tolist()
-            links = tuple(sorted({(words[i], said[j]) for j, i in enumerate(best)}))
+            links = tuple(sorted({(words[i], said[j]) for j, i in enumerate(best) if said[j] >= 0}))
         return Alignment(line.line, weights, links, tuple(words), tuple(said))
 
     def _given(
         self, sources: Iterable[str] | None, targets: Iterable[str], before: int = 0
     ) -> list[_Line]:
         """Lines of text, the first of them number before + 1."""
-        texts = list(targets)
+        texts = list(_several("targets", targets))
         if (sources is None) != self.generates:
             raise ValueError(
                 "sources: expected None for a decoder alone" if self.generates
                 else "sources: expected one for each target, got None"
             )  # fmt: skip
-        origins = None if sources is None else list(sources)
+        origins = None if sources is None else list(_several("sources", sources))
         if origins is not None and len(origins) != len(texts):
             raise ValueError(
                 f"targets: expected {len(origins):,} as in sources, got {len(texts):,}"
@@ -552,30 +563,54 @@ def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None)
     """The number of the word, from 0, that each token belongs to.
 
     text: what the tokens were made of, if it is known: words are what white space parts in it.
-        sentencepiece may see more of them: it reads "don´t" as "don ´t".
+        sentencepiece may see more of them: it reads "don´t" as "don ´t". None: words are those that
+        decode makes of the tokens; -1: a token that says nothing there.
     """
+    if text is None:
+        return _words_said(subwords, tokens)
     if not isinstance(subwords, SentencePiece):
         return list(range(len(tokens)))
-    if text is not None:
-        words = text.split()
-        numbers = words_of(subwords, tokens)
-        if not numbers or (text.isascii() and numbers[-1] + 1 == len(words)):
-            return numbers
-        seen = [len({*words_of(subwords, each)}) for each in subwords.encode_many(words)]
-        origins = [word for word, count in enumerate(seen) for _ in range(count)]
-        return [origins[min(number, len(origins) - 1)] for number in numbers]
-    numbers, word = [], -1
+    words = text.split()
+    numbers = _words_said(subwords, tokens)
+    if not numbers or (text.isascii() and numbers[-1] + 1 == len(words)):
+        return numbers
+    seen = [len({*_words_said(subwords, each)}) for each in subwords.encode_many(words)]
+    origins = [word for word, count in enumerate(seen) for _ in range(count)]
+    return [origins[min(number, len(origins) - 1)] for number in numbers]
+
+
+def _words_said(subwords: Subwords, tokens: Sequence[int]) -> list[int]:
+    """The words of what decode makes of tokens. Of pieces what is unknown stands alone, " ⁇ "."""
+    silent, unknown = {subwords.bos, subwords.eos}, subwords.unknown
+    numbers, word, ended = list[int](), -1, True
     for token in tokens:
-        if word < 0 or subwords.piece(token).startswith("▁"):
+        if token in silent:
+            numbers.append(-1)
+            continue
+        # of other vocabularies a token is a word
+        piece = subwords.piece(token) if isinstance(subwords, SentencePiece) else "▁word"
+        if piece == "▁":  # goes with the word after it
+            numbers.append(word + 1)
+            ended = True
+            continue
+        if ended or piece.startswith("▁") or token == unknown:
             word += 1
+        ended = token == unknown
         numbers.append(word)
-    return numbers
+    return [min(number, word) for number in numbers]
 
 
 def _joined(sentences: list[list[int]]) -> tuple[Any, Any]:
     offsets = np.zeros(len(sentences) + 1, np.int64)
     np.cumsum([len(each) for each in sentences], out=offsets[1:])
     return np.array([token for each in sentences for token in each], np.int32), offsets
+
+
+def _several(name: str, texts: Iterable[str]) -> Iterable[str]:
+    """Refuses one text, whose letters would be lines."""
+    if isinstance(texts, str):
+        raise TypeError(f"{name}: expected several str, got one str")
+    return texts
 
 
 def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Translation]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,31 @@ def test_words_are_those_of_the_text() -> None:
     assert all(i < 2 for i, _ in said.n_best[0].links or ())
 
 
+def test_words_are_those_that_are_said() -> None:
+    """Of any tokens so many as decode makes, which drops <s> and writes " ⁇ " for the unknown."""
+    text = ["Two dogs run.", "The dogs of two men run through the snow.", "Three women watch them."]
+    subwords = SentencePiece.train(text, size=60, byte_fallback=False, fewer=True)
+    random, sizes = np.random.default_rng(3), set()
+    for _ in range(300):
+        tokens = random.choice([0, 0, 1, 2, *range(subwords.size)], random.integers(1, 9)).tolist()
+        found = words_of(subwords, tokens)
+        words = subwords.decode(tokens).split()
+        assert set(found) - {-1} == set(range(len(words))), [subwords.piece(x) for x in tokens]
+        assert [number < 0 for number in found] == [x in (1, 2) for x in tokens] or not words
+        sizes.add(len(words))
+    assert len(sizes) > 5
+
+
+def test_a_word_without_a_token() -> None:
+    """As "\u200b" between two others: nothing looks anywhere when it is said."""
+    weights = np.full((4, 2), 0.5, np.float32)
+    each = relpos.Alignment(1, weights, (), (0, 1), (0, 2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert each.soft.tolist() == [[0.5, 0.5], [0, 0], [0.5, 0.5]]
+        assert each.weighted() == "0-0:0.500 0-2:0.500 1-0:0.500 1-2:0.500"
+
+
 def test_windows_have_running_numbers(translator: Translator) -> None:
     whole = translator.align(SOURCES, TARGETS)
     done: list[int] = []
@@ -160,6 +186,16 @@ def test_windows_have_running_numbers(translator: Translator) -> None:
         ({"head": [0, -1]}, ValueError, "head: expected 0 to 1, got -1"),
         ({"head": []}, ValueError, "head: expected at least one, got none"),
         ({"head": [[0]]}, ValueError, "head: expected integers"),
+        (
+            {"layer": -(10**20)},
+            ValueError,
+            r"layer: expected integers below 2\^63 in magn.* got -10",
+        ),
+        (
+            {"head": [0, 10**20]},
+            ValueError,
+            r"head: expected integers below 2\^63 in magn.* got 10",
+        ),
     ],
 )
 def test_what_is_refused(
@@ -317,8 +353,12 @@ def test_a_line_that_fails(models: SimpleNamespace, capsys: Capture, tmp_path: P
         (("--source", "nowhere"), "nowhere: No such file or directory"),
         (("--target", "nowhere"), "nowhere: No such file or directory"),
         (("--layer", "2"), "layer: expected -2 to 1, got 2"),
-        (("--heads", "0", "5"), "head: expected 0 to 1, got 5"),
+        (("--heads", "0", "5"), "--heads: expected 0 to 1, got 5"),
         (("-o", "{source}"), "--output: .*source is read as well"),
+        (
+            ("-o", "{run}/step-000000002/model.safetensors"),
+            "--output: .*model.safetensors is read as well",
+        ),
         (("--source", "{latin}"), "latin: line 2, byte 3 of it: 0xfc is not UTF-8"),
         (("--source", "-", "--target", "-"), "--target: standard input is --source already"),
         (("{language}",), "model: has no encoder, there is nothing to align to"),

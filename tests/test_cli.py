@@ -351,7 +351,24 @@ def no_such_subwords(folder: Path) -> tuple[tuple[Any, ...], str]:
     unequal(folder)
     (folder / "b").write_text("eins\nzwei\ndrei\n")
     given = ("--source", folder / "a", "--target", folder / "b")
-    return (*given, "--subwords", folder / "nowhere"), "nowhere: no vocabulary here"
+    return (*given, "--subwords", "bp"), (
+        "--subwords: expected bpe, unigram, words or a vocabulary, got bp: not there"
+    )
+
+
+def no_such_start(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = (*no_such_subwords(folder)[0][:4], "--preset", "tiny")
+    return (*given, "--start", folder / "nowhere"), "nowhere: there is no such model"
+
+
+def too_many_threads(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_such_subwords(folder)[0][:4]
+    return (*given, "--threads", 100_000), "--threads is 100000, expected 1 to 1024.*"
+
+
+def no_such_device(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_such_subwords(folder)[0][:4]
+    return (*given, "--device", "gpu"), "--device is 'gpu', expected cpu, cuda or cuda:N"
 
 
 def half_validation(folder: Path) -> tuple[tuple[Any, ...], str]:
@@ -364,7 +381,7 @@ def half_validation(folder: Path) -> tuple[tuple[Any, ...], str]:
     [
         no_file, unequal, not_utf8, nothing_in_it, no_such_field, no_equals, no_such_preset,
         no_such_subwords, half_validation, too_many_tokens, too_few_tokens, lines_for_an_encoder,
-        pairs_for_a_decoder, an_encoder_alone,
+        pairs_for_a_decoder, an_encoder_alone, no_such_start, too_many_threads, no_such_device,
     ],
 )  # fmt: skip
 def test_bad_input_is_a_sentence(
@@ -401,6 +418,8 @@ def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
             ("train", "--text", "x", "--minutes", "few"),
             "--minutes: expected minutes above 0, got few",
         ),
+        (("train", "--seed", "-1"), "--seed: expected a whole number, 0 to 2^64 - 1, got -1"),
+        (("demo", "--seed", str(1 << 64)), "--seed: expected a whole number, 0 to 2^64 - 1, got"),
         (("align", "run", "--sauce", "x"), "unrecognized arguments: --sauce"),
         (("align", "--soft", "x"), "--soft: expected a share from 0 to 1, got x"),
         (("evaluate", "--lengths", "x"), "--lengths: expected rising numbers from 1 on, got x"),
@@ -515,6 +534,8 @@ def test_plot(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     relpos_says(capsys, "plot", run.made, run.made / LOG, "-o", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    said = relpos_says(capsys, "plot", tmp_path / "no run", "-o", "curves.doc", status=1)
+    assert said.startswith("relpos: --output: expected an ending among ")
 
 
 def test_plot_without_matplotlib(

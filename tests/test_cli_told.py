@@ -15,7 +15,7 @@ import pytest
 
 from relpos import cli
 from relpos.cli import told
-from relpos.train import checkpoint, newest
+from relpos.train import checkpoint, newest, trainer
 from relpos.train.ending import alone
 from test_cli import SMALL, Capture, relpos_says, run
 
@@ -313,6 +313,23 @@ def test_nobody_elses_file_is_written(
             capsys, "train", "--resume", "--output", tmp_path, "--steps", 5, status=1
         )
     assert "another process trains here" in said and path.read_text() == kept
+
+
+def test_a_run_that_comes_too_late_leaves_the_file_of_the_other(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that has begun and ended while this one read its text."""
+    path, begin = tmp_path / told.RUN_FILE, trainer.Trainer.__init__
+
+    def late(self: Any, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        (tmp_path / "step-000000004").mkdir()
+        path.write_text("# the other's\n")
+
+    monkeypatch.setattr(trainer.Trainer, "__init__", late)
+    given = ("train", *run.files, *SMALL, "--steps", 1, "--output", tmp_path)
+    assert "another run has saved here" in relpos_says(capsys, *given, status=1)
+    assert path.read_text() == "# the other's\n"
 
 
 def test_a_file_may_be_called_as_an_option(

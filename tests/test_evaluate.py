@@ -18,6 +18,7 @@ import no_matplotlib
 import text_files
 from relpos import Search, Translator, cli, evaluation
 from relpos.data import InOrder, TokenCache, read_lines, read_pairs
+from relpos.translation import TranslationWarning
 from saved_models import VOCABULARY, random_model, save, spoil
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -119,6 +120,14 @@ def test_ranges() -> None:
     assert re.search(r"\n +0 to 3 +3 +\d+\.\d\d +1\.000\n +4 and more +4 +\d", table)
 
 
+def test_ranges_that_are_refused() -> None:
+    for lengths, got in (((20, 10), "20, 10"), ((5, 5), "5, 5"), ((0, 3), "0, 3")):
+        with pytest.raises(
+            ValueError, match=f"^lengths: expected rising numbers from 1 on, got {got}"
+        ):
+            evaluation.by_length(["a"], [["a"]], ["a"], lengths=lengths)
+
+
 def test_several_references() -> None:
     said = ["one two three four five"]
     one, other = ["one two three four six"], ["zero two three four five"]
@@ -183,6 +192,23 @@ def test_not_finite(capsys: Capture, tmp_path: Path) -> None:
     assert "relpos: warning: line 2: the model's numbers are not finite, no translation" in said
 
 
+def test_lines_are_told_by_their_number() -> None:
+    """Those that are empty don't count, and are counted."""
+    model = random_model()
+    spoil(model, "do")
+    translator = Translator(model, VOCABULARY)
+    with pytest.warns(TranslationWarning) as told:
+        found = evaluation.likelihood_of(translator, ["", "ba", "do"], ["da", "ku", "ku"])
+    assert [str(each.message) for each in told] == [
+        "line 3: the model's numbers are not finite, no score"
+    ]
+    assert found is not None and found.tokens == 2
+    with pytest.raises(
+        ValueError, match="sources: expected what the translator is to read, got None"
+    ):
+        evaluation.evaluate(["ku"], [["ku"]], translator=translator)
+
+
 def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "lengths.png"
@@ -195,7 +221,7 @@ def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
 def test_a_picture_of_no_kind(capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     given = ("evaluate", tmp_path, "--source", SRC, "--reference", PE, "--plot", "x.doc")
-    assert "path: expected an ending among" in relpos_says(capsys, *given, status=1)
+    assert "relpos: --plot: expected an ending among" in relpos_says(capsys, *given, status=1)
 
 
 def test_no_picture_without_matplotlib(

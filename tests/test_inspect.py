@@ -118,6 +118,9 @@ def test_a_language_model(capsys: Capture, tmp_path: Path, drawn: Any) -> None:
     inspect(capsys, alone, "--target", "ba be", "--out", picture)
     [(_, (maps, kind), _)] = drawn
     assert kind == "decoder" and maps.target_tokens == ("<s>", "ba", "be")
+    for words in (("--kind", "encoder", "--layer", 0), ("--kind", "encoder", "--show", "tables")):
+        told = inspect(capsys, alone, "--target", "ba", *words, "--out", picture, status=1)
+        assert told == "relpos: --kind: expected decoder, got encoder: this model has no encoder\n"
     told = inspect(capsys, alone, *SENTENCE, "--out", picture, status=1)
     assert told == "relpos: --source: this model has no encoder, it goes on from text: --target\n"
 

@@ -104,6 +104,10 @@ def test_it_mirrors_the_header() -> None:
         ({"top_p": 1.5}, "top_p: expected above 0 and up to 1, got 1.5"),
         ({"seed": 1 << 64}, r"seed: expected below 2\*\*64"),
         ({"begin": 1 << 31}, "begin: expected a token"),
+        *(
+            ({name: 10**23}, rf"{name}: expected at most 2\^40, got 1(0{{23}})$")
+            for name in ("beam", "min_length", "max_length", "max_more", "no_repeat", "top_k")
+        ),
     ],
 )
 def test_what_a_search_cannot_be(given: dict[str, Any], message: str) -> None:
@@ -350,6 +354,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="source"):
         model.search(relpos.Batch([99], [0, 1]))
     decoder = relpos.Decoder(model)
+    with pytest.raises(ValueError, match=r"most_rows: expected at most 2\^40, got 1(0{23})$"):
+        decoder.begin(relpos.Batch([4], [0, 1], [1], [0, 1]), most_rows=10**23)
     with pytest.raises(RuntimeError):
         decoder.step([3])
     decoder.begin(relpos.Batch([4], [0, 1], [1], [0, 1]), most_rows=2)

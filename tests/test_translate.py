@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,14 @@ def test_what_is_not_finite(models: SimpleNamespace) -> None:
     assert [each.failed for each in scores] == [False, True]
 
 
+def test_where_no_token_may_follow(translator: Translator) -> None:
+    search = Search(no_repeat=1, min_length=8, max_length=9, suppressed=tuple(range(6, 28)))
+    why = "line 1: no token is left that may follow, or the model's numbers are not finite, no tr"
+    with pytest.warns(TranslationWarning, match=why):
+        [found] = translator.translate_all(["ba be"], search=search)
+    assert found.failed and found.text == ""
+
+
 def test_n_best(translator: Translator) -> None:
     search = Search(beam=5, n_best=3, max_length=8)
     for each in translator.translate_all(LINES[:9], search=search):
@@ -195,6 +204,16 @@ def test_what_is_refused(translator: Translator) -> None:
             translator.translate(["do"], search=search)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sentences: expected several str, got one str"):
         translator.translate("do")
+    for name, call in (
+        ("lines", lambda: translator.stream("do")),
+        ("prefixes", lambda: translator.translate(["do"], prefixes="k")),
+        ("sources", lambda: translator.score("do", ["ba", "be"])),
+        ("targets", lambda: translator.score(["do", "ba"], "ba")),
+        ("sources", lambda: translator.align("do", ["ba", "be"])),
+        ("targets", lambda: translator.align(["do", "ba"], "ba")),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected several str, got one str"):
+            call()
     with pytest.raises(TypeError, match="sources: expected str, got int"):
         translator.translate([3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="model: has an encoder"):
@@ -222,6 +241,8 @@ def test_generate(models: SimpleNamespace) -> None:
         for _ in range(2)
     )
     assert one == other and len(set(one[1])) > 1
+    with pytest.raises(TypeError, match="prompts: expected several str, got one str"):
+        translator.generate("do")
     with pytest.raises(ValueError, match="model: has no encoder"):
         translator.translate(["do"])
     [score] = translator.score(None, ["ba be"])
@@ -276,6 +297,16 @@ def test_links(translator: Translator) -> None:
         assert each.n_best[0].links == given.links
 
 
+def test_links_are_of_the_words_that_are_said(translator: Translator) -> None:
+    """A model may say <s>, which the text has not."""
+    search = Search(sample=True, temperature=4.0, seed=5, max_length=8)
+    found = [x.n_best[0] for x in translator.translate_all(LINES, search=search, align=(-1, None))]
+    assert sum(VOCABULARY.bos in each.tokens for each in found) > 3
+    for each in found:
+        assert {j for _, j in each.links} == set(range(len(each.text.split())))
+    assert words_of(VOCABULARY, [1, 5, 1, 6, 2, 0]) == [-1, 0, -1, 1, -1, 2]
+
+
 def test_links_are_of_words() -> None:
     text = ["Two dogs run.", "The dogs of two men run through the snow.", "Three women watch them."]
     subwords = SentencePiece.train(text, size=290)
@@ -299,6 +330,10 @@ def test_what_a_model_is_called(models: SimpleNamespace, tmp_path: Path) -> None
     for path in (models.run, str(newest), newest / "model.safetensors", tmp_path / "mean"):
         translator = Translator.load(path)
         assert translator.translate(LINES[:3], search=SHORT) == one_by_one(LINES[:3])
+    with pytest.warns(
+        CheckpointWarning, match="run: a mean of 3, not of average=50: it has no more"
+    ):
+        Translator.load(models.run, average=50)
     mean = Translator.load(models.run, average=2)
     for name, weights in mean.models[0].parameters.items():
         both = [random_model(seed).parameters[name].astype("f8") for seed in (4, 1)]
@@ -613,6 +648,16 @@ def test_the_best_checkpoint(models: SimpleNamespace, tmp_path: Path) -> None:
         Translator.load(run, best=True)
 
 
+def test_a_long_line_arrives_in_linear_time(tmp_path: Path) -> None:
+    """Copied for each of its pieces it took 40 seconds."""
+    (tmp_path / "long").write_bytes(bytes(1 << 26) + b"\nshort")
+    with open(tmp_path / "long", "rb") as stream:
+        begin = time.process_time()
+        found = [line for window in cli_lines.arriving(stream.fileno(), "", 9) for line in window]
+    assert [len(line) for line in found] == [1 << 26, 5]
+    assert time.process_time() - begin < 4
+
+
 def test_a_pipe_that_does_not_wait() -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -632,6 +677,54 @@ def test_a_last_line_without_an_end() -> None:
     os.close(write)
     assert list(cli_lines.arriving(read, "here", 9)) == [["one", "two"]]
     os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong"),
+    [
+        ("translate", ("--beam", "99999")),
+        ("translate", ("--align", "--align-layer", "99")),
+        ("translate", ("--align", "--align-head", "99")),
+        ("translate", ("--prefix", "{one}")),
+        ("translate", ("--target", "{one}")),
+        ("generate", ("--n-best", "99999")),
+    ],
+)
+def test_what_is_refused_costs_no_result(
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path, command: str, wrong: Any
+) -> None:
+    """Though the first line is empty, which is answered without a search."""
+    (tmp_path / "text").write_text("\nba be\n")
+    (tmp_path / "one").write_text("ba\n")
+    (tmp_path / "empty").write_text("")
+    output = tmp_path / "out"
+    output.write_text("of before")
+    given = (command, models.run if command == "translate" else models.language)
+    filled = [each.format(one=tmp_path / "one") for each in wrong]
+    relpos_says(capsys, *given, tmp_path / "text", "-o", output, *filled, status=1)
+    assert output.read_text() == "of before"
+    relpos_says(capsys, *given, tmp_path / "empty", "-o", output)
+    assert output.read_text() == ""
+
+
+def test_standard_input_is_not_written_over(
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text").write_text("ba be\n")
+    (tmp_path / "target").write_text("ku\n")
+    target = ("--target", tmp_path / "target")
+    for given in (
+        ("translate", models.run),
+        ("translate", models.run, *target),
+        ("translate", models.run, tmp_path / "target", "-"),
+        ("generate", models.language),
+        ("align", models.run, "--source", "-", *target),
+    ):
+        with open(tmp_path / "text") as stream:
+            monkeypatch.setattr(sys, "stdin", stream)
+            said = relpos_says(capsys, *given, "-o", tmp_path / "text", status=1).error
+        assert said == f"relpos: --output: {tmp_path / 'text'} is read as well\n"
+        assert (tmp_path / "text").read_text() == "ba be\n"
 
 
 def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
@@ -680,6 +773,18 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
             ("evaluate", "--hypothesis", "{text}", "--reference", "{text}", "--average", "2"),
             "--average: --hypothesis says what is said",
         ),
+        *(
+            (
+                ("evaluate", "--hypothesis", "{text}", "--reference", "{text}", option, value),
+                f"{option}: --hypothesis says what is said",
+            )
+            for option, value in (
+                ("--batch-tokens", "9"),
+                ("--threads", "2"),
+                ("--device", "cuda"),
+                ("--precision", "bf16"),
+            )
+        ),
         (("translate", "{run}", "{text}", "--best"), "run: has no best checkpoint, as nothing was"),
         (("translate", "{run}", "--best", "--average", "2"), "best: average is given, the mean of"),
         (
@@ -698,7 +803,38 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
         ),
         (("translate", "{run}", "--prefix", "-"), "--prefix, --target: standard input is the text"),
         (("translate", "{run}", "{text}", "-o", "/dev/full"), "/dev/full: No space left on device"),
-        (("translate", "{run}", "{text}", "--align", "--align-layer", "4"), "layer: expected"),
+        (
+            ("translate", "{run}", "{text}", "--align", "--align-layer", "4"),
+            "--align-layer: expected -1 to 0, got 4",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--align", "--align-head", "9"),
+            "--align-head: expected 0 to 1, got 9",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--align", "--align-layer", "9" * 20),
+            r"--align-layer: expected integers below 2\^63 in magnitude, got 9{20}",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--max-length", "9" * 23),
+            r"--max-length: expected at most 2\^40, got 9{23}",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--max-length", "3", "--max-more", "9"),
+            "--max-more: does nothing beside --max-length",
+        ),
+        (
+            ("generate", "{language}", "{text}", "--max-length", "3", "--max-more", "9"),
+            "--max-more: does nothing beside --max-length",
+        ),
+        (
+            ("translate", "{run}", "{text}", "--penalty", "none", "--length-penalty", "7"),
+            "--length-penalty: is of wu and power, --penalty is none",
+        ),
+        (
+            ("translate", "{run}", "{text}", "-o", "{run}/step-000000003/model.safetensors"),
+            "--output: .*model.safetensors is read as well",
+        ),
         (("translate", "{language}", "{text}"), "this model has no encoder.*relpos generate"),
         (("generate", "{run}", "{text}"), "this model has an encoder.*relpos translate"),
     ],

@@ -22,6 +22,7 @@ import difflib
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -82,9 +83,10 @@ def _prepare_streams() -> None:
 
 # What the package calls otherwise than the command line does; `config` is no file there.
 _OPTIONS = {
-    "alpha": "length-penalty", "config": "", "folder": "output", "prefixes": "prefix",
-    "references": "reference", "sources": "source", "targets": "target",
-    "translations": "hypothesis",
+    "alpha": ("length-penalty",), "config": (), "folder": ("output",),
+    "head": ("head", "heads", "align-head"), "layer": ("layer", "align-layer"),
+    "prefixes": ("prefix",), "references": ("reference",), "sources": ("source",),
+    "targets": ("target",), "translations": ("hypothesis",),
 }  # fmt: skip
 
 
@@ -93,13 +95,15 @@ def _sentence(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror}"
-    name, colon, rest = str(error).partition(": ")
-    option = f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+    sentence = str(error) or type(error).__name__
+    found = re.match(r"(\w+)(: | is )", sentence)
+    name = "" if found is None else found[1]
     command = getattr(options, "parser", None)
-    known = command is not None and option in command._option_string_actions
-    if known and name not in _values(options):
-        return f"{option}{colon}{rest}"
-    return str(error) or type(error).__name__
+    known = () if command is None else command._option_string_actions
+    for each in _OPTIONS.get(name, (name.replace("_", "-"),)):
+        if f"--{each}" in known and name not in _values(options):
+            return f"--{each}{sentence.removeprefix(name)}"
+    return sentence
 
 
 def _values(options: argparse.Namespace) -> set[str]:

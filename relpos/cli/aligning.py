@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relpos.cli.arguments import FAILED, USAGE, add_command
-from relpos.cli.decoding import add_running, load, shown
+from relpos.cli.decoding import add_running, load, shown, weights_of
 
 _NEXT = """\
 relpos align: what is missing is {missing}. For example
@@ -102,7 +102,7 @@ def _align(options: argparse.Namespace) -> int:
     failed = False
     quiet = options.output is None and sys.stdout.isatty()
     with (
-        written(options.output, files) as write,
+        written(options.output, [*files, *weights_of(options.models)]) as write,
         shown(options.progress, quiet=quiet) as tell,
     ):
         for each in translator.align_in_windows(

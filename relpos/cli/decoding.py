@@ -153,7 +153,8 @@ def refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
     """Options that would do nothing, where they are given."""
     for name in names:
         value = getattr(options, name, None)
-        if value is not None and value is not False:
+        default = options.parser.get_default(name)
+        if value is not None and value is not False and value != default:
             raise ValueError(f"--{name.replace('_', '-')}: {why}")
 
 
@@ -163,6 +164,15 @@ def refuse_of_the_other(options: argparse.Namespace) -> None:
         refuse(options, _SEARCHING, "is of a search, --sample draws")
     else:
         refuse(options, _SAMPLING, "is of --sample, which is not given")
+    _refuse_overruled(options)
+
+
+def _refuse_overruled(options: argparse.Namespace) -> None:
+    """Those to which another one leaves nothing."""
+    if options.max_length:
+        refuse(options, ("max_more",), "does nothing beside --max-length")
+    if options.penalty == "none":
+        refuse(options, ("length_penalty",), "is of wu and power, --penalty is none")
 
 
 def _models_and_files(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -188,6 +198,13 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
         models, average=options.average, best=options.best, batch_tokens=options.batch_tokens,
         device=options.device, precision=options.precision,
     )  # fmt: skip
+
+
+def weights_of(models: Sequence[str]) -> Iterator[str]:
+    """Every file of weights there: those in use are mapped, and must stay what they are."""
+    for model in map(Path, models):
+        found = model.rglob("*.safetensors") if model.is_dir() else (model,)
+        yield from map(str, found)
 
 
 @contextmanager
@@ -283,7 +300,7 @@ def _translate(options: argparse.Namespace) -> int:
     if not options.paths:
         print(_TRANSLATE_NEXT, file=sys.stderr)
         return USAGE
-    from relpos.cli.lines import lines_in, windows_of, written
+    from relpos.cli.lines import STANDARD, lines_in, windows_of, written
     from relpos.translator import WINDOW
 
     if options.target is not None:
@@ -303,12 +320,12 @@ def _translate(options: argparse.Namespace) -> int:
         raise ValueError("this model has no encoder, it goes on from text: relpos generate")
     search = search_of(options, translator)
     if options.target is not None:
-        return _with_targets(options, translator, files, layer)
+        return _with_targets(options, translator, models, files, layer)
     align = (layer, options.align_head) if options.align else None
     prefixes = None if options.prefix is None else lines_in([options.prefix])
     bad = Bad()
     failed = False
-    inputs = [*files, *filter(None, [options.prefix])]
+    inputs = [*(files or (STANDARD,)), *filter(None, [options.prefix]), *weights_of(models)]
     with (
         written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
@@ -356,16 +373,21 @@ def _columns(candidate: Candidate | None, number: int | None, options: argparse.
 
 
 def _with_targets(
-    options: argparse.Namespace, translator: Translator, files: Sequence[str], layer: int
+    options: argparse.Namespace,
+    translator: Translator,
+    models: Sequence[str],
+    files: Sequence[str],
+    layer: int,
 ) -> int:
     """Scores, links or both of targets that are given, a line each."""
-    from relpos.cli.lines import lines_in, written
+    from relpos.cli.lines import STANDARD, lines_in, written
 
     sources, targets = lines_in(files), lines_in([options.target])
     columns: list[list[str]] = [[] for _ in targets]
     failed = False
+    inputs = [*(files or (STANDARD,)), options.target, *weights_of(models)]
     with (
-        written(options.output, [*files, options.target]) as write,
+        written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
         if options.score or not options.align:
@@ -416,13 +438,14 @@ def _generate(options: argparse.Namespace) -> int:
     if not options.paths:
         print(_GENERATE_NEXT, file=sys.stderr)
         return USAGE
-    from relpos.cli.lines import windows_of, written
+    from relpos.cli.lines import STANDARD, windows_of, written
     from relpos.translator import WINDOW
 
     if options.beam is None:
         refuse(options, _SEARCHING, "is of a search: --beam")
     else:
         refuse(options, _SAMPLING, "is of draws, --beam searches")
+    _refuse_overruled(options)
     models, files = _models_and_files(options.paths)
     for file in files:
         if file != "-":
@@ -436,7 +459,7 @@ def _generate(options: argparse.Namespace) -> int:
     bad = Bad()
     failed = False
     with (
-        written(options.output, files) as write,
+        written(options.output, [*(files or (STANDARD,)), *weights_of(models)]) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
         windows = windows_of(files, WINDOW, bad)

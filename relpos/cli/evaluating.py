@@ -21,6 +21,7 @@ from relpos.cli.decoding import (
     refuse_of_the_other,
     search_of,
     shown,
+    weights_of,
 )
 
 _EVALUATE_NEXT = """\
@@ -33,6 +34,9 @@ and to compare a translation that is there,
   relpos evaluate --hypothesis output.de --reference test.de
 
 `relpos evaluate --help` lists the rest."""
+
+
+_OF_MODELS = ("average", "best", "batch_tokens", "threads", "device", "precision")
 
 
 def add_commands(commands: Any) -> None:
@@ -102,7 +106,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         print(_EVALUATE_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
         return USAGE
     if options.hypothesis is not None:
-        refuse(options, (*SAYING, "average", "best"), "--hypothesis says what is said")
+        refuse(options, (*SAYING, *_OF_MODELS), "--hypothesis says what is said")
     refuse_of_the_other(options)
     from relpos import evaluation
     from relpos.cli.lines import lines_in, one_line, written
@@ -111,6 +115,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     references = [lines_in([file]) for file in options.reference]
     sources = None if options.source is None else lines_in([options.source])
     inputs = [*filter(None, (options.source, options.hypothesis)), *options.reference]
+    inputs += weights_of(options.models)
     failed, translator, search = False, None, None
     if options.hypothesis is None:
         assert sources is not None

@@ -19,6 +19,7 @@ from relpos.cli.arguments import (
 )
 
 if TYPE_CHECKING:
+    from relpos.config import Config
     from relpos.model_maps import ModelMaps
     from relpos.translator import Translator
 
@@ -136,6 +137,7 @@ def _maps_of(
     kind = options.kind or kind
     stacks = [config.encoder.layers, config.decoder.layers]
     layers = {"encoder": stacks[0], "decoder": stacks[1], "cross": stacks[1], None: max(stacks)}
+    _check_kind(config, kind)
     for name, there in (("layer", layers[kind]), ("head", config.heads)):
         if (given := getattr(options, name)) is not None and not 0 <= given < there:
             raise ValueError(f"--{name}: expected 0 to {there - 1}, got {given}")
@@ -156,6 +158,11 @@ def _maps_of(
     return maps
 
 
+def _check_kind(config: Config, kind: str | None) -> None:
+    if kind in ("encoder", "cross") and config.encoder.layers == 0:
+        raise ValueError(f"--kind: expected decoder, got {kind}: this model has no encoder")
+
+
 def _picture(plots: Any, translator: Translator, options: argparse.Namespace) -> Any:
     """What the options ask for, as a figure or its axes."""
     config = translator.models[0].config
@@ -164,6 +171,7 @@ def _picture(plots: Any, translator: Translator, options: argparse.Namespace) ->
     if options.show == "tables":
         if kind == "cross":
             raise ValueError("--kind: cross attention has no tables of relations")
+        _check_kind(config, kind)
         model = translator.models[0]
         return plots.tables(model, kind, options.layer or 0, head=options.head)
     if options.show == "relation" and kind == "cross":

@@ -8,7 +8,7 @@ import select
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -49,17 +49,19 @@ def lines_in(files: Sequence[str]) -> list[str]:
 
 def arriving(descriptor: int, name: str, most: int, bad: Bad | None = None) -> Iterator[list[str]]:
     """Lines of a stream, at least one at a time, and of those that are there about `most`."""
-    number, rest, ended = 0, b"", False
+    number, rest, ended = 0, bytearray(), False
     while not ended:
         lines: list[bytes] = []
         while not ended and (not lines or (len(lines) < most and _ready(descriptor))):
             select.select((descriptor,), (), ())  # a pipe may be one that does not wait
             piece = os.read(descriptor, _CHUNK)
             ended = not piece
-            *whole, rest = (rest + piece).split(b"\n")
-            lines += whole
+            rest += piece
+            if b"\n" in piece:
+                *whole, rest = rest.split(b"\n")
+                lines += map(bytes, whole)
         if ended and rest:
-            lines.append(rest)
+            lines.append(bytes(rest))
         if number == 0 and lines and lines[0].startswith(GZIP_MAGIC):
             raise ValueError(
                 f"{name}: is gzip, which only files may be: gzip -dc FILE.gz gives plain text"
@@ -84,14 +86,24 @@ _SPACES = {ord(each): " " for each in "\n\r\t"}
 
 
 class Writer:
-    """Writes lines as UTF-8, whatever the terminal thinks; each is there at once. file: its name."""
+    """Writes lines as UTF-8, whatever the terminal thinks; each is there at once.
+
+    file: the name of the stream. What is in it goes when the first line comes, or with `empty`.
+    """
 
     def __init__(self, stream: BinaryIO, file: Path | None = None) -> None:
         self._stream, self._file = stream, file
+        self._old = file is not None and stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+    def empty(self) -> None:
+        if self._old:
+            self._stream.truncate(0)
+        self._old = False
 
     def __call__(self, line: str) -> None:
         left = memoryview(f"{line}\n".encode())
         try:
+            self.empty()
             while left:
                 left = left[self._stream.write(left) :]
             self._stream.flush()
@@ -101,13 +113,23 @@ class Writer:
 
 @contextmanager
 def written(output: Path | None, inputs: Sequence[str]) -> Iterator[Writer]:
-    """Where lines go: a file, which is none of the inputs, or standard output."""
+    """Where lines go: a file, which is none of the inputs, or standard output.
+
+    A file keeps what it has until there is a line, or an end without one: what is refused costs no
+    result of before. That it can be written is seen at once.
+    """
     if output is None:
         sys.stdout.flush()
         yield Writer(sys.stdout.buffer)
         return
-    for file in inputs:
-        if file != STANDARD and output.exists() and os.path.samefile(file, output):
-            raise ValueError(f"--output: {output} is read as well")
-    with output.open("wb", buffering=0) as stream:
-        yield Writer(stream, output)
+    if output.is_file():
+        there = output.stat()
+        for file in inputs:
+            with suppress(FileNotFoundError):  # which is told where it is read
+                read = os.fstat(sys.stdin.fileno()) if file == STANDARD else os.stat(file)
+                if os.path.samestat(read, there):
+                    raise ValueError(f"--output: {output} is read as well")
+    with output.open("ab", buffering=0) as stream:
+        write = Writer(stream, output)
+        yield write
+        write.empty()
