@@ -193,17 +193,19 @@ RPI_NOINLINE void add_row_sums(int64_t count, int64_t columns, const real *x, re
   }
 }
 
+/* Hides all of a row but its keys from `from` to `to` - 1. */
+RPI_INLINE void mask_columns(int64_t columns, int from, int to, real *s) {
+  for (int j = 0; j < (int)columns; j++) s[j] = j >= from && j < to ? s[j] : (real)-INFINITY;
+}
+
 /* Hides what a strip may not see: row r sees the keys from begin + r to end + r - 1 of the
  * tile, and none from `keys` on. */
 RPI_NOINLINE void mask_strip(int64_t count, int64_t begin, int64_t end, int64_t keys,
                              int64_t columns, real *s) {
-  for (int64_t r = 0; r < count; r++) {
+  for (int64_t r = 0; r < count; r++, s += RPI_TILE) {
     const int from = (int)rpi_clamp(begin + r, 0, RPI_TILE);
     const int to = (int)rpi_clamp(end + r, 0, keys);
-    real *const row = s + r * RPI_TILE;
-    for (int j = 0; j < (int)columns; j++) {
-      row[j] = j >= from && j < to ? row[j] : (real)-INFINITY;
-    }
+    RPI_COLUMNS(columns, mask_columns(COLUMNS, from, to, s))
   }
 }
 

@@ -68,6 +68,20 @@ RPI_NOINLINE void differentiate_strip(int64_t count, int64_t columns, real *rest
   }
 }
 
+/* A row of differentiate_pairs. capped: known where it is called, as `columns` mostly is. */
+RPI_INLINE void differentiate_row(int64_t columns, bool capped, real cap, const int8_t *keep,
+                                  real scale, real start, real delta, real *restrict s,
+                                  real *restrict ds) {
+  _Pragma("omp simd") for (int64_t j = 0; j < columns; j++) {
+    const real weight = rpi_share(capped ? cap * s[j] + start : s[j] + start);
+    const real kept = keep[j] < 0 ? scale : (real)0;
+    /* a hidden score is -inf, its slope is no number, and its weight is 0 */
+    const real slope = capped && weight > 0 ? 1 - s[j] * s[j] : 1;
+    ds[j] = weight * (kept * ds[j] + delta) * slope;
+    s[j] = kept * weight;
+  }
+}
+
 /* The same where the score of a pair is capped or its weight may be dropped:
  *
  *   s' = cap tanh(s / cap),  p~ = keep p,  ds = p (keep dp - delta) (1 - tanh(s / cap)^2)
@@ -82,18 +96,14 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
   } else {
     memset(&mask, -1, sizeof mask);
   }
-  const bool capped = p->softcap != 0;
-  const real cap = capped ? p->softcap : 1, scale = p->dropout.scale;
+  const real scale = p->dropout.scale, cap = p->softcap;
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const int8_t *const keep = mask.of[r];
     const real start = negated_lse[r], delta = negated_delta[r];
-    _Pragma("omp simd") for (int64_t j = 0; j < columns; j++) {
-      const real weight = rpi_share(cap * s[j] + start), t = capped ? s[j] : 0;
-      /* a hidden score is -inf, its slope is no number, and its weight is 0 */
-      const real slope = weight > 0 ? 1 - t * t : weight;
-      const real kept = keep[j] < 0 ? scale : (real)0;
-      ds[j] = weight * (kept * ds[j] + delta) * slope;
-      s[j] = kept * weight;
+    if (cap != 0) {
+      differentiate_row(columns, true, cap, keep, scale, start, delta, s, ds);
+    } else {
+      RPI_COLUMNS(columns, differentiate_row(COLUMNS, false, 1, keep, scale, start, delta, s, ds))
     }
   }
 }

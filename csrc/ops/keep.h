@@ -140,8 +140,8 @@ RPI_INLINE void keep_row(const int8_t *mask, real factor, int64_t columns, const
 /* The same for `rows` rows, RPI_TILE apart in `from` and `to`. */
 RPI_INLINE void keep_apply(const keep_mask *mask, int64_t rows, int64_t columns, real factor,
                            const real *from, real *to) {
-  for (int64_t r = 0; r < rows; r++) {
-    keep_row(mask->of[r], factor, columns, from + r * RPI_TILE, to + r * RPI_TILE);
+  for (int64_t r = 0; r < rows; r++, from += RPI_TILE, to += RPI_TILE) {
+    RPI_COLUMNS(columns, keep_row(mask->of[r], factor, COLUMNS, from, to))
   }
 }
 

@@ -8,21 +8,23 @@
 
 #include "ops/pairs.h"
 
+/* A row: s = cap tanh(s / divisor) + start. */
+RPI_INLINE void cap_row(int64_t columns, real cap, real divisor, real start, real *s) {
+  const real inverse = 1 / divisor;
+  for (int64_t c = 0; c < columns; c++) s[c] = cap * rpi_tanh(s[c] * inverse) + start;
+}
+
 /* s = cap tanh(s / cap) + start. */
 RPI_NOINLINE void cap_strip(int64_t count, int64_t columns, real cap, const real *start, real *s) {
-  const real inverse = 1 / cap;
-  for (int64_t r = 0; r < count; r++) {
-    real *const row = s + r * RPI_TILE;
-    const real from = start[r];
-    for (int64_t c = 0; c < columns; c++) row[c] = cap * rpi_tanh(row[c] * inverse) + from;
+  for (int64_t r = 0; r < count; r++, s += RPI_TILE) {
+    RPI_COLUMNS(columns, cap_row(COLUMNS, cap, cap, start[r], s))
   }
 }
 
 /* s = tanh(s / cap): backward wants the slope too, 1 - tanh^2, exactly 0 where tanh is 1. */
 RPI_NOINLINE void tanh_strip(int64_t count, int64_t columns, real cap, real *s) {
-  const real inverse = 1 / cap;
   for (int64_t r = 0; r < count; r++, s += RPI_TILE) {
-    for (int64_t c = 0; c < columns; c++) s[c] = rpi_tanh(s[c] * inverse);
+    RPI_COLUMNS(columns, cap_row(COLUMNS, 1, cap, 0, s))
   }
 }
 

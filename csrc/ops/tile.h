@@ -54,6 +54,16 @@
     for (int64_t v = 0; v < (columns); v += RPI_LANES) __VA_ARGS__                                 \
   }
 
+/* A call of an inline function on so many columns, COLUMNS: compiled once more for a whole tile. */
+#define RPI_COLUMNS(columns, ...)                                                                  \
+  if ((columns) == RPI_TILE) {                                                                     \
+    enum { COLUMNS = RPI_TILE };                                                                   \
+    __VA_ARGS__;                                                                                   \
+  } else {                                                                                         \
+    const int64_t COLUMNS = (columns);                                                             \
+    __VA_ARGS__;                                                                                   \
+  }
+
 /* Aligned to one element: loads and stores are the unaligned kind, which costs
  * nothing on aligned data. */
 typedef real rpi_vector

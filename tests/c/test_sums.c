@@ -168,7 +168,8 @@ static void test_rates(const rp_ops *ops) {
 static void test_blame(const rp_ops *ops) {
   array x = array_random("gradients", 700, 1);
   const int64_t places[] = {0, 5, 64, 600, 690, 10};
-  double workspace[1] = {0}; /* a device does not write it, and what comes back counts as a result */
+  double workspace[1] = {
+      0}; /* a device does not write it, and what comes back counts as a result */
   rpi_outcome o = {.losses = {.tokens = 2}};
   const rpi_blame_args a = {&o, x.data, places, 3, workspace};
   const struct {
