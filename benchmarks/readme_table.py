@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the README's table of speed from the measurements in results/.
+"""Writes the README's table of speed from a measurement in results/.
 
     python benchmarks/bench_attention.py --peers --json --output attention-NAME.json
     python benchmarks/readme_table.py            writes the table into README.md
     python benchmarks/readme_table.py --check    fails where README.md says something else
 
-One table for each results/attention-*.json, in the order of their names. tests/test_readme.py runs
-the check: what the README claims is what was measured and committed.
+The table is that of SHOWN; benchmarks/README.md has those of other processors. tests/test_readme.py
+runs the check: what the README claims is what was measured and committed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ BEGIN, END = "<!-- speed: written by benchmarks/readme_table.py -->", "<!-- /spe
 NONE_YET = (
     "Not measured on this version yet: `python benchmarks/bench_attention.py --json` measures it."
 )
+SHOWN = HERE / "results" / "attention-zen4-avx512.json"
 PASSES = ("fwd", "fwdbwd")
 PREFIX = "fwd_vs_torch_plain_"
-
-
-def results() -> list[Path]:
-    return sorted((HERE / "results").glob("attention-*.json"))
 
 
 def pair(figures: dict[str, Any], name: str, digits: int) -> str:
@@ -81,11 +78,12 @@ def caption(figures: dict[str, Any]) -> str:
 
 
 def text() -> str:
-    measured = [json.loads(path.read_text()) for path in results()]
-    for path, figures in zip(results(), measured, strict=True):
-        if figures["others_share"] > 0:
-            raise SystemExit(f"{path.name}: the machine was not quiet: not for quoting")
-    return "\n\n".join(f"{table(m)}\n\n{caption(m)}" for m in measured) or NONE_YET
+    if not SHOWN.exists():
+        return NONE_YET
+    figures = json.loads(SHOWN.read_text())
+    if figures["others_share"] > 0:
+        raise SystemExit(f"{SHOWN.name}: the machine was not quiet: not for quoting")
+    return f"{table(figures)}\n\n{caption(figures)}"
 
 
 def updated(readme: str) -> str:
