@@ -169,10 +169,16 @@ int64_t slope_numbers(const Sizes &sizes) {
 /* Rows of cells: `line` modulo 32 keeps the pairs of a warp in different banks. */
 int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 9, 32) * 32 + 9 : 0; }
 
+/* Shared memory of a block of queries, and of one of keys. */
 template <class S>
-int64_t shared_bytes(const Sizes &sizes) {
+int64_t query_bytes(const Sizes &sizes) {
   const int64_t cells = 2 * S::kOwn * line_of(sizes.columns);
   return static_cast<int64_t>(sizeof(BandShared<S>)) + (cells + slope_numbers<S>(sizes)) * 4;
+}
+template <class S>
+int64_t key_bytes(const Sizes &sizes) {
+  const int64_t cells = 2 * S::kOther * line_of(sizes.columns);
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + S::kTableBytes + cells * 4;
 }
 
 template <class S>
@@ -180,7 +186,7 @@ rp_status run(BandBackward f, const Sizes &sizes) {
   cudaStream_t const stream = context().stream;
   const auto operands =
       static_cast<typename S::Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
-  const int64_t heads = f.c.call.H, shared = shared_bytes<S>(sizes);
+  const int64_t heads = f.c.call.H;
   const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
   if (f.banded) {
     const int64_t numbers = heads * 2 * f.table_rows * S::kWidth;
@@ -189,15 +195,14 @@ rp_status run(BandBackward f, const Sizes &sizes) {
                     operands));
   }
   if (f.c.query_tile_count > 0) {
-    CUDA_TRY(launch(
-        queries_kernel<S>,
-        {grid(heads * f.blocks), dim3(S::kThreads), static_cast<size_t>(shared), stream}, f));
+    const auto shared = static_cast<size_t>(query_bytes<S>(sizes));
+    CUDA_TRY(
+        launch(queries_kernel<S>, {grid(heads * f.blocks), dim3(S::kThreads), shared, stream}, f));
   }
   if (f.c.key_tile_count > 0) {
-    CUDA_TRY(launch(
-        keys_kernel<S>,
-        {grid(heads * f.c.key_tile_count), dim3(S::kThreads), static_cast<size_t>(shared), stream},
-        f));
+    const auto shared = static_cast<size_t>(key_bytes<S>(sizes));
+    CUDA_TRY(launch(keys_kernel<S>,
+                    {grid(heads * f.c.key_tile_count), dim3(S::kThreads), shared, stream}, f));
   }
   return RP_OK;
 }
@@ -209,15 +214,17 @@ rp_status run_width(const BandBackward &f, const Sizes &sizes) {
   return run<BandShape<Operand, Storage, 128>>(f, sizes);
 }
 
+template <class S>
+int64_t most_bytes(const Sizes &sizes) {
+  const int64_t queries = query_bytes<S>(sizes), keys = key_bytes<S>(sizes);
+  return queries > keys ? queries : keys;
+}
+
+template <class Operand>
 int64_t shared_needed(const Sizes &sizes) {
-  if (sizes.bf16) {
-    return sizes.width == 32   ? shared_bytes<BandShape<bf16, float, 32>>(sizes)
-           : sizes.width == 64 ? shared_bytes<BandShape<bf16, float, 64>>(sizes)
-                               : shared_bytes<BandShape<bf16, float, 128>>(sizes);
-  }
-  return sizes.width == 32   ? shared_bytes<BandShape<float, float, 32>>(sizes)
-         : sizes.width == 64 ? shared_bytes<BandShape<float, float, 64>>(sizes)
-                             : shared_bytes<BandShape<float, float, 128>>(sizes);
+  return sizes.width == 32   ? most_bytes<BandShape<Operand, float, 32>>(sizes)
+         : sizes.width == 64 ? most_bytes<BandShape<Operand, float, 64>>(sizes)
+                             : most_bytes<BandShape<Operand, float, 128>>(sizes);
 }
 
 /* Where the totals of one kind of terms lie, and what their columns are. */
@@ -275,7 +282,8 @@ bool band_serves(const rp_attention *s) {
   }
   const Sizes sizes = sizes_of(s);
   return sizes.columns <= kMostColumns && s->H <= 65535 &&
-         shared_needed(sizes) <= context().shared_bytes;
+         (sizes.bf16 ? shared_needed<bf16>(sizes) : shared_needed<float>(sizes)) <=
+             context().shared_bytes;
 }
 
 int64_t band_bytes(const rp_attention *s) {

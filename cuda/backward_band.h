@@ -47,21 +47,23 @@ struct BandShape {
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2;
   static constexpr int kWidth = kTheWidth, kWarps = 4, kThreads = 32 * kWarps, kOwn = 16 * kWarps;
-  static constexpr int kOther = kWidth <= 64 ? 64 : 32; /* registers are scarce */
+  /* registers are scarce, and in f32 shared memory is */
+  static constexpr int kOther = kWidth <= (kBf16 ? 64 : 32) ? 64 : 32;
   static constexpr int kStages = kBf16 ? 2 : 1;
   static constexpr bool kKept = kBf16 && kWidth <= 32; /* own rows, in registers */
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kOther / 8, kOut = kWidth / 8; /* of eight columns */
+  static constexpr int kTableBytes = kOther * kLine * int{sizeof(Operand)};
 };
 
 /* Numbers of a row of queries, as KeyBlock wants them: see RowNumbers. */
 constexpr int kRowNumbers = 6;
 
+/* Then come vectors of a band (KeyBlock: QueryBlock has them where its tiles are), and cells. */
 template <class S>
 struct BandShared {
   typename S::Operand own[2][S::kOwn * S::kLine];
   typename S::Operand other[S::kStages][2][S::kOther * S::kLine];
-  typename S::Operand table[S::kOther * S::kLine]; /* some columns of a band */
   float rows[S::kStages][kRowNumbers][S::kOther];
   float bias[S::kStages][S::kOwn + S::kOther];
   uint4 keep[S::kWarps][S::kOther]; /* bytes of dropout */
@@ -79,12 +81,14 @@ class BandBlock {
   using Scores = float[S::kTiles][4];
   using Sums = float[S::kOut][4];
 
-  __device__ BandBlock(const BandBackward &backward, int the_head)
+  __device__ BandBlock(const BandBackward &backward, int the_head, bool of_keys)
       : f(backward),
         call(backward.c.call),
         s(*reinterpret_cast<BandShared<S> *>(dynamic_smem())),
-        cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>))),
-        slopes(cells + 2 * S::kOwn * backward.line),
+        table(of_keys ? reinterpret_cast<Operand *>(dynamic_smem() + sizeof(BandShared<S>))
+                      : s.other[0][0]),
+        cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>) +
+                                        (of_keys ? S::kTableBytes : 0))),
         lane(lane_of()),
         warp(warp_of()),
         row(lane_of() / 4),
@@ -132,7 +136,7 @@ class BandBlock {
   __device__ void load_table(int which, int first) {
     const Operand *const from = static_cast<const Operand *>(f.tables) +
                                 ((int64_t{head} * 2 + which) * f.table_rows + first) * S::kWidth;
-    load_rows<S::kOther, S::kWidth, S::kThreads>(s.table, from, S::kWidth, S::kOther, S::kWidth,
+    load_rows<S::kOther, S::kWidth, S::kThreads>(table, from, S::kWidth, S::kOther, S::kWidth,
                                                  true);
     cp_async_commit();
     cp_async_wait<0>();
@@ -148,7 +152,7 @@ class BandBlock {
         LeftRows<Operand, S::kWidth, false> left;
         left.read(queries + begin * S::kLine);
         Scores c = {};
-        multiply_rows<S::kWidth>(c, left, s.table);
+        multiply_rows<S::kWidth>(c, left, table);
 #pragma unroll
         for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
@@ -177,8 +181,8 @@ class BandBlock {
   const BandBackward &f;
   const Call &call;
   BandShared<S> &s;
-  float *const cells;  /* [2][rows][line] */
-  float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
+  Operand *const table;         /* kOther columns of a band */
+  float *const cells;           /* [2][rows][line] */
   const int lane, warp, row, t; /* row: of the warp's sixteen, the thread's first; and 8 more */
   const int head;
   const Sequence *seq; /* read where it is wanted */
@@ -197,8 +201,8 @@ class QueryBlock : BandBlock<S> {
   using Base::row;
   using Base::s;
   using Base::seq;
-  using Base::slopes;
   using Base::t;
+  using Base::table;
   using Base::warp;
   using typename Base::Left;
   using typename Base::LeftAgain;
@@ -207,7 +211,8 @@ class QueryBlock : BandBlock<S> {
   using typename Base::Sums;
 
  public:
-  __device__ QueryBlock(const BandBackward &backward, int the_head) : Base(backward, the_head) {}
+  __device__ QueryBlock(const BandBackward &backward, int the_head)
+      : Base(backward, the_head, false), slopes(this->cells + 2 * S::kOwn * backward.line) {}
 
   /* One tile of queries; first: of those whose sums go to the same lines. */
   __device__ void run(const Tile &tile, bool first, float *lines) {
@@ -251,7 +256,7 @@ class QueryBlock : BandBlock<S> {
     if (f.banded) {
       this->make_cells(0, s.own[0], S::kOwn, cells_of(0, S::kOwn));
       this->make_cells(1, s.own[1], S::kOwn, cells_of(1, S::kOwn));
-      __syncwarp(); /* the cells of its rows are the warp's own */
+      __syncthreads(); /* tiles come where the vectors were */
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -452,7 +457,7 @@ class QueryBlock : BandBlock<S> {
                           : 0.0f;
           }
         }
-        add_weighted<S::kWidth>(dq, w, s.table, s.share[warp]);
+        add_weighted<S::kWidth>(dq, w, table, s.share[warp]);
       }
     }
     if (!lines) return;
@@ -563,6 +568,7 @@ class QueryBlock : BandBlock<S> {
     }
   }
 
+  float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
   Left q;
   LeftAgain dz;
   Row rows[2];
@@ -593,7 +599,8 @@ class KeyBlock : BandBlock<S> {
   using typename Base::Sums;
 
  public:
-  __device__ KeyBlock(const BandBackward &backward, int the_head) : Base(backward, the_head) {}
+  __device__ KeyBlock(const BandBackward &backward, int the_head)
+      : Base(backward, the_head, true) {}
 
   __device__ void run(const Tile &tile) {
     seq = call.sequences + tile.sequence;

@@ -198,6 +198,54 @@ def test_workspace_is_linear_in_length(
     assert alive and sizes[2] - sizes[1] <= 2 * (sizes[1] - sizes[0]) + 4096
 
 
+# ---- GPUs whose blocks have less memory -----------------------------------------------------------
+
+SIZES = """
+import sys
+from pathlib import Path
+import capi, test_cuda_attention_backward as tests
+from case_arrays import make_arrays
+from device_capi import DeviceCore
+
+libcore, precision = sys.argv[1:]
+core = DeviceCore(Path(libcore), precision=int(precision), aligned=True)
+for case in tests.CROWDED[int(precision)]:
+    call, alive = capi.describe(core, case, make_arrays(case, core.dtype))
+    print(core.workspace_bytes(call)[1])
+last = tests.CROWDED[int(precision)][-1]
+check = tests.compare_rounded if int(precision) else tests.compare_case
+print(check(core, last), alive is not None)
+"""
+WIDE = replace(SHAW, key=Band(16, 16), value=Band(16, 16), H=1, N=70, M=70)
+CROWDED = {
+    0: [replace(WIDE, D=32, Dv=32), WIDE],
+    BF16: [replace(WIDE, D=32, Dv=32), WIDE, replace(WIDE, D=128, Dv=128)],
+}
+
+
+@pytest.mark.parametrize("precision", [0, BF16])
+def test_little_shared_memory(
+    libraries: dict[str, Path], emulated_device: Path, precision: int
+) -> None:
+    """99 KiB a block, as GPUs for desktops have: clip 16 goes the fast way, which its workspace shows,
+    and with 64 KiB the general one."""
+    library = library_of(emulated_device)
+    given = {**os.environ, "RELPOS_CUDA_LIBRARY": str(library)}
+    found = []
+    for room in (227, 99, 64):
+        ran = capi.run_script(
+            SIZES,
+            str(libraries["f32"]),
+            str(precision),
+            environment=given | {"EMU_SHARED": str(room << 10)},
+        )
+        *sizes, verdict = ran.stdout.split("\n")[: len(CROWDED[precision]) + 1]
+        assert verdict == "None True", ran.stdout + ran.stderr
+        found.append(sizes)
+    assert found[0] == found[1]
+    assert all(fast != general for fast, general in zip(found[1][1:], found[2][1:], strict=True))
+
+
 # ---- orders of threads, races, sanitizers -------------------------------------------------------------
 
 CHILD = """
