@@ -186,14 +186,16 @@ __device__ inline AttendSums attend_one(const AttendRows &a, const AttendHead &h
     const float score = j < count ? scores[j] : -INFINITY;
     const float highest = block_highest(fmaxf(all.highest, score), shared);
     const float shrink = all.sum == 0 ? 0.0f : exp2f(all.highest - highest);
-    const float weight = j < count ? exp2f(score - highest) : 0.0f;
+    /* keys that a table hides weigh 0, where there are no others too */
+    const float from = highest == -INFINITY ? 0.0f : highest;
+    const float weight = j < count ? exp2f(score - from) : 0.0f;
     if (j < count) scores[j] = weight;
     all.highest = highest;
     all.sum = all.sum * shrink + block_sum(weight, shared);
     attend_values<wide>(a, h, first, count, scores, shrink, first == begin, sums);
     __syncthreads();
   }
-  const float share = keys > 0 ? 1 / all.sum : 0.0f;
+  const float share = all.sum == 0 ? 0.0f : 1 / all.sum;
   for (int64_t quad = threadIdx.x; quad < quads; quad += attend_threads) {
     Four sum = {{0, 0, 0, 0}};
     for (int slice = 0; keys > 0 && slice < attend_slices(a.D); slice++) {
@@ -213,7 +215,8 @@ __device__ inline AttendSums attend_one(const AttendRows &a, const AttendHead &h
 template <bool wide>
 __device__ inline void attend_add_mean(const AttendRows &a, const AttendHead &h, int64_t begin,
                                        AttendSums all, float *scores, float *mean) {
-  const float share = 1 / (all.sum * static_cast<float>(a.H));
+  const bool blind = all.sum == 0;
+  const float share = blind ? 0.0f : 1 / (all.sum * static_cast<float>(a.H));
   const int64_t keys = h.at + 1;
   for (int64_t j = threadIdx.x; h.head == 0 && j < begin; j += attend_threads) mean[j] = 0;
   for (int64_t first = begin; first < keys; first += attend_threads) {
@@ -222,7 +225,7 @@ __device__ inline void attend_add_mean(const AttendRows &a, const AttendHead &h,
     attend_scores<wide>(a, h, first, count, scores);
     const int j = static_cast<int>(threadIdx.x);
     if (j < count) {
-      const float p = share * exp2f(scores[j] - all.highest);
+      const float p = blind ? 0.0f : share * exp2f(scores[j] - all.highest);
       mean[first + j] = h.head == 0 ? p : mean[first + j] + p;
     }
     __syncthreads();

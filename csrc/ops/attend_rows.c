@@ -238,6 +238,7 @@ static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *
       all.sum *= shrink;
       for (int64_t c = 0; c < D; c++) out[c] *= shrink;
     }
+    if (max == (real)-INFINITY) max = 0; /* a table hides these keys: they weigh 0 */
     real sum = 0;
     _Pragma("omp simd reduction(+ : sum)") for (int64_t j = 0; j < count; j++) {
       s[j] = rpi_exp2(s[j] - max);
@@ -246,7 +247,7 @@ static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *
     all.sum += sum;
     attend_values(h, a->keys[row], a->shift + a->to_value + column, at, first, count, s, out);
   }
-  const real share = keys > 0 ? 1 / all.sum : 0;
+  const real share = all.sum == 0 ? 0 : 1 / all.sum;
   for (int64_t c = 0; c < D; c++) out[c] *= share;
   return all;
 }
@@ -256,6 +257,7 @@ static void attend_add_mean(const rpi_attend_rows_args *a, const attend_head *h,
                             int64_t head, attend_sums all) {
   const int64_t keys = a->counts[row], at = keys - 1, column = head * h->D;
   const real *const q = a->q + row * a->q_stride + column;
+  if (all.sum == 0) return; /* it sees nothing */
   const real share = 1 / (all.sum * (real)a->shape->H);
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
     real s[ATTEND_GROUP];

@@ -235,6 +235,59 @@ static void test_shift(const rp_ops *ops) {
   release(&c);
 }
 
+/* A table may hide keys: with -inf for all but the last two, in however many groups they come, a
+ * row is what a window leaves; with -inf for all of them it is 0. */
+static void test_hiding_table(const rp_ops *ops) {
+  static call c;
+  make(&c, 8, 1, true);
+  c.shape.window_left = 1;
+  rpi_attend_rows_args a = {.shape = &c.shape,
+                            .rows = ROWS,
+                            .q = c.q.data,
+                            .q_stride = 12,
+                            .keys = c.lists,
+                            .counts = c.counts,
+                            .to_value = 8,
+                            .out = c.out.data,
+                            .out_stride = 16,
+                            .mean = c.means};
+  for (int r = 0; r < ROWS; r++) c.counts[r] = MOST_KEYS;
+  for (int r = 0; r < ROWS; r++) {
+    for (int j = 0; j < MOST_KEYS; j++) {
+      c.places[r][j] = c.log.data + (r * 37 + j * 11) % (TOKENS - 1) * 16;
+    }
+  }
+  CHECK_INT(ops->attend_rows(&a), RP_OK);
+  array out = array_copy(&c.out), mean = array_copy(&c.mean);
+  c.shape.window_left = -1;
+  array table = array_of("table", 3, 0);
+  table.data[0] = (real)-INFINITY;
+  c.shape.bias[0] = (rp_relation){.table = table.data, .left = 2, .rows = 3, .row_stride = 1};
+  CHECK_INT(ops->attend_rows(&a), RP_OK);
+  bool right = true;
+  for (int64_t r = 0; r < ROWS; r++) {
+    for (int64_t x = r * 16; x < r * 16 + 8; x++) {
+      right = right && is_close(ops, "out", x, c.out.data[x], out.data[x], 32 * UNIT);
+    }
+    for (int64_t x = r * MOST_KEYS; x < (r + 1) * MOST_KEYS; x++) {
+      right = right && is_close(ops, "mean", x, c.mean.data[x], mean.data[x], 4 * UNIT);
+    }
+  }
+  table.data[1] = table.data[2] = (real)-INFINITY;
+  CHECK_INT(ops->attend_rows(&a), RP_OK);
+  for (int64_t r = 0; r < ROWS; r++) {
+    for (int64_t x = r * 16; x < r * 16 + 8; x++) right = right && c.out.data[x] == 0;
+    for (int64_t x = r * MOST_KEYS; x < (r + 1) * MOST_KEYS; x++) {
+      right = right && c.mean.data[x] == 0;
+    }
+  }
+  CHECK(right);
+  array_free(&out);
+  array_free(&mean);
+  array_free(&table);
+  release(&c);
+}
+
 /* A NaN flows to the rows that have its key, and to no other. */
 static void test_not_finite(const rp_ops *ops) {
   static call c;
@@ -298,6 +351,7 @@ int main(void) {
       test_call(ops, widths[draw() % 7], 1 + draw() % 3, n % 5 == 0, n % 2 == 0);
     }
     test_shift(ops);
+    test_hiding_table(ops);
     test_not_finite(ops);
     test_scatter(ops);
   }
