@@ -21,6 +21,7 @@ from relpos.model_maps import KINDS, ModelMaps
 from relpos.position.arrays import Array, check_choice, check_integers, describe
 from relpos.position.combine import Position
 from relpos.request import Layout, Mask, Window
+from relpos.translation import why_failed
 
 if TYPE_CHECKING:
     from relpos.data.subwords import Side, Subwords
@@ -275,7 +276,8 @@ def _said(model: Translator, sources: list[str], search: Search | None) -> list[
     lines = model._given(*((None, sources) if model.generates else (sources, [""] * len(sources))))
     for line, said in zip(lines, model.in_windows([sources], search=search), strict=True):
         if said.failed:
-            raise ValueError(f"source: line {line.line}: the model's numbers are not finite")
+            why = why_failed(0 if search is None else search.no_repeat)
+            raise ValueError(f"source: line {line.line}: {why}")
         tokens = said.n_best[0].tokens.tolist() if said.n_best else []
         line.target = tokens[: model.max_length - 1]
     return lines

@@ -66,6 +66,12 @@ class Translation:
         return self.n_best[0].score if self.n_best else np.nan if self.failed else 0.0
 
 
+def why_failed(no_repeat: int) -> str:
+    """What a `Translation` that failed is told with; no_repeat: of its search."""
+    dead_end = "no token is left that may follow, or " if no_repeat > 0 else ""
+    return f"{dead_end}the model's numbers are not finite"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
     """What the model thinks of a target that was given, the end counted among its tokens.

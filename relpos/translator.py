@@ -25,7 +25,14 @@ from relpos.model import Integers, Precision, Transformer
 from relpos.position.arrays import Array, check_count
 from relpos.saved import find_model, load_model
 from relpos.search import Decoder, Hypothesis, Search
-from relpos.translation import Alignment, Candidate, Score, Translation, TranslationWarning
+from relpos.translation import (
+    Alignment,
+    Candidate,
+    Score,
+    Translation,
+    TranslationWarning,
+    why_failed,
+)
 
 BATCH_TOKENS = 2048
 WINDOW = 2048  # lines that are read ahead, to be sorted by length
@@ -296,9 +303,7 @@ class Translator:
             for each in _in_order(self._window(lines, how, budget, align), done):
                 done = each.line
                 if each.failed:
-                    why = "no token is left that may follow, or " if how.no_repeat > 0 else ""
-                    why += "the model's numbers are not finite"
-                    _warn(f"line {done:,}: {why}, no translation")
+                    _warn(f"line {done:,}: {why_failed(how.no_repeat)}, no translation")
                 if progress is not None:
                     progress(done)
                 yield each

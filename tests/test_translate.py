@@ -159,6 +159,9 @@ def test_where_no_token_may_follow(translator: Translator) -> None:
     with pytest.warns(TranslationWarning, match=why):
         [found] = translator.translate_all(["ba be"], search=search)
     assert found.failed and found.text == ""
+    why = "source: line 1: no token is left that may follow, or the model's numbers are not finite"
+    with pytest.raises(ValueError, match=why), pytest.warns(TranslationWarning):
+        relpos.attention_maps(translator, "ba be", search=search)
 
 
 def test_n_best(translator: Translator) -> None:
