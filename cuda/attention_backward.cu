@@ -27,11 +27,12 @@
  * A tile wholly beyond the band of a term has one relation: its score is one number a row, and its
  * part of (4) to (6) a sum of ds over the row. Nothing is as large as queries x keys.
  *
- * Products are sums in f32 here, whatever precision is asked for. Bands of keys and values that are
- * short, and biases, go another and faster way (attention_backward_band.cu).
+ * Bands of keys and values that are short, and biases, go another and faster way
+ * (attention_backward_band.cu).
  *
- *   backward_tile.h     (1) to (3): p~ and ds of a tile
- *   backward_tables.h   (6), what a tile adds
+ *   backward_products.h   products of a tile: on tensor cores for bf16
+ *   backward_tile.h       (1) to (3): p~ and ds of a tile
+ *   backward_tables.h     what terms add to (4) and (5); (6), what a tile adds
  */
 #include "backward_tables.h"
 
@@ -69,172 +70,121 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
 }
 
 /* Products of 64 rows with the vectors of a short table that is looked up: what pairs then find
- * there. A thread has several of them. */
-template <class E>
+ * there. */
+template <class S>
 __global__ void __launch_bounds__(kThreads)
     meet_kernel(const __grid_constant__ Backward c, int lookup) {
+  TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
   const Lookup &x = call.lookups[lookup];
-  const bool keys = x.kind == KIND_QUERY, values = x.kind == KIND_VALUE;
-  const Tile *const tiles = keys ? c.key_tiles : c.query_tiles;
+  const bool keys = x.kind == KIND_QUERY;
+  const Tile *const tiles = keys ? c.key_tiles : c.query_tiles; /* gcc's UBSan takes a name */
   const Tile tile = tiles[blockIdx.x / static_cast<unsigned>(call.H)];
-  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H));
-  const Sequence seq = call.sequences[tile.sequence];
-  const float *const u = x.kind == KIND_KEY ? position_bias_of(call, head) : nullptr;
-  const int count = smaller(kTile, (keys ? seq.keys : seq.queries) - tile.row);
-  for (int at = static_cast<int>(threadIdx.x); at < count * x.rows; at += kThreads) {
-    const int row = tile.row + at / x.rows, relation = at % x.rows;
-    const E *const from =
-        keys ? row_of<E>(call.k, seq.key_batch, head, seq.key_row + row)
-             : row_of<E>(values ? c.dout : call.q, seq.query_batch, head, seq.query_row + row);
-    const int64_t to = keys ? key_number(c, seq, head, row) : lse_of(call, seq, head) + row;
-    c.met[lookup][to * x.rows + relation] =
-        dot_table(from, u, table_row(x.part, head, relation), values ? call.Dv : call.D);
+  Where w =
+      place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
+  at_tile(&w, keys ? 0 : tile.row, keys ? tile.row : 0);
+  const ArrayRows<S> rows = rows_that_meet<S>(c, x.kind, w);
+  const int64_t to =
+      keys ? key_number(c, w.seq, w.head, tile.row) : lse_of(call, w.seq, w.head) + tile.row;
+  const Place own = own_place();
+  for (int first = 0; first < x.rows; first += kTile) {
+    Scores sums = {};
+    add_product<S>(rows.width, s, rows, TableRows<S>{x.part, w.head, first, x.rows, rows.width},
+                   sums);
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int row = own.row_of(e), relation = first + own.column_of(n, e);
+        if (row < rows.count && relation < x.rows) {
+          c.met[lookup][(to + row) * x.rows + relation] = sums[n][e];
+        }
+      }
+    }
   }
 }
 
 /* ---- (4) -------------------------------------------------------------------------------- */
 
-/* The thread's columns of a gradient, from `first` on in steps of kSide. */
-__device__ inline int own_columns(int first, int width) {
-  return first < width ? smaller((width - first + kSide - 1) / kSide, kOwnColumns) : 0;
-}
-
-/* sums[a] += weight[a] * line, for the thread's columns. */
-template <class T>
-__device__ inline void add_line(float (&sums)[kOwnColumns], float weight, const T *line,
-                                int columns) {
-#pragma unroll
-  for (int c = 0; c < kOwnColumns; c++) {
-    if (c < columns) sums[c] += weight * static_cast<float>(line[c * kSide]);
-  }
-}
-
-/* What a tile's terms add to a gradient: of queries (key terms), or of keys (query terms). */
-__device__ void add_terms(const Call &call, const Where &w, const TileMemory &s, Kind kind,
-                          int column, int columns, float (&sums)[kOwn][kOwnColumns]) {
-  const bool queries = kind == KIND_KEY;
-  const Band &band = queries ? call.key : call.query;
-  const int count = queries ? w.keys : w.rows; /* that each row meets */
-  const Meets meets = tile_meets(band, w);
-  const int end = end_of(band, meets);
-  for (int a = 0; a < kOwn; a++) {
-    const int own = thread_row() + kSide * a;
-    float sum = 0;
-    for (int other = 0; other < count; other++) {
-      const int i = queries ? own : other, j = queries ? other : own;
-      const float ds = s.slopes[i][j];
-      if (ds == 0) continue;
-      sum += ds;
-      for (int p = 0; meets == MEETS_BAND && p < band.count; p++) {
-        const int row = part_row(band.parts[p], w.distance + j - i);
-        if (row < 0) continue;
-        add_line(sums[a], ds, table_row(band.parts[p], w.head, row) + column, columns);
-      }
-      for (int x = 0; call.score_lookups && x < call.lookup_count; x++) {
-        const Lookup &term = call.lookups[x];
-        if (term.kind != kind) continue;
-        each_relation(term, w, w.i + i, w.j + j, [&](int row) {
-          add_line(sums[a], ds, table_row(term.part, w.head, row) + column, columns);
-        });
-      }
-    }
-    for (int p = 0; meets != MEETS_BAND && p < band.count; p++) {
-      const int row = part_row(band.parts[p], end);
-      if (row >= 0) {
-        add_line(sums[a], sum, table_row(band.parts[p], w.head, row) + column, columns);
-      }
-    }
-  }
-}
-
 /* A gradient's rows of a tile: factor * sums, zeros for padding. */
-template <class E>
+template <class Storage>
 __device__ void put_rows(const rp_rows_out &to, int64_t batch, int head, int64_t first, int in_use,
-                         int there, int column, int columns, float factor,
-                         const float (&sums)[kOwn][kOwnColumns]) {
-  for (int a = 0; a < kOwn; a++) {
-    const int row = thread_row() + kSide * a;
-    if (row >= there) continue;
-    E *const line = row_of<E>(to, batch, head, first + row) + column;
-#pragma unroll
-    for (int c = 0; c < kOwnColumns; c++) {
-      if (c < columns) line[c * kSide] = static_cast<E>(row < in_use ? factor * sums[a][c] : 0.0f);
-    }
-  }
+                         int there, int column, int width, float factor, const Sums64 &sums) {
+  const Place own = own_place();
+  each_sum(column, width, [&](int piece, int n, int e, int at) {
+    const int row = own.row_of(e);
+    if (row >= there) return;
+    put_number(row_of<Storage>(to, batch, head, first + row)[at],
+               row < in_use ? factor * sums[piece][n][e] : 0.0f);
+  });
 }
 
-template <class E>
+template <class S>
 __global__ void __launch_bounds__(kThreads) queries_kernel(const __grid_constant__ Backward c) {
-  TileMemory &s = *reinterpret_cast<TileMemory *>(dynamic_smem());
+  TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
   const Tile tile = c.query_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
   Where w =
       place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
-  const int column = static_cast<int>(blockIdx.y) * kColumns + thread_column();
-  const int columns = own_columns(column, call.D);
+  const int column = static_cast<int>(blockIdx.y) * kColumns;
   const Stretch seen = keys_seen(w.seq, tile.row);
-  float sums[kOwn][kOwnColumns] = {};
+  Sums64 dq = {};
+  Ends ends = {};
   for (int j = seen.first; j <= seen.last; j += kTile) {
     at_tile(&w, tile.row, j);
-    weigh_tile<E>(c, w, s);
-    const Operand<E> k = key_rows<E>(call.k, w);
-    for (int key = 0; key < w.keys; key++) {
-      const E *const line = k.rows + key * k.stride + column;
-#pragma unroll
-      for (int a = 0; a < kOwn; a++) {
-        add_line(sums[a], s.slopes[thread_row() + kSide * a][key], line, columns);
-      }
-    }
-    add_terms(call, w, s, KIND_KEY, column, columns, sums);
+    weigh_tile<S>(c, w, s);
+    add_weighted_rows<S>(
+        s, column, call.D, [&](int i, int key) { return s.slopes[i][key]; },
+        key_rows<S>(c, call.k, call.D, w), dq);
+    add_terms<S>(call, w, KIND_KEY, column, s, ends, dq);
   }
   at_tile(&w, tile.row, 0);
-  put_rows<E>(c.dq, w.seq.query_batch, w.head, w.seq.query_row + tile.row, w.rows,
-              smaller(kTile, w.seq.query_rows - tile.row), column, columns, c.scale, sums);
+  add_ends<S>(w, call.key, column, call.D, s, ends, dq);
+  put_rows<typename S::Storage>(c.dq, w.seq.query_batch, w.head, w.seq.query_row + tile.row, w.rows,
+                                smaller(kTile, w.seq.query_rows - tile.row), column, call.D,
+                                c.scale, dq);
 }
 
 /* ---- (5) --------------------------------------------------------------------------------- */
 
-template <class E>
-__global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ Backward c) {
-  TileMemory &s = *reinterpret_cast<TileMemory *>(dynamic_smem());
+template <class S>
+__global__ void __launch_bounds__(kThreads, 2) keys_kernel(const __grid_constant__ Backward c) {
+  TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
   const Tile tile = c.key_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
   Where w =
       place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
-  const int column = static_cast<int>(blockIdx.y) * kColumns + thread_column();
-  const int columns = own_columns(column, call.D), value_columns = own_columns(column, call.Dv);
+  const int column = static_cast<int>(blockIdx.y) * kColumns;
   const Stretch seen = queries_that_see(w.seq, tile.row);
-  float dk[kOwn][kOwnColumns] = {}, dv[kOwn][kOwnColumns] = {};
+  Sums64 dk = {}, dv = {};
+  Ends ends = {};
   for (int i = seen.first; i <= seen.last; i += kTile) {
     at_tile(&w, i, tile.row);
-    weigh_tile<E>(c, w, s);
-    const Operand<E> q = query_rows<E>(call.q, w), dz = query_rows<E>(c.dout, w);
-    for (int query = 0; query < w.rows; query++) {
-      const E *const q_line = q.rows + query * q.stride + column;
-      const E *const dz_line = dz.rows + query * dz.stride + column;
-#pragma unroll
-      for (int a = 0; a < kOwn; a++) {
-        const int key = thread_row() + kSide * a;
-        add_line(dk[a], s.slopes[query][key], q_line, columns);
-        add_line(dv[a], s.weights[query][key], dz_line, value_columns);
-      }
-    }
-    add_terms(call, w, s, KIND_QUERY, column, columns, dk);
+    weigh_tile<S>(c, w, s);
+    add_weighted_rows<S>(
+        s, column, call.D, [&](int key, int query) { return s.slopes[query][key]; },
+        query_rows<S>(c, call.q, call.D, w), dk);
+    add_weighted_rows<S>(
+        s, column, call.Dv, [&](int key, int query) { return s.weights[query][key]; },
+        query_rows<S>(c, c.dout, call.Dv, w), dv);
+    add_terms<S>(call, w, KIND_QUERY, column, s, ends, dk);
   }
   at_tile(&w, 0, tile.row);
+  add_ends<S>(w, call.query, column, call.D, s, ends, dk);
   const int there = smaller(kTile, w.seq.key_rows - tile.row);
   const int64_t row = w.seq.key_row + tile.row;
-  put_rows<E>(c.dk, w.seq.key_batch, w.head, row, w.keys, there, column, columns, c.scale, dk);
-  put_rows<E>(c.dv, w.seq.key_batch, w.head, row, w.keys, there, column, value_columns, 1.0f, dv);
+  put_rows<typename S::Storage>(c.dk, w.seq.key_batch, w.head, row, w.keys, there, column, call.D,
+                                c.scale, dk);
+  put_rows<typename S::Storage>(c.dv, w.seq.key_batch, w.head, row, w.keys, there, column, call.Dv,
+                                1.0f, dv);
 }
 
 /* ---- (6) --------------------------------------------------------------------------------- */
 
-template <class E>
+template <class S>
 __global__ void __launch_bounds__(kThreads)
     tables_kernel(const __grid_constant__ Backward c, const __grid_constant__ Sums sums) {
-  TileMemory &s = *reinterpret_cast<TileMemory *>(dynamic_smem());
+  TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
   const int head = static_cast<int>(blockIdx.x) / sums.blocks;
   const int64_t block = static_cast<int>(blockIdx.x) % sums.blocks;
@@ -248,18 +198,18 @@ __global__ void __launch_bounds__(kThreads)
     const Stretch seen = keys_seen(w.seq, tile.row);
     for (int j = seen.first; j <= seen.last; j += kTile) {
       at_tile(&w, tile.row, j);
-      weigh_tile<E>(c, w, s); /* waits for the zeros too */
+      weigh_tile<S>(c, w, s); /* waits for the zeros too */
       for (int x = 0; x < sums.count; x++) {
         const Summed &term = sums.terms[x];
         if (!term.gradient) continue;
         if (term.lookup >= 0) {
-          sum_lookup<E>(c, w, s, term, call.lookups[term.lookup], lines);
+          sum_lookup<S>(c, w, s, term, call.lookups[term.lookup], lines);
         } else {
           const Band &band = band_of(call, term.kind);
-          sum_band<E>(c, w, s, term, band.parts[term.part], band, lines);
+          sum_band<S>(c, w, s, term, band.parts[term.part], band, lines);
         }
       }
-      if (sums.bias_gradient) sum_bias(call, w, s, lines + sums.bias_offset);
+      if (sums.bias_gradient) sum_bias<S>(call, w, s, lines + sums.bias_offset);
     }
   }
 }
@@ -288,55 +238,57 @@ dim3 grid_of(int64_t x, int64_t y) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
 
-template <class E>
+template <class Storage>
 rp_status run_rows(const Backward &c) {
   const int64_t blocks = int64_t{c.query_tile_count} * c.call.H;
   if (blocks == 0) return RP_OK;
-  CUDA_TRY(launch(rows_kernel<E>, {grid_of(blocks, 1), dim3(kThreads), 0, context().stream}, c));
+  CUDA_TRY(
+      launch(rows_kernel<Storage>, {grid_of(blocks, 1), dim3(kThreads), 0, context().stream}, c));
   return RP_OK;
 }
 
 /* dq, dk and dv. */
-template <class E>
+template <class S>
 rp_status run_passes(const Backward &c) {
   cudaStream_t const stream = context().stream;
   const int64_t heads = c.call.H;
   const int widest = c.call.D > c.call.Dv ? c.call.D : c.call.Dv;
   const int64_t query_blocks = c.query_tile_count * heads, key_blocks = c.key_tile_count * heads;
   if (query_blocks > 0) {
-    CUDA_TRY(launch(queries_kernel<E>,
+    CUDA_TRY(launch(queries_kernel<S>,
                     {grid_of(query_blocks, (c.call.D + kColumns - 1) / kColumns), dim3(kThreads),
-                     sizeof(TileMemory), stream},
+                     sizeof(TileMemory<S>), stream},
                     c));
   }
   if (key_blocks > 0) {
-    CUDA_TRY(launch(keys_kernel<E>,
+    CUDA_TRY(launch(keys_kernel<S>,
                     {grid_of(key_blocks, (widest + kColumns - 1) / kColumns), dim3(kThreads),
-                     sizeof(TileMemory), stream},
+                     sizeof(TileMemory<S>), stream},
                     c));
   }
   return RP_OK;
 }
 
 /* Products with short tables that are looked up. */
-template <class E>
+template <class S>
 rp_status run_meetings(const Backward &c) {
   for (int x = 0; x < c.call.lookup_count; x++) {
     const bool keys = c.call.lookups[x].kind == KIND_QUERY;
     const int64_t blocks = int64_t{keys ? c.key_tile_count : c.query_tile_count} * c.call.H;
     if (!c.met[x] || blocks == 0) continue;
-    CUDA_TRY(
-        launch(meet_kernel<E>, {grid_of(blocks, 1), dim3(kThreads), 0, context().stream}, c, x));
+    CUDA_TRY(launch(meet_kernel<S>,
+                    {grid_of(blocks, 1), dim3(kThreads), sizeof(TileMemory<S>), context().stream},
+                    c, x));
   }
   return RP_OK;
 }
 
-template <class E>
+template <class S>
 rp_status run_tables(const Backward &c, const Sums &sums) {
   const int64_t blocks = int64_t{c.call.H} * sums.blocks;
   if (!sums.wanted || blocks == 0 || c.query_tile_count == 0) return RP_OK;
-  CUDA_TRY(launch(tables_kernel<E>,
-                  {grid_of(blocks, 1), dim3(kThreads), sizeof(TileMemory), context().stream}, c,
+  CUDA_TRY(launch(tables_kernel<S>,
+                  {grid_of(blocks, 1), dim3(kThreads), sizeof(TileMemory<S>), context().stream}, c,
                   sums));
   return add_sums(sums, c.call.H, c.scale);
 }
@@ -366,18 +318,25 @@ int64_t place_meetings(const rp_attention *s, unsigned char *memory, Backward *c
   return used;
 }
 
-template <class E>
-rp_status run(const rp_attention *s, Backward c, const rp_attention_gradients *g,
-              unsigned char *workspace) {
-  RPI_TRY(run_rows<E>(c));
-  if (band_serves(s)) return band_backward(s, c, g, workspace);
+/* Everything but the rows' numbers, which are there. */
+template <class S>
+rp_status run_general(const rp_attention *s, Backward c, const rp_attention_gradients *g,
+                      unsigned char *workspace) {
   Sums sums = sums_of(s, c.query_tile_count, g);
   sums.lines = reinterpret_cast<float *>(workspace);
   place_meetings(s, workspace + sums_bytes(s), &c);
   c.key_rows = keys_of(s);
-  RPI_TRY(run_meetings<E>(c));
-  RPI_TRY(run_passes<E>(c));
-  return run_tables<E>(c, sums);
+  RPI_TRY(run_meetings<S>(c));
+  RPI_TRY(run_passes<S>(c));
+  return run_tables<S>(c, sums);
+}
+
+template <class Operand, class Storage>
+rp_status run(const rp_attention *s, const Backward &c, const rp_attention_gradients *g,
+              unsigned char *workspace) {
+  RPI_TRY(run_rows<Storage>(c));
+  if (band_serves(s)) return band_backward(s, c, g, workspace);
+  return run_general<TileShape<Operand, Storage>>(s, c, g, workspace);
 }
 
 }  // namespace
@@ -413,10 +372,16 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   c.dk = g->k;
   c.dv = g->v;
   c.lse = args->lse;
+  const int64_t element = placement.element == RP_BF16 ? 2 : 4;
+  c.aligned = s->D % 8 == 0 && s->Dv % 8 == 0 && rows_aligned(c.call.q, s->D, element) &&
+              rows_aligned(c.call.k, s->D, element) && rows_aligned(c.call.v, s->Dv, element) &&
+              rows_aligned(c.dout, s->Dv, element);
   c.scale = static_cast<float>(s->scale == 0 ? 1 / sqrt(static_cast<double>(s->D)) : s->scale);
   c.rows = static_cast<RowNumbers *>(args->workspace);
   unsigned char *const behind = static_cast<unsigned char *>(args->workspace) + rows_bytes(s);
-  return placement.element == RP_BF16 ? run<bf16>(s, c, g, behind) : run<float>(s, c, g, behind);
+  if (placement.element == RP_BF16) return run<bf16, bf16>(s, c, g, behind);
+  if (placement.precision == RP_BF16) return run<bf16, float>(s, c, g, behind);
+  return run<float, float>(s, c, g, behind);
 }
 
 }  // namespace rpc

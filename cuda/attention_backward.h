@@ -25,7 +25,8 @@ struct Backward {
   RowNumbers *rows; /* laid out as lse */
   const Tile *query_tiles, *key_tiles;
   int32_t query_tile_count, key_tile_count;
-  float scale; /* of products, natural */
+  float scale;  /* of products, natural */
+  bool aligned; /* q, k, v and dout: see load_rows */
 
   float *met[4 * RP_TERMS]; /* of Call.lookups: [rows][T], products of a row of queries (of keys for
                                query terms) with a short table; or NULL */

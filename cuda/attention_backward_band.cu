@@ -321,9 +321,6 @@ rp_status band_backward(const rp_attention *s, const Backward &c, const rp_atten
     f.lines = reinterpret_cast<float *>(memory + sizes.table_bytes);
   }
   const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
-  f.aligned = s->D % 8 == 0 && s->Dv % 8 == 0 && rows_aligned(c.call.q, s->D, element) &&
-              rows_aligned(c.call.k, s->D, element) && rows_aligned(c.call.v, s->Dv, element) &&
-              rows_aligned(c.dout, s->Dv, element);
   if (s->H == 0) return RP_OK;
   if (element == 2) RPI_TRY((run_width<bf16, bf16>(f, sizes)));
   else if (sizes.bf16) RPI_TRY((run_width<bf16, float>(f, sizes)));

@@ -38,7 +38,6 @@ struct BandBackward {
   int64_t bias_offset;                /* where its sums of ds by distance are */
   int32_t bias_columns;               /* from call.bias.low to high; 0: not wanted */
   int32_t blocks;                     /* of a head, in the pass over queries */
-  bool aligned;                       /* all inputs: see load_rows */
 };
 
 template <class OperandType, class StorageType, int kTheWidth>
@@ -101,7 +100,7 @@ class BandBlock {
                        int width) {
     load_rows<kRows, S::kWidth, S::kThreads>(to, row_of<Storage>(from, batch, head, first),
                                              from.row_stride, count > kRows ? kRows : count, width,
-                                             f.aligned);
+                                             f.c.aligned);
   }
   __device__ void load_queries(Operand *q, Operand *dz, int first, int rows_of_tile) {
     const int count = seq->queries - first;

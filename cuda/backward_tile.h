@@ -2,123 +2,21 @@
  *
  * backward_tile.h: p~ and ds of 64 queries and 64 keys, with every term, map and mask: (1) to (3)
  * of attention_backward.cu.
+ *
+ * In a tile that a band crosses every query meets the vectors of 127 distances: one product, of
+ * which each pair takes its number from a diagonal.
+ *
+ *   met[row][x]     x = distance - that of the tile's last query and first key
+ *
+ *   pair (i, j)     met[i][j - i + 63]     key and value terms
+ *                   met[j][j - i + 63]     query terms, whose rows are keys
  */
 #ifndef RPC_BACKWARD_TILE_H
 #define RPC_BACKWARD_TILE_H
 
-#include "attention_backward.h"
+#include "backward_products.h"
 
 namespace rpc {
-
-constexpr int kTile = 64, kThreads = 256;
-constexpr int kSide = 16;           /* threads of a side: each has every sixteenth row and column */
-constexpr int kOwn = kTile / kSide; /* of a tile, so many rows and columns */
-constexpr int kStep = 32;           /* numbers of a row that products have in shared memory */
-constexpr int kColumns = 128;       /* of a gradient, that a block owns */
-constexpr int kOwnColumns = kColumns / kSide;
-constexpr int kBuckets = 64; /* rows of a table that a tile's weights are gathered by at once */
-
-struct TileMemory {
-  union { /* +1: rows start in different banks */
-    struct {
-      float x[kTile][kStep + 1], y[kTile][kStep + 1]; /* operands of a product */
-    };
-    float buckets[kTile][kBuckets + 1]; /* afterwards: backward_tables.h */
-  };
-  float weights[kTile][kTile + 1]; /* p~ */
-  float slopes[kTile][kTile + 1];  /* ds */
-  int32_t relation[kTile][kTile + 1];
-  uint32_t keep[kTile][kTile / 4];                    /* a byte each */
-  float key[kTile], value[kTile], query[kTile], bias; /* of one relation: scores */
-  RowNumbers rows[kTile];
-};
-
-/* One tile: queries from i, keys from j. */
-struct Where {
-  Sequence seq;
-  int b, head;
-  int i, j, rows, keys; /* rows, keys: in use */
-  int distance;         /* of the tile's first pair */
-};
-
-__device__ inline int thread_row() { return static_cast<int>(threadIdx.x) / kSide; }
-__device__ inline int thread_column() { return static_cast<int>(threadIdx.x) % kSide; }
-__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
-__device__ inline int larger(int a, int b) { return a > b ? a : b; }
-
-/* Which end, or which part of a band a tile meets. */
-__device__ inline Meets tile_meets(const Band &band, const Where &w) {
-  return band_meets(band, w.distance - (kTile - 1), w.distance + kTile - 1);
-}
-__device__ inline int end_of(const Band &band, Meets meets) {
-  return meets == MEETS_HEAD ? band.low : band.high;
-}
-
-/* f(row of the table) for every relation of a pair. */
-template <class F>
-__device__ inline void each_relation(const Lookup &x, const Where &w, int i, int j, F f) {
-  if (x.map == MAP_EDGES) {
-    const EdgeRange edges = edges_of(x, w.seq, i, j, 1);
-    for (int64_t e = edges.begin; e < edges.end; e++) f(x.edge_labels[e]);
-    return;
-  }
-  const int row = relation_of(x, w.seq, w.b, w.head, i, j);
-  if (row >= 0) f(row);
-}
-
-/* ---- products --------------------------------------------------------------------- */
-
-template <class E>
-struct Operand {
-  const E *rows; /* the first of the tile */
-  int64_t stride;
-  int count; /* in use */
-};
-
-template <class E>
-__device__ inline Operand<E> query_rows(const rp_rows &x, const Where &w) {
-  return {row_of<E>(x, w.seq.query_batch, w.head, w.seq.query_row + w.i), x.row_stride, w.rows};
-}
-template <class E>
-__device__ inline Operand<E> key_rows(const rp_rows &x, const Where &w) {
-  return {row_of<E>(x, w.seq.key_batch, w.head, w.seq.key_row + w.j), x.row_stride, w.keys};
-}
-
-template <class E>
-__device__ inline void load_step(const Operand<E> &from, int column, int width,
-                                 float (&to)[kTile][kStep + 1]) {
-  for (int at = static_cast<int>(threadIdx.x); at < kTile * kStep; at += kThreads) {
-    const int row = at / kStep, c = at % kStep;
-    const bool there = row < from.count && column + c < width;
-    to[row][c] = there ? static_cast<float>(from.rows[row * from.stride + column + c]) : 0.0f;
-  }
-}
-
-/* sums = x . y transposed, of the thread's pairs. */
-template <class E>
-__device__ void product(const Operand<E> &x, const Operand<E> &y, int width, TileMemory &s,
-                        float (&sums)[kOwn][kOwn]) {
-  const int row = thread_row(), column = thread_column();
-  for (int done = 0; done < width; done += kStep) {
-    __syncthreads();
-    load_step(x, done, width, s.x);
-    load_step(y, done, width, s.y);
-    __syncthreads();
-    const int count = smaller(kStep, width - done);
-    for (int c = 0; c < count; c++) {
-      float own_x[kOwn], own_y[kOwn];
-#pragma unroll
-      for (int a = 0; a < kOwn; a++) own_x[a] = s.x[row + kSide * a][c];
-#pragma unroll
-      for (int a = 0; a < kOwn; a++) own_y[a] = s.y[column + kSide * a][c];
-#pragma unroll
-      for (int a = 0; a < kOwn; a++) {
-#pragma unroll
-        for (int b = 0; b < kOwn; b++) sums[a][b] += own_x[a] * own_y[b];
-      }
-    }
-  }
-}
 
 /* x . w, with u added to x where there is one. */
 template <class E>
@@ -128,59 +26,69 @@ __device__ inline float dot_table(const E *x, const float *u, const float *w, in
   return sum;
 }
 
-/* The same with the vectors of a band at one distance. */
-template <class E>
-__device__ inline float dot_band(const E *x, const float *u, const Band &band, int head, int d,
-                                 int width) {
+/* ---- bands ------------------------------------------------------------------------------- */
+
+/* Where a tile lies beyond a band: what each row meets at its end. Four lanes have a row. */
+template <class S>
+__device__ inline void meet_end(const Backward &c, const Where &w, Kind kind, const Band &band,
+                                float (&to)[kTile]) {
+  const Meets meets = tile_meets(band, w);
+  if (meets != MEETS_HEAD && meets != MEETS_TAIL) return;
+  const ArrayRows<S> rows = rows_that_meet<S>(c, kind, w);
+  const int row = static_cast<int>(threadIdx.x) / 4;
   float sum = 0;
-  for (int p = 0; p < band.count; p++) {
-    const int row = part_row(band.parts[p], d);
-    if (row >= 0) sum += dot_table(x, u, table_row(band.parts[p], head, row), width);
+  if (row < rows.count) {
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x) % 4; at < rows.width; at += 4) {
+      const float x = number_of(rows.rows[row * rows.stride + at]);
+      sum +=
+          (x + (rows.bias ? rows.bias[at] : 0.0f)) * band_at(band, w.head, end_of(band, meets), at);
+    }
   }
-  return sum;
+  sum = quad_sum(sum);
+  if (threadIdx.x % 4 == 0) to[row] = sum;
 }
 
-/* ---- p~ and ds of a tile ------------------------------------------------------------ */
-
-__device__ inline const float *position_bias_of(const Call &call, int head) {
-  return call.position_bias ? call.position_bias + head * call.position_bias_stride : nullptr;
+/* s.met: the tile's rows with the vectors of the band at its distances. */
+template <class S>
+__device__ RPC_CALLED void meet_diagonals(const Backward &c, const Where &w, Kind kind,
+                                          const Band &band, TileMemory<S> &s) {
+  const ArrayRows<S> rows = rows_that_meet<S>(c, kind, w);
+  const Place own = own_place();
+  for (int half = 0; half < 2; half++) {
+    const int nearest = w.distance + (half - 1) * kTile + 1;
+    Scores sums = {};
+    add_product<S>(rows.width, s, rows, BandRows<S>{band, w.head, nearest, rows.width}, sums);
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        s.met[own.row_of(e)][half * kTile + own.column_of(n, e)] = sums[n][e];
+      }
+    }
+  }
+  __syncthreads();
 }
 
-/* Where a tile lies beyond a band: one score for each row of the side that meets it. */
-template <class E>
-__device__ void band_ends(const Backward &c, const Where &w, TileMemory &s) {
-  const Call &call = c.call;
-  const Operand<E> q = query_rows<E>(call.q, w), k = key_rows<E>(call.k, w);
-  const Operand<E> dz = query_rows<E>(c.dout, w);
-  const float *const u = position_bias_of(call, w.head);
-  const Meets key = tile_meets(call.key, w), query = tile_meets(call.query, w);
-  const Meets value = tile_meets(call.value, w), bias = tile_meets(call.bias, w);
-  const int row = static_cast<int>(threadIdx.x) % kTile;
-  switch (threadIdx.x / kTile) { /* four groups of threads */
-    case 0:
-      if ((key == MEETS_HEAD || key == MEETS_TAIL) && row < q.count) {
-        s.key[row] =
-            dot_band(q.rows + row * q.stride, u, call.key, w.head, end_of(call.key, key), call.D);
-      }
-      break;
-    case 1:
-      if ((query == MEETS_HEAD || query == MEETS_TAIL) && row < k.count) {
-        s.query[row] = dot_band(k.rows + row * k.stride, static_cast<const float *>(nullptr),
-                                call.query, w.head, end_of(call.query, query), call.D);
-      }
-      break;
-    case 2:
-      if ((value == MEETS_HEAD || value == MEETS_TAIL) && row < dz.count) {
-        s.value[row] = dot_band(dz.rows + row * dz.stride, static_cast<const float *>(nullptr),
-                                call.value, w.head, end_of(call.value, value), call.Dv);
-      }
-      break;
-    default:
-      if ((bias == MEETS_HEAD || bias == MEETS_TAIL) && row == 0) {
-        s.bias = band_at(call.bias, w.head, end_of(call.bias, bias), 0);
-      }
+/* A band's share of the thread's pairs. ends: what rows meet beyond it. */
+template <class S>
+__device__ void add_band(const Backward &c, const Where &w, Kind kind, const Band &band,
+                         const float (&ends)[kTile], TileMemory<S> &s, Scores &sums) {
+  if (band.count == 0) return;
+  const bool keys = kind == KIND_QUERY, crossed = tile_meets(band, w) == MEETS_BAND;
+  if (crossed) meet_diagonals<S>(c, w, kind, band, s);
+  const Place own = own_place();
+#pragma unroll
+  for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int i = own.row_of(e), j = own.column_of(n, e), row = keys ? j : i;
+      sums[n][e] += crossed ? s.met[row][j - i + kTile - 1] : ends[row];
+    }
   }
 }
+
+/* ---- lookups ----------------------------------------------------------------------------- */
 
 /* The products of a row with all vectors of a short table that is looked up, or NULL. */
 __device__ inline const float *met_numbers(const Backward &c, const Where &w, int lookup, int row,
@@ -193,73 +101,34 @@ __device__ inline const float *met_numbers(const Backward &c, const Where &w, in
   return met + at * x.rows;
 }
 
-/* What terms add to a pair's score, in units of log 2. */
-template <class E>
-__device__ float term_scores(const Backward &c, const Where &w, const TileMemory &s, int row,
-                             int column) {
-  const Call &call = c.call;
-  const int i = w.i + row, j = w.j + column, d = w.distance + column - row;
-  const Operand<E> q = query_rows<E>(call.q, w), k = key_rows<E>(call.k, w);
-  const E *const q_row = q.rows + row * q.stride, *const k_row = k.rows + column * k.stride;
-  const float *const u = position_bias_of(call, w.head);
-  float products = 0, numbers = 0;
-  if (call.key.count) {
-    products += tile_meets(call.key, w) == MEETS_BAND
-                    ? dot_band(q_row, u, call.key, w.head, d, call.D)
-                    : s.key[row];
-  }
-  if (call.query.count) {
-    products +=
-        tile_meets(call.query, w) == MEETS_BAND
-            ? dot_band(k_row, static_cast<const float *>(nullptr), call.query, w.head, d, call.D)
-            : s.query[column];
-  }
-  if (call.bias.count) {
-    numbers += tile_meets(call.bias, w) == MEETS_BAND ? band_at(call.bias, w.head, d, 0) : s.bias;
-  }
-  for (int x = 0; x < call.lookup_count; x++) {
-    const Lookup &own = call.lookups[x];
-    if (own.kind == KIND_VALUE) continue;
-    const float *const met = met_numbers(c, w, x, row, column);
-    each_relation(own, w, i, j, [&](int relation) {
-      const float *const line = table_row(own.part, w.head, relation);
-      if (own.kind == KIND_BIAS) numbers += line[0];
-      else if (met) products += met[relation];
-      else if (own.kind == KIND_KEY) products += dot_table(q_row, u, line, call.D);
-      else products += dot_table(k_row, static_cast<const float *>(nullptr), line, call.D);
+/* What a pair takes from the lookups: of values, or of scores: products, and numbers of biases. */
+template <class S>
+__device__ RPC_CALLED void add_lookups(const Backward &c, const Where &w, bool values, int row,
+                                       int column, float *products, float *numbers) {
+  for (int n = 0; n < c.call.lookup_count; n++) {
+    const Lookup &x = c.call.lookups[n];
+    if ((x.kind == KIND_VALUE) != values) continue;
+    const float *const met = met_numbers(c, w, n, row, column);
+    each_relation(x, w, w.i + row, w.j + column, [&](int relation) {
+      const float *const line = table_row(x.part, w.head, relation);
+      if (x.kind == KIND_BIAS) {
+        *numbers += line[0];
+      } else if (met) {
+        *products += met[relation];
+      } else {
+        const ArrayRows<S> rows = rows_that_meet<S>(c, x.kind, w);
+        const int own = x.kind == KIND_QUERY ? column : row;
+        *products += dot_table(rows.rows + own * rows.stride, rows.bias, line, rows.width);
+      }
     });
   }
-  return call.scale * products + kLog2E * numbers;
 }
 
-/* dz_i . wV[r] of a pair. */
-template <class E>
-__device__ float term_values(const Backward &c, const Where &w, const TileMemory &s, int row,
-                             int column) {
-  const Call &call = c.call;
-  const Operand<E> dz = query_rows<E>(c.dout, w);
-  const E *const dz_row = dz.rows + row * dz.stride;
-  const float *const none = nullptr;
-  float sum = 0;
-  if (call.value.count) {
-    sum += tile_meets(call.value, w) == MEETS_BAND
-               ? dot_band(dz_row, none, call.value, w.head, w.distance + column - row, call.Dv)
-               : s.value[row];
-  }
-  for (int x = 0; call.value_lookups && x < call.lookup_count; x++) {
-    const Lookup &own = call.lookups[x];
-    if (own.kind != KIND_VALUE) continue;
-    const float *const met = met_numbers(c, w, x, row, column);
-    each_relation(own, w, w.i + row, w.j + column, [&](int relation) {
-      sum += met ? met[relation]
-                 : dot_table(dz_row, none, table_row(own.part, w.head, relation), call.Dv);
-    });
-  }
-  return sum;
-}
+/* ---- p~ and ds of a tile -------------------------------------------------------------------- */
 
 /* Bytes of dropout, of all pairs of a tile: a thread makes those of sixteen. */
-__device__ inline void make_keep(const Call &call, const Where &w, TileMemory &s) {
+template <class S>
+__device__ inline void make_keep(const Call &call, const Where &w, TileMemory<S> &s) {
   const int row = static_cast<int>(threadIdx.x) / 4, block = static_cast<int>(threadIdx.x) % 4;
   const uint4 bytes =
       keep_block(dropout_at(call, w.head), w.seq.ordinal, static_cast<uint32_t>(w.i + row),
@@ -270,83 +139,77 @@ __device__ inline void make_keep(const Call &call, const Where &w, TileMemory &s
   s.keep[row][4 * block + 3] = bytes.w;
 }
 
-/* (1) to (3): leaves p~ and ds of a tile in shared memory, 0 for what is hidden. */
-template <class E>
-__device__ void weigh_tile(const Backward &c, const Where &w, TileMemory &s) {
+/* One pair, by what all terms but biases and lookups have added up. */
+template <class S>
+__device__ inline void weigh_pair(const Backward &c, const Where &w, const TileMemory<S> &s, int i,
+                                  int j, float product, float dp, float *weight, float *slope) {
   const Call &call = c.call;
-  const int row = thread_row(), column = thread_column();
-  float scores[kOwn][kOwn] = {}, dp[kOwn][kOwn] = {};
+  const Meets bias = tile_meets(call.bias, w);
+  float number = 0, bend = 1, keep = 1;
+  if (bias == MEETS_BAND) number = band_at(call.bias, w.head, w.distance + j - i, 0);
+  else if (bias != MEETS_NOTHING) number = s.bias;
+  if (call.score_lookups) add_lookups<S>(c, w, false, i, j, &product, &number);
+  if (call.value_lookups) add_lookups<S>(c, w, true, i, j, &dp, nullptr);
+  float score = call.scale * product + kLog2E * number;
+  if (call.softcap != 0) {
+    const float t = tanhf(score / call.softcap);
+    score = call.softcap * t;
+    bend = 1 - t * t;
+  }
+  const float p = exp2f(at_most_zero(score - s.rows[i].lse));
+  if (call.dropout.threshold) {
+    keep = is_kept(call.dropout, s.keep[i][j / 4], j % 4) ? call.dropout.scale : 0.0f;
+  }
+  *weight = keep * p;
+  *slope = p > 0 ? p * (keep * dp - s.rows[i].delta) * bend : p;
+}
+
+/* (1) to (3): leaves p~ and ds of a tile in shared memory, 0 for what is hidden. A function that is
+ * called: inlined into three kernels it took nvcc five times as long, and all their registers. */
+template <class S>
+__device__ RPC_CALLED void weigh_tile(const Backward &c, const Where &w, TileMemory<S> &s) {
+  const Call &call = c.call;
+  Scores products = {}, dp = {};
   __syncthreads(); /* whoever read the tile before is done */
   if (static_cast<int>(threadIdx.x) < w.rows) {
     s.rows[threadIdx.x] = c.rows[lse_of(call, w.seq, w.head) + w.i + threadIdx.x];
   }
   if (call.dropout.threshold) make_keep(call, w, s);
-  band_ends<E>(c, w, s);
-  product(query_rows<E>(call.q, w), key_rows<E>(call.k, w), call.D, s, scores);
-  product(query_rows<E>(c.dout, w), key_rows<E>(call.v, w), call.Dv, s, dp);
-  const bool score_terms =
-      call.key.count || call.query.count || call.bias.count || call.score_lookups;
-  const bool value_terms = call.value.count || call.value_lookups;
-  for (int a = 0; a < kOwn; a++) {
-    for (int b = 0; b < kOwn; b++) {
-      const int i = row + kSide * a, j = column + kSide * b;
-      float weight = 0, slope = 0;
-      if (i < w.rows && in_sight(w.seq, w.i + i, w.j + j) &&
-          (!call.mask || mask_shows(call, w.seq, w.b, w.head, w.i + i, w.j + j))) {
-        float score = call.scale * scores[a][b], bend = 1;
-        if (score_terms) score += term_scores<E>(c, w, s, i, j);
-        if (call.softcap != 0) {
-          const float t = tanhf(score / call.softcap);
-          score = call.softcap * t;
-          bend = 1 - t * t;
-        }
-        if (value_terms) dp[a][b] += term_values<E>(c, w, s, i, j);
-        const float p = exp2f(at_most_zero(score - s.rows[i].lse));
-        float keep = 1;
-        if (call.dropout.threshold) {
-          keep = is_kept(call.dropout, s.keep[i][j / 4], j % 4) ? call.dropout.scale : 0.0f;
-        }
-        weight = keep * p;
-        slope = p > 0 ? p * (keep * dp[a][b] - s.rows[i].delta) * bend : p;
-      }
-      s.weights[i][j] = weight;
-      s.slopes[i][j] = slope;
+  meet_end<S>(c, w, KIND_KEY, call.key, s.key);
+  meet_end<S>(c, w, KIND_QUERY, call.query, s.query);
+  meet_end<S>(c, w, KIND_VALUE, call.value, s.value);
+  const Meets bias = tile_meets(call.bias, w);
+  if (threadIdx.x == 0 && (bias == MEETS_HEAD || bias == MEETS_TAIL)) {
+    s.bias = band_at(call.bias, w.head, end_of(call.bias, bias), 0);
+  }
+  add_product<S>(call.D, s, query_rows<S>(c, call.q, call.D, w), key_rows<S>(c, call.k, call.D, w),
+                 products);
+  add_product<S>(call.Dv, s, query_rows<S>(c, c.dout, call.Dv, w),
+                 key_rows<S>(c, call.v, call.Dv, w), dp);
+  add_band<S>(c, w, KIND_KEY, call.key, s.key, s, products);
+  add_band<S>(c, w, KIND_QUERY, call.query, s.query, s, products);
+  add_band<S>(c, w, KIND_VALUE, call.value, s.value, s, dp);
+  const Place own = own_place();
+#pragma unroll
+  for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      s.weights[own.row_of(e)][own.column_of(n, e)] = products[n][e];
+      s.slopes[own.row_of(e)][own.column_of(n, e)] = dp[n][e];
     }
   }
+#pragma unroll 1
+  for (int number = 0; number < 4 * kTiles; number++) { /* its own again; the code is there once */
+    const int i = own.row_of(number % 4), j = own.column_of(number / 4, number % 4);
+    float weight = 0, slope = 0;
+    if (i < w.rows && in_sight(w.seq, w.i + i, w.j + j) &&
+        (!call.mask || mask_shows(call, w.seq, w.b, w.head, w.i + i, w.j + j))) {
+      weigh_pair<S>(c, w, s, i, j, s.weights[i][j], s.slopes[i][j], &weight, &slope);
+    }
+    s.weights[i][j] = weight;
+    s.slopes[i][j] = slope;
+  }
   __syncthreads();
-}
-
-__device__ inline Where place(const Call &call, int b, int head) {
-  Where w = {};
-  w.seq = call.sequences[b];
-  w.b = b;
-  w.head = head;
-  return w;
-}
-
-__device__ inline void at_tile(Where *w, int i, int j) {
-  w->i = i;
-  w->j = j;
-  w->rows = larger(smaller(kTile, w->seq.queries - i), 0);
-  w->keys = larger(smaller(kTile, w->seq.keys - j), 0);
-  w->distance = j - i - w->seq.start;
-}
-
-/* Tiles of keys that some of 64 queries from i see: from first to last, in steps of a tile. */
-struct Stretch {
-  int first, last;
-};
-__device__ inline Stretch keys_seen(const Sequence &seq, int i) {
-  const int end = smaller(i + kTile, seq.queries);
-  if (i >= end) return {0, -1};
-  return {larger(i + seq.nearest, 0) / kTile * kTile,
-          smaller(end - 1 + seq.farthest, seq.keys - 1)};
-}
-__device__ inline Stretch queries_that_see(const Sequence &seq, int j) {
-  const int end = smaller(j + kTile, seq.keys);
-  if (j >= end) return {0, -1};
-  return {larger(j - seq.farthest, 0) / kTile * kTile,
-          smaller(end - 1 - seq.nearest, seq.queries - 1)};
 }
 
 }  // namespace rpc

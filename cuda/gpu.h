@@ -18,6 +18,14 @@
 #include <cstddef>
 #include <cstdint>
 
+/* A function that stays one: where many places call what is large, nvcc takes minutes to inline it.
+ */
+#ifdef __CUDACC__
+#define RPC_CALLED __noinline__
+#else
+#define RPC_CALLED __attribute__((noinline)) /* libstdc++ uses the other word */
+#endif
+
 /* csrc/ops/schedule.h and verdict.h: compiled for the host and for kernels. */
 #define RPI_ANYWHERE static __host__ __device__ inline
 

@@ -20,9 +20,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where the products of attention are, in bf16 on tensor cores; backward's general path multiplies
-# one number at a time.
-TENSOR = ("attention_forward", "attention_backward_band")
+# Where the products of attention are, in bf16 on tensor cores.
+TENSOR = ("attention_forward", "attention_backward", "attention_backward_band")
 
 
 # --------------------------------------------------------------------------------------------------
