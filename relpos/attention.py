@@ -8,6 +8,7 @@ refuses what it cannot use without a copy and says how to convert it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
@@ -82,7 +83,9 @@ class Gradients(Mapping[str, Array]):
             raise AttributeError(name)
         if name in self._arrays:
             return self._arrays[name]
-        if any(name in scheme.parameters for scheme in subclasses(Scheme)):
+        # as of a Plane, or of a second scheme
+        plain = re.sub(r"_\d+$", "", re.sub("^(row|column)_", "", name))
+        if any(plain in scheme.parameters for scheme in subclasses(Scheme)):
             return None
         raise AttributeError(f"there is no gradient {name!r}, only {', '.join(self._arrays)}")
 
@@ -216,7 +219,8 @@ def attention(
         query and key alone. Or the four words (key 0, key 1, site, first sequence) of relpos.h.
     precision: "f32", or on a GPU "bf16": products of numbers rounded to bfloat16, summed in
         float32. Of bfloat16 arrays always "bf16".
-    out: as q, to be written and returned. None: a new array.
+    out: as q, to be written and returned, another library's as an ndarray over its memory.
+        None: a new array.
     return_maps: the names of maps that are wanted besides, or "all": "probabilities", those before
         dropout, "logits", "content", and the relation terms, as in `attention_maps`, which can
         choose heads and rows. None: none, and nothing of size N x M is made.

@@ -29,6 +29,7 @@ from relpos.position.arrays import (
     as_integers,
     check_choice,
     check_int64,
+    check_magnitude,
     check_number,
     check_truth,
     integer_of,
@@ -107,8 +108,8 @@ def read_request(
         "precision", precision, ("f32", "bf16") if isinstance(q, DeviceArray) else ("f32",)
     )
     check_choice("layout", layout, ("bhnd", "bnhd"))
-    packed = _integers("offsets", offsets)
-    start = _integers("query_start", query_start)
+    packed = integers("offsets", offsets)
+    start = integers("query_start", query_start)
     if start is not None and start.ndim == 0:
         start = np.full(np.shape(q)[:1] if packed is None else (max(packed.size - 1, 0),), start)
     return Request(
@@ -117,10 +118,10 @@ def read_request(
         v=v,
         out=out,
         causal=check_truth("causal", causal),
-        lengths=_integers("lengths", lengths),
-        key_lengths=_integers("key_lengths", key_lengths),
+        lengths=integers("lengths", lengths),
+        key_lengths=integers("key_lengths", key_lengths),
         offsets=packed,
-        key_offsets=_integers("key_offsets", key_offsets),
+        key_offsets=integers("key_offsets", key_offsets),
         query_start=start,
         mask=None if mask is None else matrices("mask", mask, ("bool",)),
         window=_window(window),
@@ -209,6 +210,9 @@ def check_apart(out: Any, request: Request, lowered: Lowered) -> None:
     """Refuses an `out` that overlaps an input: rows are written while others are still read."""
     inputs: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
     inputs |= {term.name: term.table for term in lowered.terms}
+    for term in lowered.terms:
+        if isinstance(term.map, Labels):  # read where they lie, and checked before that
+            inputs[f"the labels of {term.name}"] = term.map.labels
     if request.mask is not None:
         inputs["mask"] = request.mask.numbers
     if lowered.position_bias is not None:
@@ -247,11 +251,12 @@ def _term(term: Term, place: Placement | None) -> _core.Term:
 # --------------------------------------------------------------------------------------------------
 
 
-def _integers(name: str, values: Any) -> Counts | None:
+def integers(name: str, values: Any) -> Counts | None:
     """An int64 array of its own, so that a context does not change with the caller's list."""
     if values is None:
         return None
     array = as_integers(name, values, "")
+    check_magnitude(name, array)
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
     check_int64(name, array)

@@ -39,7 +39,7 @@ from relpos.position import arrays
 from relpos.position.combine import Position, schemes_of, tables_of, with_tables
 from relpos.position.terms import Lowered, Shape
 from relpos.position.written import Parts, as_text, read, write
-from relpos.request import Layout, Mask, Window, read_request
+from relpos.request import Layout, Mask, Window, integers, read_request
 
 __all__ = ["Attention", "attention"]
 
@@ -251,7 +251,13 @@ _written = functools.lru_cache(maxsize=256)(_Written)
 
 
 def _spec_of(name: str) -> _Spec:
-    return _written(name) if name.startswith("[") else _kept[name]
+    if name.startswith("["):
+        return _written(name)
+    if name not in _kept:
+        raise RuntimeError(
+            "relpos.torch: this graph is that of a module of another process; compile it here"
+        )
+    return _kept[name]
 
 
 def _forward(
@@ -388,7 +394,19 @@ def _check(q: Any, k: Any, v: Any) -> None:
             )
 
 
-def _check_mask(mask: Tensor | None) -> None:
+def _host(*counts: Any) -> list[Tensor | None]:
+    """Lengths, offsets and starts as tensors, in the order of PER_CALL."""
+    if torch.compiler.is_compiling():
+        return [None if x is None else torch.as_tensor(x) for x in counts]
+    return [
+        x if x is None or isinstance(x, Tensor) else torch.from_numpy(integers(name, x))
+        for name, x in zip(PER_CALL[:-1], counts, strict=True)
+    ]
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask: expected a bool tensor, got {type(mask).__name__}")
     if mask is not None and mask.dtype != torch.bool:
         got = str(mask.dtype).removeprefix("torch.")
         raise TypeError(f"mask: expected a bool tensor, got {got}; use mask.bool()")
@@ -474,22 +492,30 @@ class Attention(torch.nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        lengths: Tensor | None = None,
-        key_lengths: Tensor | None = None,
-        offsets: Tensor | None = None,
-        key_offsets: Tensor | None = None,
-        query_start: Tensor | None = None,
+        lengths: Any = None,
+        key_lengths: Any = None,
+        offsets: Any = None,
+        key_offsets: Any = None,
+        query_start: Any = None,
         mask: Tensor | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Tensors as `attention` takes them; int tensors for lengths, offsets and query_start, a
-        bool tensor for mask, best on the CPU. seed: below 2^63, another one every step."""
+        """Tensors as `attention` takes them; integers for lengths, offsets and query_start, best as
+        tensors on the CPU; a bool tensor for mask, not with offsets: `attention` takes packed
+        masks. seed: below 2^63, another one every step.
+
+        Cannot be exported (`torch.export`); `attention` can."""
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                "relpos.torch: an Attention module cannot be exported, its scheme being known to "
+                "this process alone; call relpos.torch.attention in a module of your own, which can"
+            )
         _check(q, k, v)
         _check_mask(mask)
         seed = _check_seed(seed)
         spec, tables = self._training if self.training else self._evaluation, self._tables()
         _check_tangents(q, k, v, *tables)
-        host = [lengths, key_lengths, offsets, key_offsets, query_start, mask]
+        host = _host(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
         out: Tensor = _operation(q, k, v, tables, host, [], [], seed, spec.name)[0]
         return out
 
@@ -556,8 +582,7 @@ def attention(
         "precision": precision,
         "mask": mask if dense is None else None,
     }
-    given = (lengths, key_lengths, offsets, key_offsets, query_start)
-    host = [None if x is None else torch.as_tensor(x) for x in given] + [dense]
+    host = _host(lengths, key_lengths, offsets, key_offsets, query_start) + [dense]
     seed = _check_seed(seed)
     if torch.compiler.is_compiling():
         parts = Parts([], [], [], [])

@@ -277,6 +277,40 @@ def test_out_must_not_share_memory_with_a_position_bias() -> None:
         relpos.attention(**arguments)
 
 
+def test_out_must_not_share_memory_with_labels() -> None:
+    """They would be read as what was written there: the core has checked them before."""
+    memory = np.zeros(200, np.float32)
+    labels = memory.view(np.int32)[:36].reshape(6, 6)
+    q, k, v = (rows(1, 2, 6, 4) for _ in range(3))
+    graph = relpos.ShawGraph(rows(3, 4), labels=labels)
+    with pytest.raises(ValueError, match="^out: shares memory with the labels of key_table; give"):
+        relpos.attention(q, k, v, position=graph, out=memory[:48].reshape(1, 2, 6, 4))
+
+
+def test_integers_that_are_too_large_are_told() -> None:
+    with pytest.raises(
+        ValueError, match=r"^query_start: expected integers below 2\^63 in magnitude"
+    ):
+        relpos.attention(*small_qkv(), query_start=2**70)
+
+
+@pytest.mark.parametrize("causal", [-7, 2, np.int8(3)])
+def test_truth_is_0_or_1(causal: Any) -> None:
+    with pytest.raises(ValueError, match=f"^causal: expected True or False, got {causal}$"):
+        relpos.attention(*small_qkv(), causal=causal)
+
+
+def test_gradients_that_a_call_does_not_have_are_none() -> None:
+    x, table = rows(1, 1, 4, 4), rows(3, 4)
+    plane = relpos.Plane(relpos.Shaw(table), relpos.Shaw(table.copy()), width=2)
+    out, ctx = relpos.attention_forward(x, x, x, position=plane)
+    gradients = relpos.attention_backward(ctx, out)
+    assert gradients.row_key_table.shape == table.shape
+    assert gradients.value_table is gradients.row_value_table is gradients.key_table_2 is None
+    with pytest.raises(AttributeError, match="there is no gradient 'row_nothing'"):
+        gradients.row_nothing  # noqa: B018
+
+
 def test_dout_is_checked() -> None:
     out, ctx = relpos.attention_forward(*small_qkv())
     with pytest.raises(TypeError, match="^dout: expected float32 .*, got float64"):

@@ -16,6 +16,7 @@ import io
 import math
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,11 @@ def test_refused(spoil: Any, sentence: str) -> None:
             "key_table: expected float32 (T, d) or (H, T, d), got float64 (5, 2); "
             "use key_table.to(torch.float32)",
         ),
+        (
+            lambda: {"query_start": 1 << 70},
+            f"query_start: expected integers below 2^63 in magnitude, got {1 << 70}",
+        ),
+        (lambda: {"lengths": "all"}, "lengths: expected integers, got <U3 ()"),
         (lambda: {"seed": 1 << 63}, f"seed: expected an integer from 0 to 2^63 - 1, got {1 << 63}"),
         (lambda: {"seed": -1}, "seed: expected an integer from 0 to 2^63 - 1, got -1"),
         (lambda: {"seed": 1.5}, "seed: expected an integer from 0 to 2^63 - 1, got 1.5"),
@@ -656,6 +662,49 @@ def test_the_function_by_inductor() -> None:
         both_ways(call, leaves, backend="inductor")
     except torch._dynamo.exc.BackendCompilerFailed as error:
         pytest.skip(f"torch cannot compile here: {str(error)[:200]}")
+
+
+def test_counts_of_any_kind() -> None:
+    """Lists, arrays that are read-only, turned around or of other bytes: by function and module."""
+    q, k, v = qkv()
+    expected = relpos.torch.attention(q, k, v, lengths=torch.tensor([N - 1, 2]))
+    backward, owned = np.array([2, N - 1])[::-1], np.array([N - 1, 2])
+    owned.setflags(write=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lengths in ([N - 1, 2], backward, owned, owned.astype(">i8")):
+            assert torch.equal(relpos.torch.attention(q, k, v, lengths=lengths), expected)
+            assert torch.equal(relpos.torch.Attention()(q, k, v, lengths=lengths), expected)
+
+
+def test_a_mask_of_the_module_is_a_tensor() -> None:
+    q, k, v = qkv()
+    for mask in ([True], np.ones((N, N), bool)):
+        sentence = f"^mask: expected a bool tensor, got {type(mask).__name__}$"
+        with pytest.raises(TypeError, match=sentence):
+            relpos.torch.Attention()(q, k, v, mask=mask)
+
+
+class _Function(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(tensor(5, D, grad=False))
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=relpos.Shaw(self.table))
+
+
+def test_exported() -> None:
+    """The function says in the graph what it is; the module says why it does not."""
+    x = [a.detach() for a in qkv()]
+    module = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(tensor(5, D, grad=False))))
+    with pytest.raises(Exception, match="an Attention module cannot be exported"):
+        torch.export.export(module.eval(), tuple(x))
+    function = _Function().eval()
+    exported = torch.export.export(function, tuple(x))
+    assert torch.equal(exported.module()(*x), function(*x))
+    with pytest.raises(RuntimeError, match="a module of another process"):
+        relpos.torch._spec_of("0")
 
 
 def test_the_module() -> None:

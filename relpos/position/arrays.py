@@ -188,6 +188,8 @@ def check_truth(name: str, value: Any) -> bool:
     """True or False, or what NumPy has for them, or 1 or 0."""
     if not isinstance(value, bool | int | np.bool_ | np.integer):
         raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+    if value not in (0, 1):
+        raise ValueError(f"{name}: expected True or False, got {value}")
     return bool(value)
 
 
@@ -204,15 +206,20 @@ def as_integers(name: str, values: Any, axes: str) -> npt.NDArray[Any]:
 def check_integers(name: str, values: Any, axes: str, ranks: Container[int]) -> Any:
     """An integer array, of whatever integer type."""
     array = as_integers(name, values, f" {axes}")
-    for each in array.flat if array.dtype.kind == "O" else ():
-        if isinstance(each, int) and not -(1 << 63) <= each < 1 << 63:
-            raise ValueError(f"{name}: expected integers below 2^63 in magnitude, got {each}")
+    check_magnitude(name, array)
     if array.dtype.kind not in "iu" and array.size > 0:
         raise TypeError(f"{name}: expected integers {axes}, got {describe(array)}")
     if array.ndim not in ranks:
         raise ValueError(f"{name}: expected integers {axes}, got {describe(array)}")
     check_int64(name, array)
     return array
+
+
+def check_magnitude(name: str, array: npt.NDArray[Any]) -> None:
+    """Refuses integers so large that NumPy has no type for them."""
+    for each in array.flat if array.dtype.kind == "O" else ():
+        if isinstance(each, int) and not -(1 << 63) <= each < 1 << 63:
+            raise ValueError(f"{name}: expected integers below 2^63 in magnitude, got {each}")
 
 
 def check_int64(name: str, array: npt.NDArray[Any]) -> None:

@@ -186,7 +186,8 @@ def rotate(
     offsets: int (B + 1,). Where packed sequences begin and end. Left out: all tokens are one.
     lengths: int (B,). Rows in use of padded arrays; those beyond give zeros, and are left alone
         where out is x.
-    out: float32, to be written and returned; x itself will do. None: a new array.
+    out: float32, to be written and returned, another library's as an ndarray over its memory; x
+        itself will do. None: a new array.
     """
     if not isinstance(rope, RoPE):
         raise TypeError(f"rope: expected relpos.RoPE, got {type(rope).__name__}")
