@@ -311,6 +311,7 @@ class _Wanted:
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     counts: dict[str, int]  # layers of each kind
+    relations: dict[str, tuple[str, ...]]  # what the logits of each kind are made of beside content
 
     @classmethod
     def read(
@@ -326,6 +327,10 @@ class _Wanted:
         for kind in chosen:
             check_choice("kinds", kind, tuple(there))
         own = {kind: there[kind] for kind in there if kind in chosen}
+        relations = {
+            kind: tuple(name for name in named if name not in (*maps.WHOLE, "content"))
+            for kind, named in own.items()
+        }
         names = _names("parts", parts)
         known = {name for named in own.values() for name in named} | {"all"}
         for name in names:
@@ -350,6 +355,7 @@ class _Wanted:
             tuple(maps.numbers_of("layers", layers, deepest)),
             tuple(maps.numbers_of("heads", heads, config.heads)),
             counts,
+            relations,
         )
 
     def of(
@@ -384,7 +390,7 @@ class _Wanted:
                 whole = own.pop("probabilities", None), own.pop("logits", None)
                 by_kind[kind] = AttentionMaps(*whole, own)
             each = sources[sentence], targets[sentence], by_kind, self.layers, self.heads
-            found.append(ModelMaps(*each, predicted[sentence]))
+            found.append(ModelMaps(*each, predicted[sentence], self.relations))
         return found
 
 

@@ -40,7 +40,8 @@ class AttentionMaps:
         None: not asked for.
     logits: float32 (..., rows, keys). s, after softcap; -inf where hidden. None: not asked for.
     parts: by name, float32 (..., rows, keys): "content", scale * q_i . k_j, and every relation
-        term; 0 where hidden. All of them add up to the logits before softcap.
+        term; 0 where hidden, and where it is -inf itself. All of them add up to the logits before
+        softcap.
     """
 
     probabilities: Map

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,12 @@ class ModelMaps:
     target_tokens: str each, what the decoder reads, from the begin token on; () where there is none.
     maps: `AttentionMaps` by kind, "encoder", "decoder" or "cross": arrays float32 (layers, heads,
         queries, keys), of as many layers as that kind has.
-    layers: int each, which of the model's layers the first axis is.
+    layers: int each, which of the model's layers were asked for; `layers_of` has those of a kind,
+        which the first axis is.
     heads: int each, which heads the second axis is.
     predicted_tokens: str each, what every place of the target is to say, the end token last; ()
         where that is not known.
+    relations: by kind the names of all parts of its logits but "content", asked for or not.
     """
 
     source_tokens: tuple[str, ...]
@@ -41,6 +43,7 @@ class ModelMaps:
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     predicted_tokens: tuple[str, ...] = ()
+    relations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def tokens(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(queries, keys): the tokens of a kind's rows and of its columns."""
@@ -48,6 +51,17 @@ class ModelMaps:
         queries = self.source_tokens if kind == "encoder" else self.target_tokens
         keys = self.target_tokens if kind == "decoder" else self.source_tokens
         return queries, keys
+
+    def layers_of(self, kind: str) -> tuple[int, ...]:
+        """Which of the model's layers the first axis of a kind's arrays is: of `layers` those that
+        the kind has, where encoder and decoder have different numbers of them."""
+        maps = self._of(kind)
+        arrays = [
+            x for x in (maps.probabilities, maps.logits, *maps.parts.values()) if x is not None
+        ]
+        count = len(arrays[0]) if arrays else 0
+        missing = set(sorted(self.layers)[count:])
+        return tuple(layer for layer in self.layers if layer not in missing)
 
     def relation(self, kind: str) -> Array:
         """The logits' share of relative position: all parts but "content", added up.
@@ -59,11 +73,21 @@ class ModelMaps:
             raise ValueError(
                 'relation: the parts of the logits were not asked for: parts="all" gives them'
             )
+        if missing := self.missing(kind):
+            raise ValueError(
+                f"relation: {', '.join(missing)} of the logits were not asked for: "
+                'parts="all" gives them'
+            )
         total: Array = np.zeros_like(parts["content"])
         for name, part in parts.items():
             if name != "content":
                 total += part
         return total
+
+    def missing(self, kind: str) -> tuple[str, ...]:
+        """The parts of the logits that relation adds, and that were not asked for."""
+        parts = self._of(kind).parts
+        return tuple(name for name in self.relations.get(kind, ()) if name not in parts)
 
     def offsets(self, kind: str) -> npt.NDArray[np.int64]:
         """j - i, key minus query: from -(queries - 1) to keys - 1."""

@@ -400,3 +400,31 @@ def test_maps_of_nothing() -> None:
         assert maps.mass(kind).shape == (1, 2, len(maps.offsets(kind)))
         assert np.isfinite(maps.distance(kind)).all() and np.isfinite(maps.entropy(kind)).all()
     assert maps.entropy("decoder").tolist() == [[[0], [0]]] and not maps.mass("cross").any()
+
+
+def test_layers_of_each_kind() -> None:
+    """Where encoder and decoder differ in depth, in whatever order layers are asked for."""
+    model = small_model(encoder__layers=4, decoder__layers=2)
+    maps = relpos.attention_maps(model, [3, 4, 5], [1, 6], layers=[3, 0, 2])
+    assert maps.layers == maps.layers_of("encoder") == (3, 0, 2)
+    assert maps.layers_of("decoder") == maps.layers_of("cross") == (0,)
+    alone = relpos.attention_maps(model, [3, 4, 5], [1, 6], layers=[0])
+    decoder = maps.maps["decoder"].probabilities
+    assert np.array_equal(decoder, alone.maps["decoder"].probabilities)
+    none = relpos.attention_maps(model, [3, 4, 5], [1, 6], layers=[3])
+    assert none.layers_of("decoder") == () and none.maps["decoder"].probabilities.shape[0] == 0
+
+
+@pytest.mark.parametrize("parts", [("probabilities", "content"), ("content", "key_table")])
+def test_a_relation_of_some_parts_is_refused(parts: tuple[str, ...]) -> None:
+    model = small_model(encoder__position="shaw", encoder__relations=5)
+    batch = relpos.Batch.from_pairs(
+        [[3, 4, 5]], [[3]], bos=1, eos=2, source_graphs=[np.ones((3, 3), np.int64)]
+    )
+    [maps] = relpos.attention_maps(model, batch, parts=parts)
+    missing = ", ".join(maps.missing("encoder"))
+    assert missing
+    with pytest.raises(ValueError, match=f"^relation: {missing} of the logits were not asked for"):
+        maps.relation("encoder")
+    [whole] = relpos.attention_maps(model, batch)
+    assert whole.missing("encoder") == () and whole.relation("encoder").any()

@@ -152,7 +152,7 @@ def heads(
         heat_map(values[i, j], queries, keys, ax=ax, limit=limit, signed=signed, colour_bar=False)
         if narrow:  # square cells would leave the titles no room
             ax.set_aspect("auto")
-        said = f"layer {maps.layers[i]}, head {maps.heads[j]}"
+        said = f"layer {maps.layers_of(kind)[i]}, head {maps.heads[j]}"
         said += "" if share is None else f"\n{share[i, j]:.0%} {_MOVED}"
         ax.set_title(said, fontsize=canvas.LABEL, color=canvas.INK)
         ax.label_outer()
@@ -262,7 +262,9 @@ def _has_terms(maps: ModelMaps, kind: str) -> bool:
 
 
 def _has_relations(maps: ModelMaps, kind: str) -> bool:
-    return "content" in maps.maps[kind].parts and bool(maps.relation(kind).any())
+    if "content" not in maps.maps[kind].parts or maps.missing(kind):
+        return False
+    return bool(maps.relation(kind).any())
 
 
 def _rows_of(maps: ModelMaps, kind: str) -> str:

@@ -51,7 +51,7 @@ def by_offset(
     ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
     ax.set_ylabel("mean " + unit_of(show), fontsize=canvas.LABEL + 1)
     if places:
-        canvas.title(ax, f"{kind_name(kind)}, layer {maps.layers[places[0][0]]}")
+        canvas.title(ax, f"{kind_name(kind)}, layer {maps.layers_of(kind)[places[0][0]]}")
         ax.legend(fontsize=canvas.LABEL, frameon=False, ncols=1 + (len(places) - 1) // 8)
     return ax
 
@@ -72,7 +72,7 @@ def all_by_offset(
     offsets, values = _by_offset(maps, kind, show)
     layers, count = values.shape[:2]
     within = np.abs(offsets) <= (_reach_of(maps, kind) if reach is None else _checked(reach))
-    names = [f"{layer}.{head}" for layer in maps.layers[:layers] for head in maps.heads]
+    names = [f"{layer}.{head}" for layer in maps.layers_of(kind) for head in maps.heads]
     seen = values[..., within].reshape(layers * count, -1)
     ax = canvas.axes_of(ax, (7.0, min(max(0.18 * len(names), 1.6), 9.0) + 0.9))
     heat_map(seen, names, None, ax=ax, signed=show != "probabilities", colour_bar=False)

@@ -20,7 +20,7 @@ def shown(maps: ModelMaps, kind: str, show: str) -> Array:
     of_kind = maps.maps[kind]
     there = {"probabilities": of_kind.probabilities, "logits": of_kind.logits, **of_kind.parts}
     known = [name for name, values in there.items() if values is not None]
-    known += ["relation"] if "content" in known else []
+    known += ["relation"] if "content" in known and not maps.missing(kind) else []
     if show not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise ValueError(f"show: expected one of {names}, which these maps have, got {show!r}")
@@ -60,8 +60,8 @@ def kind_of(maps: ModelMaps, kind: str | None) -> str:
 
 def place_of(maps: ModelMaps, kind: str, layer: int | None, head: int | None) -> tuple[int, int]:
     """Where a layer and a head of the model are in the arrays."""
-    layers = maps.layers[: shown(maps, kind, "probabilities").shape[0]]
-    return _index("layer", layer, layers), _index("head", head, maps.heads)
+    shown(maps, kind, "probabilities")  # says what there is not
+    return _index("layer", layer, maps.layers_of(kind)), _index("head", head, maps.heads)
 
 
 def _index(name: str, wanted: int | None, there: tuple[int, ...]) -> int:
@@ -77,7 +77,7 @@ def kind_name(kind: str) -> str:
 
 
 def name_of(maps: ModelMaps, kind: str, i: int, j: int) -> str:
-    return f"{kind_name(kind)}, layer {maps.layers[i]}, head {maps.heads[j]}"
+    return f"{kind_name(kind)}, layer {maps.layers_of(kind)[i]}, head {maps.heads[j]}"
 
 
 def unit_of(show: str) -> str:

@@ -70,7 +70,7 @@ def _pack_kind(maps: ModelMaps, kind: str, sentence: str) -> dict[str, Any]:
     hidden = probabilities == 0 if logits is None else np.isneginf(logits)
     packed: dict[str, Any] = {
         "shape": list(shape),
-        "layers": _layers(maps, shape[0]),
+        "layers": [int(layer) for layer in maps.layers_of(kind)],
         "heads": [int(head) for head in maps.heads],
         "probabilities": pack_probabilities(probabilities, hidden, f"{name}.probabilities"),
         "entropy": _plain(maps.entropy(kind).mean(axis=2)),
@@ -83,12 +83,6 @@ def _pack_kind(maps: ModelMaps, kind: str, sentence: str) -> dict[str, Any]:
     if logits is not None and not _is_sum(logits, hidden, content, relation):
         packed["logits"] = pack_logits(np.where(hidden, 0, logits), f"{name}.logits")
     return packed
-
-
-def _layers(maps: ModelMaps, count: int) -> list[int]:
-    """Which layers a kind's are. A kind with fewer has not got the last of those that are named."""
-    last = sorted(maps.layers)[count - 1]
-    return [int(layer) for layer in maps.layers if layer <= last]
 
 
 def _check_shape(x: Any, maps: ModelMaps, kind: str, name: str) -> tuple[int, ...]:
@@ -122,7 +116,8 @@ def _logits(maps: ModelMaps, kind: str, name: str, shape: tuple[int, ...]) -> tu
         return logits, None, None
     if logits is None:  # nothing says whether the parts are all of them, nor what is hidden
         raise ValueError(f'{name}: has parts but no logits; ask attention_maps for parts="all"')
-    return logits, parts["content"], maps.relation(kind) if len(parts) > 1 else None
+    whole = len(parts) > 1 and not maps.missing(kind)
+    return logits, parts["content"], maps.relation(kind) if whole else None
 
 
 def _is_sum(logits: Any, hidden: Any, content: Any, relation: Any) -> bool:

@@ -287,7 +287,7 @@ RP_API rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows
 enum {
   RP_SHOW_PROBABILITIES = 0, /* p, before dropout; 0 where hidden */
   RP_SHOW_SCORES = 1,        /* s, after softcap; -inf where hidden */
-  RP_SHOW_CONTENT = 2, /* scale * q_i . k_j; like all parts 0 where hidden by position or mask */
+  RP_SHOW_CONTENT = 2,       /* scale * q_i . k_j; like all parts 0 where hidden or -inf */
   RP_SHOW_KEY = 10,
   RP_SHOW_QUERY = 20,
   RP_SHOW_BIAS = 30
