@@ -75,6 +75,12 @@ class Batch:
         )  # fmt: skip
         self._set("_packed", packed_batch)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the constructor: copies are read-only too, which NumPy does not keep."""
+        graphs = self.source_graphs, self.target_graphs
+        given = self.source, self.source_offsets, self.target, self.target_offsets, self.labels
+        return Batch, (*given, *graphs, self.ordinals)
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,23 @@ def test_batches_own_their_arrays() -> None:
     for array in (batch.source, batch.source_offsets, batch.labels, batch.ordinals):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_own_theirs(copied: Any) -> None:
+    """The core checks a batch and reads it again: what is checked may not change."""
+    batch = Batch.from_pairs(
+        [[3, 4, 5]], [[3, 4]], bos=1, eos=2, source_graphs=[np.arange(9).reshape(3, 3)]
+    )
+    twin = copied(batch)
+    assert repr(twin) == repr(batch)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(twin.source_graphs, batch.source_graphs, strict=True)
+    )
+    for array in (twin.source, twin.source_offsets, twin.target, twin.labels):
+        assert not array.flags.writeable
+    edges = copied(relpos.EdgeList([0, 1], [1, 0], [0, 2]))
+    assert edges.label.tolist() == [0, 2] and not edges.label.flags.writeable
 
 
 def test_tokens_of_any_integer_type() -> None:

@@ -336,3 +336,24 @@ def test_profile() -> None:
 def test_profile_of_nothing() -> None:
     empty = relpos.Profile(small_model())
     assert empty.lines == () and len(str(empty).splitlines()) == 2
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "halves"])
+@pytest.mark.parametrize("width", [3, 4, 5, 7])
+def test_closed_sinusoids_of_small_widths(width: int, layout: Any) -> None:
+    """Those of `Sinusoidal`: width 3 has two frequencies where sines and cosines take turns."""
+    model = small_model(
+        width=width, heads=1, head_width=4, norm="post", encoder__position="none",
+        encoder__absolute="sinusoidal", encoder__sinusoid_rule="closed",
+        encoder__sinusoid_interleaved=layout == "interleaved", encoder__sinusoid_first=0,
+        decoder__layers=0, norm_epsilon=1e-12,
+    )  # fmt: skip
+    for name, numbers in model.parameters.items():
+        numbers[...] = name.endswith("gain")
+    tokens = np.full(6, 3)
+    batch = relpos.Batch(source=tokens, source_offsets=[0, 6], labels=tokens)
+    table = relpos.Sinusoidal(width, exponent="t2t", layout=layout).table(6).astype(np.float64)
+    spread = table.std(axis=1, keepdims=True)
+    expected = (table - table.mean(axis=1, keepdims=True)) / spread
+    # normalised twice: rounding of the table, over how far its rows are spread
+    assert np.abs(model.hidden(batch)[0] - expected).max() < 8 * 2**-24 / spread.min()

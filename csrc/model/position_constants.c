@@ -118,7 +118,8 @@ static void make_absolute(const rpi_positions *p, real *to) {
   const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
   const int64_t C = p->config->width;
   const bool closed = stack->sinusoid_rule == RP_FREQUENCIES_CLOSED;
-  const double steps = closed ? (double)(C / 2 - 1) : (double)C / 2;
+  const int64_t last = C / 2 > 1 ? C / 2 - 1 : 1; /* width 3 has two frequencies, interleaved */
+  const double steps = closed ? (double)last : (double)C / 2;
   fill_sinusoids(C, steps, p->config->max_length, stack->sinusoid_first, 1,
                  stack->sinusoid_interleaved != 0, to);
 }

@@ -51,6 +51,10 @@ class EdgeList:
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By the constructor: copies are read-only too, which NumPy does not keep."""
+        return EdgeList, (self.query, self.key, self.label, self.sequence)
+
     def sorted(self, shape: Shape, rows: int) -> terms.Edges:
         """The edges by query and key; `rows` is the height of the tables. Layers share the work."""
         sides = (shape.queries, shape.keys)
