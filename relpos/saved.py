@@ -58,7 +58,8 @@ def find_model(
         check_count("average", average, 1)
         if best:
             raise ValueError("best: average is given, the mean of the last checkpoints")
-    if where.is_dir() and not (where / MODEL).exists() and (in_run := checkpoints(where)):
+    in_run = checkpoints(where) if where.is_dir() else []
+    if in_run and (best or average is not None or not (where / MODEL).exists()):
         weights: tuple[Path, ...] = ()
         for each in reversed(in_run):
             if (why := flaw(each.folder, thorough=False)) is not None:
@@ -75,6 +76,9 @@ def find_model(
         if best:
             return find_model(_best_step(where, newest))
         return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
+    if in_run:
+        message = f"{where}: its {MODEL} is taken, not the checkpoints beside it; name one of them"
+        warnings.warn(message, CheckpointWarning, stacklevel=2)
     if average is not None:
         raise ValueError(f"{where}: is no run, whose last checkpoints could be averaged")
     if best and where.exists():

@@ -10,6 +10,7 @@ A checkpoint knows its vocabulary, so that a folder is all it takes. docs/transl
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -564,6 +565,10 @@ class Translator:
         return f"<Translator: {many}, {self.subwords!r}>"
 
 
+# White space to sentencepiece. Python's words end at these others too, which stay in a piece.
+_SPACES = re.compile(r"[^\S\x1c-\x1f\x85]+")
+
+
 def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None) -> list[int]:
     """The number of the word, from 0, that each token belongs to.
 
@@ -575,13 +580,16 @@ def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None)
         return _words_said(subwords, tokens)
     if not isinstance(subwords, SentencePiece):
         return list(range(len(tokens)))
-    words = text.split()
+    count = len(text.split())
     numbers = _words_said(subwords, tokens)
-    if not numbers or (text.isascii() and numbers[-1] + 1 == len(words)):
+    if not numbers or (text.isascii() and text.isprintable() and numbers[-1] + 1 == count):
         return numbers
-    seen = [len({*_words_said(subwords, each)}) for each in subwords.encode_many(words)]
-    origins = [word for word, count in enumerate(seen) for _ in range(count)]
-    return [origins[min(number, len(origins) - 1)] for number in numbers]
+    chunks = [chunk for chunk in _SPACES.split(text) if chunk]
+    origins, first = list[int](), 0
+    for chunk, each in zip(chunks, subwords.encode_many(chunks), strict=True):
+        origins += [min(first, max(count - 1, 0))] * len({*_words_said(subwords, each)})
+        first += len(chunk.split())
+    return [origins[min(number, len(origins) - 1)] if origins else 0 for number in numbers]
 
 
 def _words_said(subwords: Subwords, tokens: Sequence[int]) -> list[int]:

@@ -130,6 +130,22 @@ def test_words_are_those_of_the_text() -> None:
     assert all(i < 2 for i, _ in said.n_best[0].links or ())
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run\x85watch them", [0, 2]),  # one word to sentencepiece, two to Python
+        ("run\x1cwatch them", [0, 2]),
+        ("\x85 run", [0]),
+        ("\x85\u200b", [0]),
+        ("run\u3000them", [0, 1]),
+    ],
+)
+def test_what_parts_words_for_python_alone(text: str, words: list[int]) -> None:
+    subwords = relpos.data.SentencePiece.train(["run", "watch them", "dogs watch"] * 9, 280)
+    found = words_of(subwords, subwords.encode(text), text)
+    assert sorted(set(found)) == words and found == sorted(found)
+
+
 def test_words_are_those_that_are_said() -> None:
     """Of any tokens so many as decode makes, which drops <s> and writes " ⁇ " for the unknown."""
     text = ["Two dogs run.", "The dogs of two men run through the snow.", "Three women watch them."]

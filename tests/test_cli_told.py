@@ -250,11 +250,26 @@ def test_what_a_run_began_with_stays(
             assert said.endswith(f", got {value}; a new one may have it\n")
         said = relpos_says(capsys, *going_on, "--separate", status=1)
         assert said.startswith("relpos: --separate: this run was begun without it, got True")
-    # Every checkpoint cut short: it begins again with what it began with, or says that it is gone.
+    # Every checkpoint cut short: it does not begin again over what can be saved of them.
     for each in (tmp_path / "from").glob("step-*"):
         (each / "model.safetensors").write_bytes(b"")
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path / "from", status=1)
-    assert f"{tmp_path}/made" in said
+    assert (
+        f"{tmp_path}/from: none of its checkpoints is whole; a run that begins anew wants" in said
+    )
+
+
+def test_what_was_meant_may_be_said(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    """The kind of subwords that a run has by default; and a folder without a name is none."""
+    short = ("--preset", "tiny", "--set", "max_length=16", "--tokens", 256, "--progress", "none")
+    given = ("train", *run.files, *short, "--vocabulary", 300)
+    relpos_says(capsys, *given, "--output", tmp_path, "--steps", 1)
+    going_on = ("train", "--resume", "--output", tmp_path, "--steps", 2, "--progress", "none")
+    relpos_says(capsys, *going_on, "--subwords", "bpe")
+    said = relpos_says(capsys, *going_on, "--subwords", "unigram", status=1)
+    assert "--subwords: this run was begun with bpe, got unigram" in said
+    said = relpos_says(capsys, *given, "--output", "", status=1)
+    assert "--output: expected a folder, got ''" in said
 
 
 def test_the_whole_command_again_says_the_same(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -283,6 +284,16 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
     alone = save(tmp_path / "alone", random_model(**{"encoder.layers": 0}))
     given = ("--source", PE, "--reference", PE)
     assert "has no encoder" in relpos_says(capsys, "evaluate", alone, *given, status=1)
+
+
+def test_a_tokenizer_that_cannot_be_had(capsys: Capture, tmp_path: Path) -> None:
+    """Told before the work, in a sentence."""
+    if importlib.util.find_spec("MeCab") is not None:
+        pytest.skip("ja-mecab can be had here")
+    (tmp_path / "lines").write_text("a\n")
+    given = ("--hypothesis", tmp_path / "lines", "--reference", tmp_path / "lines")
+    said = relpos_says(capsys, "evaluate", *given, "--tokenize", "ja-mecab", status=1)
+    assert "tokenize: ja-mecab cannot be had: " in said and "Traceback" not in said
 
 
 def test_without_sacrebleu(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,9 @@ import pytest
 import relpos
 import text_files
 from relpos.data import TokenCache
+from relpos.saved import find_model
 from relpos.train import checkpoint, newest
+from relpos.train import trainer as trainer_module
 from relpos.train.ending import alone, interrupts
 from relpos.train.events import Events, crc32c
 from relpos.train.log import LOG, Log, Sums, read_log
@@ -247,6 +250,59 @@ def test_patience_ends_it_and_the_best_one_stays(tmp_path: Path) -> None:
     assert (outcome.reason, outcome.step) == ("patience", 25)
     assert (outcome.best, outcome.best_step, outcome.validation) == (2.0, 10, 2.1)
     assert steps_in(tmp_path) == [10, 25]
+
+
+def test_what_is_not_finite_is_never_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = trainer_module.validate, iter(range(99))
+
+    def validate(*given: Any) -> Any:
+        found = real(*given)
+        return replace(found, nll=math.nan) if next(calls) == 0 else found
+
+    monkeypatch.setattr(trainer_module, "validate", validate)
+    outcome = make(tmp_path, steps=40, patience=2).train()
+    assert outcome.best_step == 40 and math.isfinite(outcome.best)
+
+
+def test_another_validation_text_begins_its_own_best(tmp_path: Path, capsys: Any) -> None:
+    before = make(tmp_path, steps=40).train()
+    other = make(tmp_path, steps=40, resume=True, validation=TEXT)
+    assert "goes on with another validation text" in capsys.readouterr().err
+    after = other.train()  # ended already, but never looked at with this text
+    assert after.best is not None and after.best != before.best
+    make(tmp_path, steps=40, resume=True, validation=TEXT)
+    assert capsys.readouterr().err == ""
+
+
+def test_checkpoints_none_of_which_is_whole_are_not_begun_over(tmp_path: Path) -> None:
+    make(tmp_path, steps=5, keep=1).train()
+    [only] = checkpoint.checkpoints(tmp_path)
+    with (only.folder / "optimizer.safetensors").open("r+b") as file:
+        file.write(b"spoilt")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with (
+        pytest.warns(checkpoint.CheckpointWarning, match="passed over"),
+        pytest.raises(checkpoint.CheckpointError, match="none of its checkpoints is whole; a run"),
+    ):
+        make(tmp_path, steps=9, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_an_encoder_alone_is_refused_before_the_work(tmp_path: Path) -> None:
+    config = text_files.config().replace({"decoder.layers": 0})
+    with pytest.raises(ValueError, match=r"^config: decoder\.layers=0: an encoder alone"):
+        make(tmp_path / "run", config=config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_beside_checkpoints_are_told(tmp_path: Path) -> None:
+    make(tmp_path, steps=5).train()
+    shutil.copy(next(tmp_path.glob("step-*/model.safetensors")), tmp_path)
+    with pytest.warns(checkpoint.CheckpointWarning, match="is taken, not the checkpoints beside"):
+        assert find_model(tmp_path).weights == (tmp_path / "model.safetensors",)
+    assert find_model(tmp_path, best=True).weights[0].parent != tmp_path
 
 
 def test_minutes_save_too(tmp_path: Path) -> None:
@@ -660,6 +716,19 @@ def test_an_ignored_signal_stays_ignored() -> None:
             signal.raise_signal(signal.SIGTERM)
             assert interrupted()
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_handlers_that_are_not_pythons_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that Python is part of may have its own, which Python could not put back."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with interrupts():
+            pass
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
 

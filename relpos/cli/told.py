@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RUN_FILE = "run.toml"  # in the run's folder
 _HEAD = "# What this run was told, written by `relpos train`."
 KINDS = ("bpe", "unigram", "words")  # of new subwords
+SUBWORDS = KINDS[0]  # where none is named
 _PRESET = "small"  # where nothing names one
 
 # name: (what checks a text, its letter in the help, what it is)
@@ -88,7 +89,10 @@ def told(options: argparse.Namespace) -> Told:
 
     line = _of_the_line(options)
     files = [] if options.config is None else [_read(options.config)]
-    output = Path(_last([*(each.train for each in files), line.train], "output", "run"))
+    folder = _last([*(each.train for each in files), line.train], "output", "run")
+    if folder == "":
+        raise ValueError("--output: expected a folder, got ''")
+    output = Path(folder)
     own = _own(output)
     named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
     before = _read(own) if options.resume and own is not None and not named else None
@@ -183,20 +187,21 @@ def _as_begun(what: Told, own: Path, before: _Layer | None) -> Told:
         before = before or _read(own)
     except ImportError:  # Python 3.10 without tomli: the command has said everything itself
         return what
-    data = dict(what.data)
+    data, begins = dict(what.data), before.model.get("start")
     for name in _VOCABULARY:
         had = before.data.get(name)
+        if name == "subwords" and had is None and data.get(name) == SUBWORDS and begins is None:
+            had = SUBWORDS  # said now, and meant then
         _check_had(name, had, data.pop(name, None))
         if had is not None:
             data[name] = had
-    start = before.model.get("start")
-    _check_had("start", start, what.start)
+    _check_had("start", begins, what.start)
     preset = before.model.get("preset", _PRESET)
     # Sizes that were asked for: text may have given fewer, which is what a checkpoint knows.
     sizes = ("source_vocabulary", "target_vocabulary")
     asked = {x: before.fields.get(x, getattr(Config.preset(preset), x)) for x in sizes}
     return dataclasses.replace(
-        what, preset=preset, config=what.config.replace(asked), start=start, data=data, begun=True
+        what, preset=preset, config=what.config.replace(asked), start=begins, data=data, begun=True
     )
 
 
@@ -372,7 +377,7 @@ def _lines(what: Told) -> Iterator[str]:
     for name in FILES:
         if name in data:
             data[name] = [os.path.abspath(each) for each in data[name]]
-    if data.get("subwords", "bpe") not in KINDS:
+    if data.get("subwords", SUBWORDS) not in KINDS:
         data["subwords"] = os.path.abspath(data["subwords"])
     for name, table in (("data", data), ("train", what.loop)):
         if table:

@@ -22,7 +22,7 @@ from relpos.cli.arguments import (
     seed,
     use_threads,
 )
-from relpos.cli.told import COMPUTED, KINDS, LOOP, RUN_FILE, Told, keep, told
+from relpos.cli.told import COMPUTED, KINDS, LOOP, RUN_FILE, SUBWORDS, Told, keep, told
 
 _TRAIN_NEXT = """\
 relpos train: what to train on? For a translation model, for example
@@ -334,7 +334,7 @@ def _subwords(what: Told, text: Any) -> Any:
     from relpos import data
     from relpos.saved import find_model
 
-    kind = what.data.get("subwords", "bpe")
+    kind = what.data.get("subwords", SUBWORDS)
     named = what.data.get("vocabulary")
     if kind not in KINDS:
         for name in ("vocabulary", "separate"):
@@ -366,7 +366,9 @@ def _subwords(what: Told, text: Any) -> Any:
 
     def learn_each() -> Any:
         sides = enumerate(("source", "target"))
-        return data.Sides(*(learn((x[i] for x in text), name, f"{name}: ") for i, name in sides))
+        return data.Sides(
+            *(learn((x[i] for x in text), name, f"{name} side, ") for i, name in sides)
+        )
 
     return learn_each if what.data.get("separate") else partial(learn, text, "target")
 

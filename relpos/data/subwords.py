@@ -354,6 +354,8 @@ def _why_no_training(error: RuntimeError, size: int) -> str:
             f"{int(limit[1]):,}; from Python a lower character_coverage or byte_fallback=False "
             "needs fewer"
         )
+    if "sentences_.empty()" in text or "all_chars_count" in text:
+        return "lines: none has text of up to 4,192 bytes, which is what sentencepiece learns from"
     return f"sentencepiece: {_short(error)}"
 
 

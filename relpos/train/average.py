@@ -47,7 +47,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
     put_mean(model, [each.folder / MODEL for each in checked])
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    partial = path.with_name(f".partial-mean-{path.name}-{os.getpid()}")
     try:
         partial.mkdir()
         model.save(partial / MODEL)

@@ -81,7 +81,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
     if threading.current_thread() is threading.main_thread():
         for each in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(each) != signal.SIG_IGN:
+            # None: a handler of a program that Python is part of, which cannot be put back
+            if signal.getsignal(each) not in (signal.SIG_IGN, None):
                 before[each] = signal.signal(each, note)
     try:
         yield lambda: came

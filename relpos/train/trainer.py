@@ -158,6 +158,11 @@ class Trainer:
         resume = check_truth("resume", resume)
         self._seen = checkpoint.checkpoints(self.folder)
         found = checkpoint.newest(self.folder) if resume else None
+        if resume and found is None and self._seen:
+            raise checkpoint.CheckpointError(
+                f"{self.folder}: none of its checkpoints is whole; a run that begins anew wants a "
+                "folder of its own, and may start with the weights of one of these"
+            )
         begin = None if begins is None or found is not None else find_model(begins)
         if config is None and found is not None:
             config = found.config
@@ -166,6 +171,11 @@ class Trainer:
         if not isinstance(config, Config):
             made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
             raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
+        if config.decoder.layers == 0:
+            raise ValueError(
+                "config: decoder.layers=0: an encoder alone labels tokens, which text cannot say: "
+                "Transformer.step trains it, with Batch.from_labels"
+            )
         made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
         if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
             raise TypeError(
@@ -231,8 +241,10 @@ class Trainer:
                 splits=splits,
             )  # fmt: skip
             self._validation: InOrder | None = None
+            self._validates: int | None = None  # which text
             if validation is not None:
                 lines = self._tokenised("validation", validation, "validation")
+                self._validates = lines.checksum
                 try:
                     self._validation = InOrder(
                         lines, tokens=tokens, sentences=sentences,
@@ -364,10 +376,19 @@ class Trainer:
             self._validated, self._stale = run["validated"], run["stale"]
             self._seconds = run["seconds"]
             self._looked = run.get("looked", found.step)  # older versions do not say
+            before = run.get("validates")
         except (KeyError, TypeError) as error:
             raise checkpoint.CheckpointError(
                 f"{found.folder / checkpoint.STATE}: not of a Trainer: {error}"
             ) from None
+        if None not in (before, self._validates) and before != self._validates:
+            print(
+                f"{found.folder}: goes on with another validation text: the best of the old one "
+                "does not count",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            self._best = self._best_step = self._validated = None
+            self._looked = self._stale = 0
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -448,7 +469,7 @@ class Trainer:
         found = self.validate()
         log.write("validation", {"step": step} | found.figures())
         self._validated, self._looked = found.nll, step
-        better = self._best is None or found.nll < self._best
+        better = math.isfinite(found.nll) and (self._best is None or found.nll < self._best)
         if better:
             self._best, self._best_step, self._stale = found.nll, step, 0
         else:
@@ -463,6 +484,7 @@ class Trainer:
             "best_step": self._best_step,
             "validated": self._validated,
             "looked": self._looked,
+            "validates": self._validates,
             "stale": self._stale,
             "seconds": self._seconds,
         }
