@@ -163,16 +163,18 @@ struct BandRows {
   }
 };
 
-/* The two vectors that a band ends in. */
+/* The two vectors that a band ends in; met: whether any tile has met them. */
 template <class S>
 struct EndRows {
   const Band &band;
+  const bool *met;
   int head, width;
   __device__ RPC_CALLED void operator()(typename S::Operand *to, int column) const {
     for (int at = static_cast<int>(threadIdx.x); at < kTile * kStep; at += kThreads) {
       const int row = at / kStep, c = column + at % kStep;
       float number = 0;
-      if (row < 2 && c < width) number = band_at(band, head, row == 0 ? band.low : band.high, c);
+      if (row < 2 && met[row] && c < width)
+        number = band_at(band, head, row == 0 ? band.low : band.high, c);
       put_number(to[row * S::kRow + at % kStep], number);
     }
   }

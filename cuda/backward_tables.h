@@ -94,6 +94,7 @@ __device__ void each_bucket(const Lookup &x, const Where &w, TileMemory<S> &s, G
  * the same in all threads of a row. */
 struct Ends {
   float sums[2][2];
+  bool met[2]; /* is there such a tile? The same in all threads */
 };
 
 template <class S>
@@ -110,6 +111,7 @@ __device__ void add_band_rows(const Where &w, const Band &band, bool keys, int c
     }
     return;
   }
+  ends.met[meets == MEETS_HEAD ? 0 : 1] = true;
   const Place own = own_place();
 #pragma unroll
   for (int a = 0; a < 2; a++) {
@@ -141,7 +143,7 @@ __device__ void add_ends(const Where &w, const Band &band, int column, int width
   add_weighted_rows<S>(
       s, column, width,
       [&](int row, int end) { return end < 2 ? s.totals[end * kTile + row] : 0.0f; },
-      EndRows<S>{band, w.head, width}, sums);
+      EndRows<S>{band, ends.met, w.head, width}, sums);
 }
 
 /* Of a table that is too long for buckets: pair by pair. */

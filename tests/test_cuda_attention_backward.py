@@ -176,6 +176,16 @@ GENERAL = {
     "position bias, ends": replace(SHAW, key=Band(2, 2), value=None, position_bias=True, N=200),
     "labels": replace(SHAW, key=Labels(51), value=Labels(51), bias=Labels(7, 2), N=70, M=140),
     "labels beyond buckets": replace(SHAW, key=Labels(300, 2), value=Labels(600, 4), N=66, M=66),
+    "long tables": replace(
+        SHAW,
+        key=Labels(600, 2),
+        query=Labels(600, 2),
+        value=None,
+        position_bias=True,
+        N=66,
+        M=66,
+        H=1,
+    ),
     "labels of keys": replace(SHAW, key=None, query=Labels(130, 2), value=None, N=66, M=130),
     "edges": replace(SHAW, key=Edges(5, 4, "repeated"), query=Edges(70, 3), value=Edges(5, 3), H=1),
     "mask": replace(SHAW, mask=Mask(), dropout=DROPOUT, N=66),
@@ -312,6 +322,7 @@ CHILD_CASES = {
     "full": replace(FULL, N=33, M=66, lengths=None),
     "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
+    "long": replace(GENERAL["long tables"], N=33, M=66),
 }
 
 
