@@ -394,14 +394,25 @@ def _check(q: Any, k: Any, v: Any) -> None:
             )
 
 
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # from torch 2.7 on
+
+
 def _host(*counts: Any) -> list[Tensor | None]:
     """Lengths, offsets and starts as tensors, in the order of PER_CALL."""
     if torch.compiler.is_compiling():
         return [None if x is None else torch.as_tensor(x) for x in counts]
     return [
-        x if x is None or isinstance(x, Tensor) else torch.from_numpy(integers(name, x))
+        None if x is None else _count(name, x)
         for name, x in zip(PER_CALL[:-1], counts, strict=True)
     ]
+
+
+def _count(name: str, x: Any) -> Tensor:
+    if isinstance(x, int | np.integer | list | tuple | np.ndarray | str):
+        found = integers(name, x)  # of torch's own byte order and strides, with sentences of ours
+        assert found is not None
+        return torch.from_numpy(found)
+    return torch.as_tensor(x)  # a tensor, or another library's array, on a GPU too
 
 
 def _check_mask(mask: Any) -> None:
@@ -505,7 +516,7 @@ class Attention(torch.nn.Module):
         masks. seed: below 2^63, another one every step.
 
         Cannot be exported (`torch.export`); `attention` can."""
-        if torch.compiler.is_exporting():
+        if _is_exporting():
             raise RuntimeError(
                 "relpos.torch: an Attention module cannot be exported, its scheme being known to "
                 "this process alone; call relpos.torch.attention in a module of your own, which can"

@@ -566,7 +566,7 @@ class Translator:
 
 
 # White space to sentencepiece. Python's words end at these others too, which stay in a piece.
-_SPACES = re.compile(r"[^\S\x1c-\x1f\x85]+")
+_SPACES = re.compile(r"[^\S\x0b\x1c-\x1f\x85]+")
 
 
 def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None) -> list[int]:

@@ -135,6 +135,7 @@ def test_words_are_those_of_the_text() -> None:
     [
         ("run\x85watch them", [0, 2]),  # one word to sentencepiece, two to Python
         ("run\x1cwatch them", [0, 2]),
+        ("run\x0bwatch them", [0, 2]),
         ("\x85 run", [0]),
         ("\x85\u200b", [0]),
         ("run\u3000them", [0, 1]),

@@ -276,6 +276,21 @@ def test_another_validation_text_begins_its_own_best(tmp_path: Path, capsys: Any
     assert capsys.readouterr().err == ""
 
 
+def test_the_best_by_an_old_text_stays_until_there_is_another(tmp_path: Path, capsys: Any) -> None:
+    """Also where a part of the run had no validation at all."""
+    best = make(tmp_path, steps=20, keep=1, save_every=50).train().best_step
+    assert best == 20
+    make(tmp_path, steps=25, keep=1, resume=True, validation=None).train()
+    assert steps_in(tmp_path) == [20, 25]
+    again = {"keep": 1, "resume": True, "validation": TEXT, "validate_every": 500, "save_every": 3}
+    trainer = make(tmp_path, steps=30, **again)
+    assert "goes on with another validation text" in capsys.readouterr().err
+    trainer._save()
+    assert steps_in(tmp_path) == [20, 25]
+    make(tmp_path, steps=30, **again).train()
+    assert steps_in(tmp_path) == [30]
+
+
 def test_checkpoints_none_of_which_is_whole_are_not_begun_over(tmp_path: Path) -> None:
     make(tmp_path, steps=5, keep=1).train()
     [only] = checkpoint.checkpoints(tmp_path)

@@ -355,7 +355,7 @@ def _why_no_training(error: RuntimeError, size: int) -> str:
             "needs fewer"
         )
     if "sentences_.empty()" in text or "all_chars_count" in text:
-        return "lines: none has text of up to 4,192 bytes, which is what sentencepiece learns from"
+        return "lines: none has text of up to 4,192 bytes that sentencepiece could learn from"
     return f"sentencepiece: {_short(error)}"
 
 

@@ -20,7 +20,7 @@ def shown(maps: ModelMaps, kind: str, show: str) -> Array:
     of_kind = maps.maps[kind]
     there = {"probabilities": of_kind.probabilities, "logits": of_kind.logits, **of_kind.parts}
     known = [name for name, values in there.items() if values is not None]
-    known += ["relation"] if "content" in known and not maps.missing(kind) else []
+    known += ["relation"] if "content" in known else []
     if show not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise ValueError(f"show: expected one of {names}, which these maps have, got {show!r}")

@@ -258,6 +258,7 @@ class Trainer:
         )  # fmt: skip
         self._best: float | None = None
         self._best_step: int | None = None
+        self._spared: int | None = None  # the best by another text: kept until this has its own
         self._validated: float | None = None
         self._looked = 0  # the step of the last validation
         self._stale = 0
@@ -373,10 +374,12 @@ class Trainer:
             run = state["run"]
             self._batches.resume(run["data"])
             self._best, self._best_step = run["best"], run["best_step"]
+            if self._best is not None and not math.isfinite(self._best):  # of older versions
+                self._best = self._best_step = None
             self._validated, self._stale = run["validated"], run["stale"]
             self._seconds = run["seconds"]
             self._looked = run.get("looked", found.step)  # older versions do not say
-            before = run.get("validates")
+            before, self._spared = run.get("validates"), run.get("spared")
         except (KeyError, TypeError) as error:
             raise checkpoint.CheckpointError(
                 f"{found.folder / checkpoint.STATE}: not of a Trainer: {error}"
@@ -387,8 +390,11 @@ class Trainer:
                 "does not count",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
+            self._spared = self._best_step or self._spared
             self._best = self._best_step = self._validated = None
             self._looked = self._stale = 0
+        if self._validates is None:
+            self._validates = before
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -485,10 +491,12 @@ class Trainer:
             "validated": self._validated,
             "looked": self._looked,
             "validates": self._validates,
+            "spared": self._spared,
             "stale": self._stale,
             "seconds": self._seconds,
         }
-        spare = frozenset(() if self._best_step is None else (self._best_step,))
+        best = self._spared if self._best_step is None else self._best_step
+        spare = frozenset(() if best is None else (best,))
         return checkpoint.save(
             self.folder, self.model, {"epoch": self._batches.epoch, "run": run},
             tokenizer=self.subwords, keep=self._keep, spare=spare,
