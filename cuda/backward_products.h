@@ -83,8 +83,7 @@ __device__ inline Place own_place() {
   return {warp_of() / 2 * 16 + lane_of() / 4, warp_of() % 2 * kStep + lane_of() % 4 * 2};
 }
 
-/* ---- rows: each puts 64 of them to shared memory, columns from `column` on ---------------------
- * *
+/* ---- rows: each puts 64 to shared memory, columns from `column` on -----------------
  *
  * By functions that are called: products are many, and nvcc takes minutes to inline them all. */
 

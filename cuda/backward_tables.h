@@ -187,8 +187,7 @@ __device__ void add_terms(const Call &call, const Where &w, Kind kind, int colum
   }
 }
 
-/* ---- (6): gradients of tables ------------------------------------------------------------------
- */
+/* ---- (6): gradients of tables ------------------------------------------------------ */
 
 /* Who adds to which number of a term's lines: a thread has one column, of several that a wide
  * table has, and of the rows those of one class, modulo the number of classes. So no two threads

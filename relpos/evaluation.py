@@ -259,11 +259,12 @@ def check_asked(tokenize: str, plot: str | os.PathLike[str] | None) -> None:
 
 
 def _check_tokenize(tokenize: str) -> None:
-    known = _sacrebleu().metrics.BLEU.TOKENIZERS
+    bleu = _sacrebleu().metrics.BLEU
+    known = bleu.TOKENIZERS
     if tokenize not in known:
         raise ValueError(f"tokenize: expected {', '.join(known)}, got {tokenize}")
     try:  # some want a package of their own, or a file from a network
-        _sacrebleu().metrics.BLEU(tokenize=tokenize)
+        bleu(tokenize=tokenize)
     except Exception as error:
         why = next((line for line in str(error).splitlines() if line.strip()), repr(error))
         raise ValueError(f"tokenize: {tokenize} cannot be had: {why.strip()}") from None
