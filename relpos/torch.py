@@ -107,8 +107,12 @@ def _tensor_of(x: Any) -> Tensor:
     return x.tensor if isinstance(x, TensorArray) else torch.from_numpy(np.ascontiguousarray(x))
 
 
-def _table_of(x: Tensor) -> Any:
+def _table_of(name: str, x: Tensor) -> Any:
     """A parameter as an array; all tables are float32 on every device."""
+    types = ("float32", "bfloat16") if _is_on_gpu(x) else (str(np.dtype(arrays.REAL)),)
+    got = str(x.dtype).removeprefix("torch.")
+    if got not in types:  # a module's are converted with it, by .double()
+        raise TypeError(f"{name}: expected {' or '.join(types)}, got {got}; use .float()")
     return _array_of(x.detach().float() if x.dtype == torch.bfloat16 else x)
 
 
@@ -168,7 +172,8 @@ class _Kept(_Spec):
         _kept[self.name] = self
 
     def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
-        own = dict(zip(self.tensors, map(_table_of, tables), strict=True))
+        named = zip(self.tensors, tables, strict=True)
+        own = {name: _table_of(name, x) for name, x in named}
         position = with_tables(self.position, self.arrays | own)
         return _Call(position, self.options | numbers.per_call(), list(self.tensors))
 
@@ -190,7 +195,7 @@ class _Written(_Spec):
         return _Written
 
     def over(self, tables: Sequence[Tensor], numbers: _Numbers) -> _Call:
-        own = [_table_of(x) for x in tables]
+        own = [_table_of("position", x) for x in tables]
         others = [x.cpu().numpy() for x in numbers.host[len(PER_CALL) :] if x is not None]
         parts = Parts(own, others, list(numbers.integers), list(numbers.reals))
         position, options = read(self.written, parts)

@@ -264,8 +264,8 @@ class Translator:
                 )
         if how.rows > self._tokens:
             raise ValueError(
-                f"{'n_best' if how.sample else 'beam'}: expected at most {self._tokens:,}, which "
-                f"this model was made for, got {how.rows:,}"
+                f"{'n_best' if how.sample else 'beam'}: expected at most {self._tokens:,}, the "
+                f"tokens of a batch (batch_tokens), got {how.rows:,}"
             )
         how = replace(how, begin=self.subwords.bos, end=self.subwords.eos)
         if len({*how.suppressed, how.end}) == vocabulary:

@@ -404,6 +404,6 @@ def test_a_run_without_parts_is_refused_before_the_work(tmp_path: Path) -> None:
         relpos.Trainer(config, LINES, folder=tmp_path / "run", split=2)
     assert not (tmp_path / "run").exists()
     words = Words.train(text for pair in LINES for text in pair)
-    with pytest.raises(ValueError, match="subwords: tokens of Words have no parts"):
+    with pytest.raises(ValueError, match="split: tokens of Words have no parts"):
         relpos.Trainer(config, LINES, folder=tmp_path / "run", subwords=words, split=0.1)
     assert not (tmp_path / "run").exists()

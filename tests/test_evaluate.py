@@ -216,7 +216,17 @@ def test_a_picture(capsys: Capture, tmp_path: Path) -> None:
     given = ("evaluate", "--hypothesis", MT, "--reference", PE, "--plot", picture)
     relpos_says(capsys, *given, "--source", SRC, "--lengths", "5,10,15,20")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "there is no BLEU by length" in relpos_says(capsys, *given, status=1)
+    said = relpos_says(capsys, *given, status=1)
+    assert said == "relpos: --plot: is of --source's lengths, and --source is not given\n"
+
+
+def test_options_that_would_do_nothing(capsys: Capture, tmp_path: Path) -> None:
+    given = ("evaluate", "--hypothesis", MT, "--reference", PE)
+    for option, value in (("--lengths", "3,4"), ("--output", tmp_path / "out")):
+        assert relpos_says(capsys, *given, option, value, status=1).startswith(
+            f"relpos: {option}: "
+        )
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_picture_of_no_kind(capsys: Capture, tmp_path: Path) -> None:

@@ -429,6 +429,11 @@ def test_a_table_of_another_type_is_refused() -> None:
         TypeError, match=r"^key_table: expected float32 \(T, d\) or .*, got float64"
     ):
         relpos.Shaw(tensor(5, D).double())
+    q, k, v = qkv()
+    module = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(tensor(5, D)))).double()
+    with pytest.raises(TypeError, match=r"^key_table: expected float32, got float64; use .float"):
+        module(q, k, v)
+    module.float()(q, k, v)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -456,6 +456,8 @@ def test_what_cannot_be_started_with(tmp_path: Path) -> None:
     wider = config.replace({"width": 2 * config.width})
     with pytest.raises(ValueError, match=f"^config: not that of start: width={wider.width}, and "):
         make(folder, start=start, config=wider)
+    with pytest.raises(ValueError, match="^split: tokens of Words have no parts"):
+        make(folder, start=start, subwords=None, split=0.1)
     (start / "step-000000001" / "tokenizer").rename(tmp_path / "away")
     with pytest.raises(FileNotFoundError, match="tokenizer"):
         make(folder, start=start / "step-000000001" / "model.safetensors")
@@ -601,7 +603,7 @@ def test_arguments_that_cannot_be(tmp_path: Path, given: dict[str, Any], message
         ({"start": 3}, "start: expected str or PathLike, got int"),
         ({"start": ""}, "start: expected a path, got ''"),
         ({"seed": -1}, "seed: expected 0 or more, got -1"),
-        ({"split": 0.1}, "subwords: tokens of Words have no parts to be split into"),
+        ({"split": 0.1}, "split: tokens of Words have no parts to be split into"),
         ({"resume": "false"}, "resume: expected True or False, got str"),
         ({"tensorboard": "no"}, "tensorboard: expected True or False, got str"),
         ({"validate_bleu": "no"}, "validate_bleu: expected True or False, got str"),

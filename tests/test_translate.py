@@ -613,6 +613,18 @@ def test_gzip_is_for_files(models: SimpleNamespace, capsys: Capture) -> None:
     assert said.startswith("relpos: standard input: is gzip, which only files may be: gzip -dc")
 
 
+def test_a_gzip_file_cut_short(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    """What could be read of it is translated."""
+    zipped = gzip.compress("".join(f"{line}\n" for line in LINES).encode())
+    (tmp_path / "whole").write_bytes(gzip.compress(b"ba be\n"))
+    (tmp_path / "cut").write_bytes(zipped[:-12])
+    files = (tmp_path / "whole", tmp_path / "cut")
+    said = relpos_says(capsys, "translate", models.run, *files, *EIGHT, status=1)
+    found, expected = said.out.splitlines(), one_by_one(["ba be", *LINES])
+    assert len(found) > 1 and found == expected[: len(found)]
+    assert "cut: not a whole gzip file" in said.error and "Traceback" not in said.error
+
+
 def test_an_empty_line_has_no_score(
     models: SimpleNamespace, capsys: Capture, tmp_path: Path
 ) -> None:

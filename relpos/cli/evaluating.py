@@ -106,7 +106,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         print(_EVALUATE_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
         return USAGE
     if options.hypothesis is not None:
-        refuse(options, (*SAYING, *_OF_MODELS), "--hypothesis says what is said")
+        refuse(options, (*SAYING, *_OF_MODELS, "output"), "--hypothesis says what is said")
+    if options.source is None:
+        refuse(options, ("lengths", "plot"), "is of --source's lengths, and --source is not given")
     refuse_of_the_other(options)
     from relpos import evaluation
     from relpos.cli.lines import lines_in, one_line, written

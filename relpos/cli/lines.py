@@ -9,7 +9,6 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,11 +34,27 @@ def windows_of(files: Sequence[str], most: int, bad: Bad | None = None) -> Itera
             yield from arriving(sys.stdin.fileno(), "standard input", most, bad)
         elif stat.S_ISREG(os.stat(file).st_mode):
             with closing(lines_of(file, bad)) as lines:
-                while window := list(islice(lines, most)):
-                    yield window
+                yield from _by_windows(lines, most)
         else:
             with open(file, "rb", buffering=0) as stream:
                 yield from arriving(stream.fileno(), file, most, bad)
+
+
+def _by_windows(lines: Iterator[str], most: int) -> Iterator[list[str]]:
+    """`most` at a time; those before what cannot be read come before its error."""
+    window: list[str] = []
+    try:
+        for line in lines:
+            window.append(line)
+            if len(window) == most:
+                yield window
+                window = []
+    except (ValueError, OSError):
+        if window:
+            yield window
+        raise
+    if window:
+        yield window
 
 
 def lines_in(files: Sequence[str]) -> list[str]:

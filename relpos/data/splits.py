@@ -43,10 +43,10 @@ def check_chance(name: str, value: Any) -> float:
     return chance
 
 
-def check_spelled(subwords: Any) -> Spelled:
+def check_spelled(name: str, subwords: Any) -> Spelled:
     if not isinstance(subwords, Spelled):
         raise ValueError(
-            f"subwords: tokens of {type(subwords).__name__} have no parts to be split into; "
+            f"{name}: tokens of {type(subwords).__name__} have no parts to be split into; "
             "those of SentencePiece have"
         )
     return subwords
@@ -70,7 +70,7 @@ class Splits:
         self.chance = check_chance("chance", chance)
         if not isinstance(subwords, Subwords) or isinstance(subwords, type):
             raise TypeError(f"subwords: expected Subwords, got {subwords!r:.80}")
-        spellings = check_spelled(subwords).spellings()
+        spellings = check_spelled("subwords", subwords).spellings()
         self.size, self.fingerprint = subwords.size, subwords.fingerprint()
         fits = isinstance(spellings, list) and len(spellings) == self.size
         if not fits or not all(isinstance(x, str | None) for x in spellings):

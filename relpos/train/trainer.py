@@ -209,7 +209,7 @@ class Trainer:
             check_count("accumulate_tokens", accumulate_tokens, tokens)
         check_seed(seed)
         if check_chance("split", split) > 0 and isinstance(subwords, Subwords):
-            check_spelled(subwords)
+            check_spelled("split", subwords)
         once = begin is not None or isinstance(subwords, Subwords)
         data = look_at("data", data, config, once=once, throughout=False)
         if validation is not None:
@@ -230,6 +230,8 @@ class Trainer:
             source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
             self.config = config.replace({"source_vocabulary": source, "target_vocabulary": target})
             check_vocabulary(self.subwords, self.config)
+            if split > 0:
+                check_spelled("split", self.subwords)
             splits = None if split == 0 else Splits(self.subwords, split)
             if found is None or found.tokenizer is None:
                 self.subwords.save(self.folder / TOKENIZER)
