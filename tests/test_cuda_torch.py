@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import relpos.torch  # noqa: E402
 from test_torch import SCHEMES, B, D, H, N, qkv, tensor  # noqa: E402
 
-Own = relpos.torch.TensorArray
+Own = relpos.torch.tensors.TensorArray
 OPTIONS = {"causal": False, "layout": "bhnd", "scale": None, "softcap": 0.0, "window": None}
 OPTIONS |= {"dropout": 0.0, "precision": "f32", "mask": None}
 
@@ -69,13 +69,15 @@ class Mirror(Own):
 
 @pytest.fixture
 def beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relpos.torch, "_is_on_gpu", lambda x: True)
+    for module in (relpos.torch.tensors, relpos.torch.arguments):
+        monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
 
 
 @pytest.fixture
 def on_the_emulator(emulated_device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relpos.torch, "_is_on_gpu", lambda x: True)
-    monkeypatch.setattr(relpos.torch, "TensorArray", Mirror)
+    for module in (relpos.torch.tensors, relpos.torch.arguments):
+        monkeypatch.setattr(module, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(relpos.torch.tensors, "TensorArray", Mirror)
     monkeypatch.setattr(arrays, "may_be_narrow", lambda table: True)
 
 
@@ -202,7 +204,7 @@ def test_gradients_are_of_the_tables_types() -> None:
     q, k, v = (x.detach().bfloat16() for x in qkv())
     for dtype in (torch.float32, torch.bfloat16):
         tables = [tensor(5, D, grad=False).to(dtype)]
-        spec = relpos.torch._Kept(relpos.Shaw(*tables), OPTIONS)
+        spec = relpos.torch.calls.Kept(relpos.Shaw(*tables), OPTIONS)
         rest = (tables, 6 * [None], [], [], 0, spec.name)
         out, lse = torch.ops.relpos.attention(q, k, v, *rest)
         found = torch.ops.relpos.attention_backward(out, q, k, v, out, lse, *rest)

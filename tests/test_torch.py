@@ -166,11 +166,11 @@ def test_backward_on_another_stream_makes_its_terms_anew(
     attend = relpos.torch.Attention(relpos.TransformerXL(weight))
     x, found = tensor(B, H, N, D, grad=False), []
     for stream in (1, 2):
-        monkeypatch.setattr(relpos.torch, "_stream_of", lambda _: 1)
+        monkeypatch.setattr(relpos.torch.operation, "stream_of", lambda _: 1)
         lowerings.clear()
         weight.grad = None
         out = attend(x, x, x).sum()
-        monkeypatch.setattr(relpos.torch, "_stream_of", lambda _, stream=stream: stream)
+        monkeypatch.setattr(relpos.torch.operation, "stream_of", lambda _, stream=stream: stream)
         out.backward()
         assert len(lowerings) == stream
         found.append(weight.grad)
@@ -639,14 +639,14 @@ def test_compiled_views_that_begin_at_one_place() -> None:
 
 def test_compiled_code_sees_the_tensors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    forward = relpos.torch.attention_forward
+    forward = relpos.torch.operation.attention_forward
 
     def spy(*given: Any, position: Any, **options: Any) -> Any:
         arrays = (*given, *relpos.position.combine.tables_of(position).values())
         seen.extend(x.__array_interface__["data"][0] for x in arrays)
         return forward(*given, position=position, **options)
 
-    monkeypatch.setattr(relpos.torch, "attention_forward", spy)
+    monkeypatch.setattr(relpos.torch.operation, "attention_forward", spy)
     leaves = [x.detach() for x in (*qkv(), tensor(5, D))]
 
     def call(q: Any, k: Any, v: Any, a: Any) -> Any:
@@ -709,7 +709,7 @@ def test_exported() -> None:
     exported = torch.export.export(function, tuple(x))
     assert torch.equal(exported.module()(*x), function(*x))
     with pytest.raises(RuntimeError, match="a module of another process"):
-        relpos.torch._spec_of("0")
+        relpos.torch.calls.spec_of("0")
 
 
 def test_the_module() -> None:
@@ -828,7 +828,7 @@ def test_empty_tensors(shape: tuple[int, ...], strides: Any) -> None:
 
 
 def test_nothing_is_kept() -> None:
-    from relpos.torch import _kept
+    from relpos.torch.calls import _kept
 
     before = len(_kept)
     q, k, v = qkv()

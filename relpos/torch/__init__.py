@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""relpos for torch: attention on CPU and CUDA tensors, with gradients, without copies.
+
+    out = relpos.torch.attention(q, k, v, position=relpos.Shaw(key_table, value_table))
+
+q, k, v and the parameters of the scheme are tensors; what requires a gradient gets one. To torch
+the call is one operation, `torch.ops.relpos.attention`, and torch.compile takes it as such, with
+fullgraph=True too. `Attention` is the same as a module, made once:
+
+    self.attention = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(table)), causal=True)
+    out = self.attention(q, k, v)
+
+Needs torch (`pip install 'relpos[torch]'`). float32; on an NVIDIA GPU also bfloat16, and then on
+torch's current stream (docs/cuda.md). There are no gradients of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    import torch
+except ImportError:
+    raise ImportError("relpos.torch: takes torch, `pip install 'relpos[torch]'`") from None
+from torch import Tensor
+
+from relpos.position.combine import Position, schemes_of
+from relpos.position.written import Parts, as_text, write
+from relpos.request import Layout, Mask, Window
+from relpos.torch.arguments import check_mask, check_seed, check_tangents, check_tensors, host_of
+from relpos.torch.calls import Kept
+from relpos.torch.operation import OPERATION
+
+__all__ = ["Attention", "attention"]
+
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # from torch 2.7 on
+
+
+class Attention(torch.nn.Module):
+    """`relpos.attention` as a module: the scheme and the options once, tensors with every call.
+
+    position: as in `relpos.attention`. Those of its parameters that are `torch.nn.Parameter` become
+        the module's, by their names, and may be replaced there; any tensor that requires a gradient
+        gets one.
+    causal, window, layout, scale, softcap, dropout, precision: as in `relpos.attention`. Dropout is
+        applied in training alone, as in torch.
+
+    May be called in code that torch.compile compiles.
+    """
+
+    def __init__(
+        self,
+        position: Position = None,
+        *,
+        causal: bool = False,
+        window: Window = None,
+        layout: Layout = "bhnd",
+        scale: float | None = None,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+        precision: str = "f32",
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {
+            "causal": causal,
+            "window": window,
+            "layout": layout,
+            "scale": scale,
+            "softcap": softcap,
+            "dropout": dropout,
+            "precision": precision,
+            "mask": None,
+        }
+        self._training = Kept(position, options)
+        self._evaluation = Kept(position, options | {"dropout": 0.0})
+        tensors = self._training.tensors
+        self._own = [name for name, x in tensors.items() if isinstance(x, torch.nn.Parameter)]
+        for name in self._own:
+            self.register_parameter(name, tensors[name])
+
+    def _tables(self) -> list[Tensor]:
+        """The tensors of the scheme; the module's parameters as they are now, torch replaces them."""
+        tensors = self._training.tensors
+        return [getattr(self, name) if name in self._own else tensors[name] for name in tensors]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Any = None,
+        key_lengths: Any = None,
+        offsets: Any = None,
+        key_offsets: Any = None,
+        query_start: Any = None,
+        mask: Tensor | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Tensors as `attention` takes them; integers for lengths, offsets and query_start, best as
+        tensors on the CPU; a bool tensor for mask, not with offsets: `attention` takes packed
+        masks. seed: below 2^63, another one every step.
+
+        Cannot be exported (`torch.export`); `attention` can."""
+        if _is_exporting():
+            raise RuntimeError(
+                "relpos.torch: an Attention module cannot be exported, its scheme being known to "
+                "this process alone; call relpos.torch.attention in a module of your own, which can"
+            )
+        check_tensors(q, k, v)
+        check_mask(mask)
+        seed = check_seed(seed)
+        spec, tables = self._training if self.training else self._evaluation, self._tables()
+        check_tangents(q, k, v, *tables)
+        host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
+        out: Tensor = OPERATION(q, k, v, tables, host, [], [], seed, spec.name)[0]
+        return out
+
+
+_as_text: Any = torch.compiler.assume_constant_result(as_text)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    position: Position = None,
+    causal: bool = False,
+    lengths: Any = None,
+    key_lengths: Any = None,
+    offsets: Any = None,
+    key_offsets: Any = None,
+    query_start: Any = None,
+    mask: Mask = None,
+    window: Window = None,
+    layout: Layout = "bhnd",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int = 0,
+    precision: str = "f32",
+) -> Tensor:
+    """`relpos.attention` of tensors, differentiable by q, k, v and the parameters of `position`.
+
+    q, k, v: float32 tensors on the CPU, or float32 or bfloat16 ones on one GPU, used where they
+        lie.
+    position: a scheme, or a tuple of them, made of tensors (`relpos.Shaw(key_table)` with tensors
+        that may require gradients) or of arrays, which then are constants.
+    lengths, key_lengths, offsets, key_offsets, query_start: integers, as tensors or otherwise. The
+        host reads them: tensors on a GPU are copied, and waited for. So is a mask.
+    mask: a bool tensor, or as `relpos.attention` takes it.
+    seed: int below 2^63.
+    The others as in `relpos.attention`.
+
+    Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
+    tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
+    schemes may be made where they are used, but for those with labels or positions: these come from
+    outside, and their arrays may then be others in every call.
+    """
+    check_tensors(q, k, v)
+    dense = mask if isinstance(mask, Tensor) else None
+    check_mask(dense)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "layout": layout,
+        "scale": scale,
+        "softcap": softcap,
+        "dropout": dropout,
+        "precision": precision,
+        "mask": mask if dense is None else None,
+    }
+    host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [dense]
+    seed = check_seed(seed)
+    if torch.compiler.is_compiling():
+        parts = Parts([], [], [], [])
+        spec = _as_text(write((schemes_of(position), options), parts))
+        tables, host = parts.tables, host + parts.arrays
+        found = OPERATION(q, k, v, tables, host, parts.integers, parts.reals, seed, spec)
+    else:
+        kept = Kept(position, options)
+        tables = list(kept.tensors.values())
+        check_tangents(q, k, v, *tables)
+        found = OPERATION(q, k, v, tables, host, [], [], seed, kept.name)
+    out: Tensor = found[0]
+    return out

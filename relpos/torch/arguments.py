@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be given to a call, in the words of torch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from relpos.position import arrays
+from relpos.request import integers
+from relpos.torch.calls import PER_CALL
+from relpos.torch.tensors import is_on_gpu
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Whether these are tensors that attention takes. torch.compile reads this too."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.device.type not in ("cpu", "cuda"):
+            raise TypeError(
+                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
+                f"use {name}.cpu()"
+            )
+        if x.device != q.device:
+            raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
+        _check_type(name, x, q)
+        if x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
+            raise ValueError(
+                f"{name}: the numbers of its last axis lie {x.stride(-1)} apart, expected side by "
+                f"side; use {name}.contiguous()"
+            )
+
+
+def host_of(*counts: Any) -> list[Tensor | None]:
+    """Lengths, offsets and starts as tensors, in the order of PER_CALL."""
+    if torch.compiler.is_compiling():
+        return [None if x is None else torch.as_tensor(x) for x in counts]
+    return [
+        None if x is None else _count(name, x)
+        for name, x in zip(PER_CALL[:-1], counts, strict=True)
+    ]
+
+
+def _count(name: str, x: Any) -> Tensor:
+    if isinstance(x, int | np.integer | list | tuple | np.ndarray | str):
+        found = integers(name, x)  # of torch's own byte order and strides, with sentences of ours
+        assert found is not None
+        return torch.from_numpy(found)
+    return torch.as_tensor(x)  # a tensor, or another library's array, on a GPU too
+
+
+def check_mask(mask: Any) -> None:
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask: expected a bool tensor, got {type(mask).__name__}")
+    if mask is not None and mask.dtype != torch.bool:
+        got = str(mask.dtype).removeprefix("torch.")
+        raise TypeError(f"mask: expected a bool tensor, got {got}; use mask.bool()")
+
+
+def check_seed(seed: Any) -> int:
+    """seed as torch takes it: below 2^63."""
+    if torch.compiler.is_compiling():
+        return seed  # type: ignore[no-any-return]
+    expected = f"seed: expected an integer from 0 to 2^63 - 1, got {seed!r}"
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(expected) from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(expected)
+    return number
+
+
+def _check_type(name: str, x: Tensor, q: Tensor) -> None:
+    real = str(np.dtype(arrays.REAL))
+    got = str(x.dtype).removeprefix("torch.")
+    if not is_on_gpu(x):
+        if got != real:
+            raise TypeError(f"{name}: expected {real}, got {got}; use {name}.float()")
+    elif got not in ("float32", "bfloat16"):
+        raise TypeError(f"{name}: expected float32 or bfloat16, got {got}; use {name}.float()")
+    elif x.dtype != q.dtype:
+        own = str(q.dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: expected {own} as q, got {got}; use {name}.to(q.dtype)")
+
+
+def check_tangents(*tensors: Tensor) -> None:
+    """Forward-mode derivatives: torch would take them to be zero, and say nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("relpos.torch: has no forward-mode derivatives (jvp, jacfwd)")
