@@ -24,7 +24,8 @@ from relpos.request import Layout, Mask, Window
 from relpos.translation import why_failed
 
 if TYPE_CHECKING:
-    from relpos.data.subwords import Side, Subwords
+    from relpos.data.subwords import Side
+    from relpos.data.vocabulary import Subwords
     from relpos.search import Search
     from relpos.translator import Translator
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from relpos.config import Config
-from relpos.data.subwords import Subwords, check_vocabulary, load_subwords
+from relpos.data.subwords import check_vocabulary, load_subwords
+from relpos.data.vocabulary import Subwords
 from relpos.model import Precision, Transformer
 from relpos.position.arrays import check_count
 from relpos.train.average import check_same, put_mean

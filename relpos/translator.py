@@ -21,7 +21,9 @@ import numpy as np
 
 from relpos.batch import Batch
 from relpos.data.batches import cut
-from relpos.data.subwords import SentencePiece, Side, Subwords, check_vocabulary, of_side
+from relpos.data.pieces import SentencePiece
+from relpos.data.subwords import Side, check_vocabulary, of_side
+from relpos.data.vocabulary import Subwords
 from relpos.model import Integers, Precision, Transformer
 from relpos.position.arrays import Array, check_count
 from relpos.saved import find_model, load_model

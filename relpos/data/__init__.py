@@ -12,11 +12,10 @@ docs/data.md says more.
 
 from relpos.data.batches import Batches, InOrder
 from relpos.data.cache import TokenCache
+from relpos.data.pieces import SentencePiece
 from relpos.data.splits import Splits
 from relpos.data.subwords import (
-    SentencePiece,
     Sides,
-    Subwords,
     Words,
     Wrapped,
     check_vocabulary,
@@ -24,6 +23,7 @@ from relpos.data.subwords import (
     of_side,
 )
 from relpos.data.text import Lines, Pairs, Report, read_lines, read_pairs
+from relpos.data.vocabulary import Subwords
 
 __all__ = [
     "Batches",

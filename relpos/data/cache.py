@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
-from relpos.data.subwords import Side, Subwords, of_side
+from relpos.data.subwords import Side, of_side
 from relpos.data.text import Item, Lines, Pairs, Report, has_sides
+from relpos.data.vocabulary import Subwords
 
 FORMAT = 1
 META = "meta.json"

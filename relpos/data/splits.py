@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.order import STEP, WORD, Numbers, mixed
-from relpos.data.subwords import Subwords
+from relpos.data.vocabulary import Subwords
 from relpos.position.arrays import check_number
 
 Tokens = npt.NDArray[np.int32]
