@@ -223,7 +223,7 @@ class Translator:
         is translated before the next one is asked for. A decoder alone goes on from each line."""
         if self.generates and (prefixes is not None or align is not None):
             raise ValueError(f"{'align' if prefixes is None else 'prefixes'}: there is no source")
-        how = self._checked(Search() if search is None else search)
+        how = self._checked(search)
         if prefixes is not None:
             _several("prefixes", prefixes)
         budget = self._budget(batch_tokens)
@@ -253,12 +253,13 @@ class Translator:
         windows = iter(lambda: list(islice(each, window)), [])
         return self.in_windows(windows, search=search, batch_tokens=batch_tokens, progress=progress)
 
-    def _checked(self, how: Search) -> Search:
+    def _checked(self, search: Search | None) -> Search:
         """The search with the vocabulary's tokens, if this model can make it."""
+        how = Search() if search is None else search
         if not isinstance(how, Search):
             raise TypeError(f"search: expected relpos.Search, got {type(how).__name__}")
         vocabulary = self.models[0].config.target_vocabulary
-        for name in ("beam", "top_k") if how.sample else ("beam", "n_best"):
+        for name in ("top_k",) if how.sample else ("beam", "n_best"):
             if getattr(how, name) > vocabulary:
                 raise ValueError(
                     f"{name}: expected at most {vocabulary:,}, the tokens of the vocabulary, "
@@ -292,9 +293,12 @@ class Translator:
         read = done = unknown = touched = 0
         for window in windows:
             if self.generates:
+                _check_texts("prompts", window)
                 lines = self._encoded(read, None, window)
             else:
                 begins = list(islice(forced, len(window)))
+                _check_texts("sentences", window)
+                _check_texts("prefixes", begins)
                 if len(begins) < len(window):
                     raise ValueError(
                         f"prefixes: expected one for each sentence, got {read + len(begins):,}"
@@ -352,7 +356,7 @@ class Translator:
         lines: list[_Line] = []
         for line, found in zip(batch, several, strict=True):
             for rank, each in enumerate(found):
-                said = each.tokens[: self.max_length - 1].tolist()
+                said = each.tokens[: self.max_length].tolist()
                 number = len(lines) + 1
                 lines.append(_Line(number, line.source, said, source_text=line.source_text))
                 whose.append((found, rank))
@@ -476,7 +480,7 @@ class Translator:
         said = words_of(of_side(self.subwords, "target"), line.target, line.target_text)
         links: tuple[tuple[int, int], ...] = ()
         if words and said and np.isfinite(weights).all():
-            best = weights[:-1].argmax(axis=1).tolist()
+            best = weights[: len(said)].argmax(axis=1).tolist()
             links = tuple(sorted({(words[i], said[j]) for j, i in enumerate(best) if said[j] >= 0}))
         return Alignment(line.line, weights, links, tuple(words), tuple(said))
 
@@ -495,6 +499,8 @@ class Translator:
             raise ValueError(
                 f"targets: expected {len(origins):,} as in sources, got {len(texts):,}"
             )
+        _check_texts("sources", origins or ())
+        _check_texts("targets", texts)
         return self._encoded(before, origins, texts)
 
     # ---- lines to batches --------------------------------------------------------------------------
@@ -510,14 +516,16 @@ class Translator:
         return lines
 
     def _encode(self, side: Side, texts: Sequence[str], lines: list[_Line], longest: int) -> None:
-        for text in texts:
-            if not isinstance(text, str):
-                raise TypeError(f"{side}s: expected str, got {type(text).__name__}")
         if not any(texts):
             return
         subwords = of_side(self.subwords, side)
         unknown = subwords.unknown
-        for line, text, tokens in zip(lines, texts, subwords.encode_many(texts), strict=True):
+        try:
+            encoded = subwords.encode_many(texts)
+        except Exception:
+            _check_letters(lines, texts)
+            raise
+        for line, text, tokens in zip(lines, texts, encoded, strict=True):
             if not text or text.isspace():
                 continue
             if len(tokens) > longest:
@@ -541,7 +549,8 @@ class Translator:
         if not lines:
             return
         order = sorted(lines, key=lambda line: (-len(line.source), -len(line.target)))
-        sizes = np.array([(len(line.source), len(line.target) + 1) for line in order]).T
+        most = self.max_length
+        sizes = np.array([(len(x.source), min(len(x.target) + 1, most)) for x in order]).T
         sentences = max(1, min(self._sentences, self._tokens // rows))
         for begin, end in pairwise(cut(sizes, budget, sentences)):
             yield order[begin:end]
@@ -552,9 +561,9 @@ class Translator:
         if not self.generates:
             source, source_offsets = _joined([line.source for line in lines])
         if not forced:
-            bos, eos = [self.subwords.bos], [self.subwords.eos]
-            target, target_offsets = _joined([bos + line.target for line in lines])
-            labels, _ = _joined([line.target + eos for line in lines])
+            bos, eos, most = [self.subwords.bos], [self.subwords.eos], self.max_length
+            target, target_offsets = _joined([(bos + line.target)[:most] for line in lines])
+            labels, _ = _joined([(line.target + eos)[:most] for line in lines])
         elif self.generates or any(line.target for line in lines):
             target, target_offsets = _joined([line.target for line in lines])
         ordinals = [(line.line - 1) % (1 << 32) for line in lines]  # what draws depend on
@@ -569,6 +578,10 @@ class Translator:
 
 # White space to sentencepiece. Python's words end at these others too, which stay in a piece.
 _SPACES = re.compile(r"[^\S\x0b\x1c-\x1f\x85]+")
+
+
+# Pieces that say nothing but white space, some of them byte by byte: words end there.
+_WHITE = {"▁", *(f"<0x{byte:02X}>" for byte in (*range(9, 14), *range(28, 33)))}
 
 
 def words_of(subwords: Subwords, tokens: Sequence[int], text: str | None = None) -> list[int]:
@@ -604,7 +617,7 @@ def _words_said(subwords: Subwords, tokens: Sequence[int]) -> list[int]:
             continue
         # of other vocabularies a token is a word
         piece = subwords.piece(token) if isinstance(subwords, SentencePiece) else "▁word"
-        if piece == "▁":  # goes with the word after it
+        if piece in _WHITE:  # goes with the word after it
             numbers.append(word + 1)
             ended = True
             continue
@@ -626,6 +639,22 @@ def _several(name: str, texts: Iterable[str]) -> Iterable[str]:
     if isinstance(texts, str):
         raise TypeError(f"{name}: expected several str, got one str")
     return texts
+
+
+def _check_texts(name: str, texts: Sequence[str]) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: expected str, got {type(text).__name__}")
+
+
+def _check_letters(lines: Sequence[_Line], texts: Sequence[str]) -> None:
+    """Refuses what no file could hold, as half a surrogate pair."""
+    for line, text in zip(lines, texts, strict=True):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            letter = ascii(text[error.start])
+            raise ValueError(f"line {line.line:,}: {letter} cannot be written as UTF-8") from None
 
 
 def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Translation]:

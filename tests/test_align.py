@@ -162,6 +162,23 @@ def test_words_are_those_that_are_said() -> None:
     assert len(sizes) > 5
 
 
+def test_bytes_that_are_white_space_part_words() -> None:
+    subwords = SentencePiece.train(["ba be", "be ba"] * 9, 265)
+    pieces = {subwords.piece(token): token for token in range(subwords.size)}
+    for byte in (9, 10, 13, 28, 32):
+        said = [pieces[each] for each in ("▁ba", f"<0x{byte:02X}>", "b", "▁b")]
+        assert len(subwords.decode(said).split()) == 3
+        assert words_of(subwords, said) == [0, 1, 1, 2]
+
+
+def test_every_token_of_the_longest_is_linked(translator: Translator) -> None:
+    search = relpos.Search(min_length=translator.max_length, max_length=translator.max_length)
+    [found] = translator.translate_all(["ba be bi"], search=search, align=(-1, None))
+    links = found.n_best[0].links
+    assert len(found.n_best[0].tokens) == translator.max_length
+    assert {target for _, target in links} == set(range(translator.max_length))
+
+
 def test_a_word_without_a_token() -> None:
     """As "\u200b" between two others: nothing looks anywhere when it is said."""
     weights = np.full((4, 2), 0.5, np.float32)
@@ -298,6 +315,23 @@ def test_from_pipes_and_compressed(
     given = ("align", models.run, "--target", tmp_path / "target.gz", "--source", "-")
     said = relpos_says(capsys, *given, stdin="\n".join(SOURCES).encode())
     assert said.out.splitlines() == expected
+
+
+def test_what_comes_before_a_line_that_cannot_be_read(
+    models: SimpleNamespace, translator: Translator, capsys: Capture, files: tuple[Path, Path]
+) -> None:
+    expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
+    bad, whole = files[0].parent / "bad", {"source": files[0], "target": files[1]}
+    for side, file in whole.items():
+        lines = file.read_bytes().splitlines(keepends=True)
+        bad.write_bytes(b"".join([*lines[:4], b"\xff\n", *lines[5:]]))
+        given = whole | {side: bad}
+        options = ("--source", given["source"], "--target", given["target"])
+        said = relpos_says(capsys, "align", models.run, *options, status=1)
+        assert said.out.splitlines() == expected[:4]
+        assert f"{bad}: line 5, byte 1 of it" in said.error
+    other = ("align", models.run, "--source", "-", "--target", files[1])
+    assert relpos_says(capsys, *other, stdin=bad.read_bytes(), status=1).out.count("\n") == 4
 
 
 def test_lines_are_answered_as_they_arrive(models: SimpleNamespace, tmp_path: Path) -> None:

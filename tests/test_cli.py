@@ -147,7 +147,9 @@ def test_flags_import_nothing_of_training() -> None:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    own.pop("PYTHONUNBUFFERED", None)  # with it nothing is left to be written at exit
+    return own
 
 
 # ---- train ---------------------------------------------------------------------------------------
@@ -475,6 +477,21 @@ def test_what_the_terminal_cannot_say(run: SimpleNamespace) -> None:
     assert done.returncode == 0 and "Mittel \\xfc" in done.stdout
     full = relpos_under("> /dev/full", "translate", run.made, run.files[1], "--beam", "1")
     assert (full.returncode, full.stderr) == (1, "relpos: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("devices",), ("average",)])
+def test_what_was_printed_is_written_before_the_end(
+    run: SimpleNamespace, tmp_path: Path, arguments: tuple[Any, ...]
+) -> None:
+    """Or Python would tell of it at exit, in its own words and with its own status."""
+    each = [arguments] * 2
+    if arguments == ("average",):
+        each = [("average", run.made, "--output", tmp_path / name) for name in "ab"]
+    full = relpos_under("> /dev/full", *each[0])
+    said = "relpos: standard output: No space left on device\n"
+    assert (full.returncode, full.stderr) == (1, said)
+    gone = relpos_under("| true", *each[1])
+    assert gone.stderr == ""
 
 
 # ---- average -------------------------------------------------------------------------------------

@@ -91,6 +91,10 @@ def test_tables_need_no_sentence(run: Path, capsys: Capture, tmp_path: Path, dra
     inspect(capsys, run, "--show", "tables", "--kind", "decoder", "--layer", 1, "-o", picture)
     assert b"<svg" in picture.read_bytes()
     assert [(name, given[1:]) for name, given, _ in drawn] == [("tables", ("decoder", 1))]
+    told = inspect(
+        capsys, run, "--show", "tables", "--source", "ba", "--out", picture, status=1
+    )  # fmt: skip
+    assert told == "relpos: --source: is of no use to --show tables\n"
     told = inspect(capsys, run, "--show", "tables", "--kind", "cross", "--out", picture, status=1)
     assert told == "relpos: --kind: cross attention has no tables of relations\n"
     nothing = ("--source", "ba", "--target", "ba", "--show", "relation", "--kind", "cross")

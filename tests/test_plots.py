@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,21 @@ def test_saved_twice_is_the_same(maps: ModelMaps, tmp_path: Path, kind: str) -> 
     for name in ("a", "b"):
         assert plots.save(plots.head(maps), tmp_path / f"{name}.{kind}").exists()
     assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+
+
+def test_a_picture_is_saved_whole_or_not_at_all(
+    maps: ModelMaps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = plots.save(plots.head(maps), tmp_path / "a.png")
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="a.png"):
+        plots.save(plots.heads(maps), path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
 def test_axes_of_a_subfigure_are_saved(maps: ModelMaps, tmp_path: Path) -> None:

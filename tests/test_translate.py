@@ -160,8 +160,32 @@ def test_where_no_token_may_follow(translator: Translator) -> None:
         [found] = translator.translate_all(["ba be"], search=search)
     assert found.failed and found.text == ""
     why = "source: line 1: no token is left that may follow, or the model's numbers are not finite"
-    with pytest.raises(ValueError, match=why), pytest.warns(TranslationWarning):
+    with pytest.raises(ValueError, match=why):
         relpos.attention_maps(translator, "ba be", search=search)
+
+
+def test_a_line_that_is_cut_is_told_once(translator: Translator) -> None:
+    with pytest.warns(TranslationWarning) as told:
+        relpos.attention_maps(translator, "ba " * 50)
+    assert [str(each.message).split(":")[0] for each in told] == ["line 1"]
+
+
+def test_what_no_file_could_hold() -> None:
+    subwords = relpos.data.SentencePiece.train(["ba be", "be ba"] * 9, 265)
+    changes = {f"{side}_vocabulary": subwords.size for side in ("source", "target")}
+    translator = Translator(random_model(**changes), subwords)
+    with pytest.raises(ValueError, match=r"^line 2: '\\ud800' cannot be written as UTF-8"):
+        translator.translate(["ba", "be \ud800"])
+
+
+def test_sampling_has_no_beam() -> None:
+    """So that a vocabulary of fewer tokens than a beam has may be drawn from."""
+    words = relpos.data.Words([])
+    changes = {f"{side}_vocabulary": words.size for side in ("source", "target")}
+    translator = Translator(random_model(**changes), words)
+    with pytest.warns(TranslationWarning, match="unknown to the vocabulary"):
+        [found] = translator.translate_all(["ba"], search=Search(sample=True, max_length=4))
+    assert not found.failed
 
 
 def test_n_best(translator: Translator) -> None:
@@ -217,8 +241,12 @@ def test_what_is_refused(translator: Translator) -> None:
     ):
         with pytest.raises(TypeError, match=f"^{name}: expected several str, got one str"):
             call()
-    with pytest.raises(TypeError, match="sources: expected str, got int"):
+    with pytest.raises(TypeError, match="^sentences: expected str, got int"):
         translator.translate([3])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="^prefixes: expected str, got NoneType"):
+        translator.translate(["ba"], prefixes=[None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="^targets: expected str, got int"):
+        translator.score(["ba"], [3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="model: has an encoder"):
         translator.generate(["do"])
     with pytest.raises(ValueError, match="targets: expected 2 as in sources, got 1"):
@@ -636,6 +664,17 @@ def test_an_empty_line_has_no_score(
     assert rows[0].endswith("\t" + rows[0].split("\t")[1]) and rows[1:] == ["\t", "\t"]
 
 
+def test_a_line_that_is_not_finite_has_no_score(
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "target").write_text("ba\nba\n")
+    given = ("translate", models.bad, "--target", tmp_path / "target", "--score", "--align")
+    said = relpos_says(capsys, *given, stdin=b"ba do\nba be\n", status=1)
+    rows = said.out.splitlines()
+    assert rows[0] == "\t" and float(rows[1].split("\t")[0]) < 0
+    assert "line 1: the model's numbers are not finite" in said.error
+
+
 def test_the_best_checkpoint(models: SimpleNamespace, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(models.run, run)
@@ -720,6 +759,30 @@ def test_what_is_refused_costs_no_result(
     assert output.read_text() == "of before"
     relpos_says(capsys, *given, tmp_path / "empty", "-o", output)
     assert output.read_text() == ""
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_an_output_that_does_not_wait(buffered: bool) -> None:
+    """It takes what there is room for, or nothing: neither ends the writing, or loses a line."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    lines = [f"{number} " + "x" * 70 for number in range(5000)]
+    found = bytearray()
+
+    def slowly() -> None:
+        time.sleep(0.05)
+        while piece := os.read(read, 1 << 14):
+            found.extend(piece)
+
+    reader = threading.Thread(target=slowly)
+    reader.start()
+    with open(write, "wb", buffering=-1 if buffered else 0) as stream:
+        put = cli_lines.Writer(stream)
+        for line in lines:
+            put(line)
+    reader.join()
+    os.close(read)
+    assert found.decode().splitlines() == lines
 
 
 def test_standard_input_is_not_written_over(
@@ -849,6 +912,10 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
         (
             ("translate", "{run}", "{text}", "-o", "{run}/step-000000003/model.safetensors"),
             "--output: .*model.safetensors is read as well",
+        ),
+        (
+            ("translate", "{run}", "{text}", "-o", "{run}/step-000000003/tokenizer/words.txt"),
+            "--output: .*words.txt is read as well",
         ),
         (("translate", "{language}", "{text}"), "this model has no encoder.*relpos generate"),
         (("generate", "{run}", "{text}"), "this model has an encoder.*relpos translate"),

@@ -7,6 +7,7 @@ test_viewer_browser.py opens it.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import html
 import json
@@ -148,6 +149,24 @@ def test_save(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == viewer.html()
     with pytest.raises(FileNotFoundError):
         viewer.save(tmp_path / "none" / "maps.html")
+    (tmp_path / "link.html").symlink_to("maps.html")
+    assert viewer.save(tmp_path / "link.html").is_symlink()
+    assert AttentionViewer(model_maps(), title="x").save("/dev/null").exists()
+
+
+def test_a_page_is_saved_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = AttentionViewer(model_maps()).save(tmp_path / "maps.html")
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="maps.html"):
+        AttentionViewer(model_maps(), title="another").save(path)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
 def test_in_a_notebook_it_is_a_frame_of_its_own() -> None:

@@ -51,7 +51,17 @@ Transformers with relative positions: trains them, translates, and says how to l
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; what goes wrong is a sentence on standard error and a status of 1."""
     _prepare_streams()
-    options = _parse(arguments)
+    try:
+        options = _parse(arguments)
+    except SystemExit as left:  # after --help, or what cannot be read
+        if not _flushed(tell=not left.code) and not left.code:
+            return FAILED
+        raise
+    status = _run(options)
+    return status if _flushed(tell=status == 0) else status or FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
     run: Run = options.run
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -60,13 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("relpos: interrupted", file=sys.stderr)
             return INTERRUPTED
-        except BrokenPipeError:
-            # Whoever read the output has gone; nothing more is to be written, at exit neither.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # whoever read the output has gone
             return FAILED
         except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
             print(f"relpos: {_sentence(error, options)}", file=sys.stderr)
             return FAILED
+
+
+def _flushed(*, tell: bool) -> bool:
+    """Whether all that was printed is written. What is not is not tried again at exit, where Python
+    would tell of it in words of its own, and with another status."""
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError as error:
+        if tell and not isinstance(error, BrokenPipeError):
+            print(f"relpos: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
 
 
 def _prepare_streams() -> None:
@@ -96,13 +117,16 @@ def _sentence(error: Exception, options: argparse.Namespace) -> str:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror}"
     sentence = str(error) or type(error).__name__
-    found = re.match(r"(\w+)(: | is )", sentence)
-    name = "" if found is None else found[1]
+    found = re.match(r"(\w+)(?:\[(\d+)\])?(?=: | is )", sentence)
+    if found is None:
+        return sentence
+    name, number = found.groups()
+    which = "" if number is None else f", number {int(number) + 1}"  # of several that were given
     command = getattr(options, "parser", None)
     known = () if command is None else command._option_string_actions
     for each in _OPTIONS.get(name, (name.replace("_", "-"),)):
         if f"--{each}" in known and name not in _values(options):
-            return f"--{each}{sentence.removeprefix(name)}"
+            return f"--{each}{which}{sentence[found.end() :]}"
     return sentence
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relpos.cli.arguments import FAILED, USAGE, add_command
-from relpos.cli.decoding import add_running, load, shown, weights_of
+from relpos.cli.decoding import add_running, files_of, load, shown
 
 _NEXT = """\
 relpos align: what is missing is {missing}. For example
@@ -102,7 +102,7 @@ def _align(options: argparse.Namespace) -> int:
     failed = False
     quiet = options.output is None and sys.stdout.isatty()
     with (
-        written(options.output, [*files, *weights_of(options.models)]) as write,
+        written(options.output, [*files, *files_of(options.models)]) as write,
         shown(options.progress, quiet=quiet) as tell,
     ):
         for each in translator.align_in_windows(
@@ -122,7 +122,13 @@ def _side_by_side(source: str, target: str) -> Iterator[tuple[list[str], list[st
     sources = windows_of([source], WINDOW)
     read = 0
     for window in sources:
-        beside = list(islice(targets, len(window)))
+        beside = list[str]()
+        try:
+            for line in islice(targets, len(window)):
+                beside.append(line)
+        except (ValueError, OSError):  # those before what cannot be read come before its error
+            yield window[: len(beside)], beside
+            raise
         yield window[: len(beside)], beside
         read += len(beside)
         if len(beside) < len(window):

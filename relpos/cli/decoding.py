@@ -200,11 +200,16 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
     )  # fmt: skip
 
 
-def weights_of(models: Sequence[str]) -> Iterator[str]:
-    """Every file of weights there: those in use are mapped, and must stay what they are."""
+def files_of(models: Sequence[str]) -> Iterator[str]:
+    """What models are made of, which is not to be written over: weights in use are mapped."""
+    from relpos.train.checkpoint import MANIFEST, STATE, TOKENIZER
+
     for model in map(Path, models):
-        found = model.rglob("*.safetensors") if model.is_dir() else (model,)
-        yield from map(str, found)
+        yield str(model)
+        for file in (model if model.is_dir() else model.parent / TOKENIZER).rglob("*"):
+            own = file.suffix == ".safetensors" or file.name in (MANIFEST, STATE)
+            if own or TOKENIZER in file.parts:
+                yield str(file)
 
 
 @contextmanager
@@ -325,7 +330,7 @@ def _translate(options: argparse.Namespace) -> int:
     prefixes = None if options.prefix is None else lines_in([options.prefix])
     bad = Bad()
     failed = False
-    inputs = [*(files or (STANDARD,)), *filter(None, [options.prefix]), *weights_of(models)]
+    inputs = [*(files or (STANDARD,)), *filter(None, [options.prefix]), *files_of(models)]
     with (
         written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
@@ -385,7 +390,7 @@ def _with_targets(
     sources, targets = lines_in(files), lines_in([options.target])
     columns: list[list[str]] = [[] for _ in targets]
     failed = False
-    inputs = [*(files or (STANDARD,)), options.target, *weights_of(models)]
+    inputs = [*(files or (STANDARD,)), options.target, *files_of(models)]
     with (
         written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
@@ -395,7 +400,7 @@ def _with_targets(
             failed = any(each.failed for each in scores)
             for column, source, each in zip(columns, sources, scores, strict=True):
                 blank = not source or source.isspace()  # an empty line gives an empty line
-                column.append("" if blank else f"{each.log_probability:.4f}")
+                column.append("" if blank or each.failed else f"{each.log_probability:.4f}")
         if options.align:
             links = translator.align(sources, targets, layer=layer, head=options.align_head)
             failed |= any(each.failed for each in links)
@@ -459,7 +464,7 @@ def _generate(options: argparse.Namespace) -> int:
     bad = Bad()
     failed = False
     with (
-        written(options.output, [*(files or (STANDARD,)), *weights_of(models)]) as write,
+        written(options.output, [*(files or (STANDARD,)), *files_of(models)]) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
         windows = windows_of(files, WINDOW, bad)

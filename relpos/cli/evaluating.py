@@ -16,12 +16,12 @@ from relpos.cli.decoding import (
     add_running,
     add_sampling,
     add_search,
+    files_of,
     load,
     refuse,
     refuse_of_the_other,
     search_of,
     shown,
-    weights_of,
 )
 
 _EVALUATE_NEXT = """\
@@ -117,7 +117,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     references = [lines_in([file]) for file in options.reference]
     sources = None if options.source is None else lines_in([options.source])
     inputs = [*filter(None, (options.source, options.hypothesis)), *options.reference]
-    inputs += weights_of(options.models)
+    inputs += files_of(options.models)
     failed, translator, search = False, None, None
     if options.hypothesis is None:
         assert sources is not None

@@ -17,6 +17,7 @@ from relpos.cli.arguments import (
     count,
     use_threads,
 )
+from relpos.cli.decoding import refuse
 
 if TYPE_CHECKING:
     from relpos.config import Config
@@ -172,6 +173,7 @@ def _picture(plots: Any, translator: Translator, options: argparse.Namespace) ->
         if kind == "cross":
             raise ValueError("--kind: cross attention has no tables of relations")
         _check_kind(config, kind)
+        refuse(options, ("source", "target"), "is of no use to --show tables")
         model = translator.models[0]
         return plots.tables(model, kind, options.layer or 0, head=options.head)
     if options.show == "relation" and kind == "cross":

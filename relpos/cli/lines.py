@@ -81,10 +81,9 @@ def arriving(descriptor: int, name: str, most: int, bad: Bad | None = None) -> I
             raise ValueError(
                 f"{name}: is gzip, which only files may be: gzip -dc FILE.gz gives plain text"
             )
-        if lines:
-            yield [
-                text_of(line, number, name, bad) for number, line in enumerate(lines, number + 1)
-            ]
+        numbered = enumerate(lines, number + 1)
+        texts = (text_of(line, each, name, bad) for each, line in numbered)
+        yield from _by_windows(texts, max(len(lines), 1))
         number += len(lines)
 
 
@@ -120,10 +119,32 @@ class Writer:
         try:
             self.empty()
             while left:
-                left = left[self._stream.write(left) :]
-            self._stream.flush()
+                left = left[self._taken(left) :]
+            while not self._flushed():
+                pass
         except OSError as error:
             raise error if self._file is None else named(error, self._file) from error
+
+    def _taken(self, left: memoryview) -> int:
+        """How much of it is written: of a pipe that does not wait, what there was room for."""
+        try:
+            count = self._stream.write(left)
+        except BlockingIOError as error:
+            count = error.characters_written
+        if not count:
+            self._wait()
+        return count or 0
+
+    def _flushed(self) -> bool:
+        try:
+            self._stream.flush()
+        except BlockingIOError:
+            self._wait()
+            return False
+        return True
+
+    def _wait(self) -> None:
+        select.select((), (self._stream,), ())
 
 
 @contextmanager

@@ -28,6 +28,18 @@ def write_file(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_output(path: Path, content: bytes) -> None:
+    """The same for what may also be a link, a device or a pipe, or lie where only it can be written."""
+    target = path.resolve()
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        try:
+            target.write_bytes(content)
+        except OSError as error:
+            raise named(error, path) from error
+    else:
+        write_file(target, content)
+
+
 def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 

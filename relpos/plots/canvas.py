@@ -8,6 +8,7 @@ shares, blue through white to red for what may be negative.
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 
 from matplotlib import font_manager, patheffects, ticker
 from matplotlib.figure import Figure
+
+from relpos.data.files import write_output
 
 Axes = Any  # of matplotlib
 Canvas = Any  # a Figure or SubFigure of matplotlib
@@ -72,7 +75,10 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
     kind = check_ending("path", target)
     # Otherwise the version and the date are in the file.
     unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}.get(kind)
-    figure.savefig(target, dpi=dpi, metadata=None if unsaid is None else {unsaid: None})
+    metadata = None if unsaid is None else {unsaid: None}
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind[1:], dpi=dpi, metadata=metadata)
+    write_output(target, drawn.getvalue())
     return target
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from relpos.data.files import write_output
 from relpos.model_maps import ModelMaps
 from relpos.position.arrays import describe
 from relpos.viewer.packing import pack_model_maps
@@ -80,7 +81,7 @@ class AttentionViewer:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the page to a file."""
         target = Path(path)
-        target.write_text(self.html(), encoding="utf-8")
+        write_output(target, self.html().encode())
         return target
 
     def _repr_html_(self) -> str:
