@@ -289,16 +289,20 @@ $(EMULATED_BUILD)/librelpos_cuda.so: $(EMULATED_OBJECTS)
 
 # ---- install ---------------------------------------------------------------
 
+# relpos.pc names them: what is not from the root would be another folder for everyone.
+FROM_ROOT = case "$($(1))" in /*) ;; *) echo "$(1)=$($(1)): must begin with /"; exit 1;; esac
+
 install: all
-	install -d $(DESTDIR)$(LIBDIR)/pkgconfig $(DESTDIR)$(INCLUDEDIR)/relpos
-	install -m 644 $(addprefix csrc/,$(CORE_PUBLIC_HEADERS)) $(DESTDIR)$(INCLUDEDIR)/relpos
-	install -m 644 $(STATIC) $(DESTDIR)$(LIBDIR)
-	install -m 755 $(BUILD)/$(SONAME) $(DESTDIR)$(LIBDIR)
-	ln -sf $(SONAME) $(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))
+	@$(call FROM_ROOT,PREFIX); $(call FROM_ROOT,LIBDIR); $(call FROM_ROOT,INCLUDEDIR)
+	install -d "$(DESTDIR)$(LIBDIR)/pkgconfig" "$(DESTDIR)$(INCLUDEDIR)/relpos"
+	install -m 644 $(addprefix csrc/,$(CORE_PUBLIC_HEADERS)) "$(DESTDIR)$(INCLUDEDIR)/relpos"
+	install -m 644 $(STATIC) "$(DESTDIR)$(LIBDIR)"
+	install -m 755 $(BUILD)/$(SONAME) "$(DESTDIR)$(LIBDIR)"
+	ln -sf $(SONAME) "$(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))"
 	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' \
 	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
 	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in \
-	  > $(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc
+	  > "$(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc"
 
 clean:
 	rm -rf build

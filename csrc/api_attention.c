@@ -392,12 +392,18 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   a.causal = causal;
   a.key[0] = (rp_relation){.table = key_table, .row_stride = D, .left = k, .right = k};
   a.value[0] = (rp_relation){.table = value_table, .row_stride = D, .left = k, .right = k};
-  RPI_CHECK(k >= 0, RP_ERROR_ARGUMENT, "attention: k=%lld, must not be negative", (rpi_wide)k);
-  int64_t bytes = 0, head_stride = 0, batch_stride = 0;
+  RPI_CHECK(k >= 0 && k <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+            "attention: k=%lld, must be from 0 to 2^40", (rpi_wide)k);
+  int64_t bytes = 0, head_stride = 0, batch_stride = 0, all = 0;
+  RPI_CHECK(rpi_multiply(N, D, &head_stride) && rpi_multiply(head_stride, H, &batch_stride) &&
+                rpi_multiply(batch_stride, B, &all) && all <= INT64_MAX / 16,
+            RP_ERROR_SHAPE,
+            "attention: B=%lld, H=%lld, N=%lld and D=%lld must not be negative, nor their product "
+            "overflow",
+            (rpi_wide)B, (rpi_wide)H, (rpi_wide)N, (rpi_wide)D);
+  RPI_CHECK(keys || all == 0, RP_ERROR_ARGUMENT, "attention: keys is NULL");
+  RPI_CHECK(values || all == 0, RP_ERROR_ARGUMENT, "attention: values is NULL");
   RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
-  RPI_CHECK(rpi_multiply(N, D, &head_stride) && rpi_multiply(head_stride, H, &batch_stride),
-            RP_ERROR_SHAPE, "attention: B=%lld, H=%lld, N=%lld, D=%lld overflow", (rpi_wide)B,
-            (rpi_wide)H, (rpi_wide)N, (rpi_wide)D);
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {

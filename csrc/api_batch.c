@@ -50,6 +50,9 @@ static rp_status check_graphs(const char *name, const rp_stack *stack, const rp_
   const int bytes = graphs->label_bytes;
   RPI_CHECK(bytes == 1 || bytes == 2 || bytes == 4, RP_ERROR_ARGUMENT,
             "batch: %s_graphs.label_bytes=%d, must be 1, 2 or 4", name, bytes);
+  RPI_CHECK((uintptr_t)graphs->labels % (unsigned)bytes == 0, RP_ERROR_ARGUMENT,
+            "batch: %s_graphs.labels=%p, must be aligned to label_bytes=%d", name, graphs->labels,
+            bytes);
   for (int64_t b = 0; b < sentences; b++) {
     const int64_t n = offsets[b + 1] - offsets[b], start = graphs->starts[b];
     RPI_CHECK(start >= 0 && start <= RPI_LIMIT, RP_ERROR_SHAPE,

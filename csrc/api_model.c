@@ -81,8 +81,10 @@ const rp_limits *rp_model_limits(const rp_model *model) { return model ? &model-
 int64_t rp_model_parameter_count(const rp_model *model) { return model ? model->layout.count : 0; }
 
 static rp_status parameter(const rp_model *m, int64_t index, rp_parameter *to) {
-  RPI_CHECK(to && to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
-            "model: parameter.struct_size must be sizeof(rp_parameter) = %zu", sizeof *to);
+  RPI_CHECK(to, RP_ERROR_ARGUMENT, "model: parameter is NULL");
+  RPI_CHECK(to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
+            "model: parameter.struct_size=%zu, must be sizeof(rp_parameter) = %zu", to->struct_size,
+            sizeof *to);
   RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
             (rpi_wide)m->layout.count - 1);
@@ -416,8 +418,10 @@ rp_status rp_model_profile_count(rp_model *m, int64_t *count) {
 }
 
 static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line *line) {
-  RPI_CHECK(line && line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
-            "model: line.struct_size must be sizeof(rp_profile_line) = %zu", sizeof *line);
+  RPI_CHECK(line, RP_ERROR_ARGUMENT, "model: line is NULL");
+  RPI_CHECK(line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
+            "model: line.struct_size=%zu, must be sizeof(rp_profile_line) = %zu", line->struct_size,
+            sizeof *line);
   RPI_CHECK(m->profile.count > 0, RP_ERROR_ORDER, "model: nothing has been profiled yet");
   RPI_CHECK(index >= 0 && index < m->profile.count, RP_ERROR_ARGUMENT,
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,

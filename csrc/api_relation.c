@@ -174,6 +174,8 @@ static rp_status check_label_matrix(const rp_attention *a, const term *t) {
   snprintf(name, sizeof name, "%s.labels", t->name);
   RPI_CHECK(r->label_bytes == 1 || r->label_bytes == 2 || r->label_bytes == 4, RP_ERROR_ARGUMENT,
             "attention: %s.label_bytes=%d, must be 1, 2 or 4", t->name, r->label_bytes);
+  RPI_CHECK((uintptr_t)r->labels % (unsigned)r->label_bytes == 0, RP_ERROR_ARGUMENT,
+            "attention: %s=%p, must be aligned to label_bytes=%d", name, r->labels, r->label_bytes);
   return check_matrix(a, name, r->labels, (axis){a->B, r->label_batch_stride},
                       (axis){a->H, r->label_head_stride}, r->label_row_stride, r->label_starts);
 }

@@ -20,6 +20,15 @@ static rp_status check_range(const char *name, int64_t value, int64_t least, int
   return RP_OK;
 }
 
+static rp_status check_frequencies(const char *call, int64_t pairs, const double *frequencies) {
+  RPI_CHECK(frequencies || pairs == 0, RP_ERROR_ARGUMENT, "%s: frequencies is NULL", call);
+  for (int64_t c = 0; c < pairs; c++) {
+    RPI_CHECK(isfinite(frequencies[c]), RP_ERROR_ARGUMENT,
+              "%s: frequencies[%lld]=%g, must be finite", call, (rpi_wide)c, frequencies[c]);
+  }
+  return RP_OK;
+}
+
 /* Which rows belong to which sequence, and where they stand. */
 static rp_status check_places(const rp_rotation *r) {
   RPI_CHECK(!(r->offsets && r->lengths), RP_ERROR_ARGUMENT,
@@ -54,12 +63,7 @@ static rp_status check_rotation(const rp_rotation *r) {
   RPI_TRY(check_range("D", r->D, 1, RPI_LIMIT));
   RPI_TRY(check_places(r));
   RPI_TRY(check_range("pairs", r->pairs, 0, r->D / 2));
-  RPI_CHECK(r->frequencies || r->pairs == 0, RP_ERROR_ARGUMENT, "rotate: frequencies is NULL");
-  for (int64_t c = 0; c < r->pairs; c++) {
-    RPI_CHECK(isfinite(r->frequencies[c]), RP_ERROR_ARGUMENT,
-              "rotate: frequencies[%lld]=%g, must be finite", (rpi_wide)c, r->frequencies[c]);
-  }
-  return RP_OK;
+  return check_frequencies("rotate", r->pairs, r->frequencies);
 }
 
 rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
@@ -92,6 +96,9 @@ rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequenci
             rule);
   RPI_CHECK(frequencies || pairs == 0, RP_ERROR_ARGUMENT, "frequencies: frequencies is NULL");
   const int64_t last = rule == RP_FREQUENCIES_CLOSED && pairs > 1 ? pairs - 1 : pairs;
+  RPI_CHECK(pairs == 0 || isfinite(pow(base, -(double)(pairs - 1) / (double)last)),
+            RP_ERROR_ARGUMENT, "frequencies: base=%g, so small that the last of %lld is not finite",
+            base, (rpi_wide)pairs);
   for (int64_t c = 0; c < pairs; c++) frequencies[c] = pow(base, -(double)c / (double)last);
   return RP_OK;
 }
@@ -105,10 +112,9 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
   RPI_CHECK(first >= -RPI_LIMIT && first <= RPI_LIMIT, RP_ERROR_ARGUMENT,
             "sinusoid: first=%lld, must be within 2^40 of 0", (rpi_wide)first);
   RPI_CHECK(table || count == 0, RP_ERROR_ARGUMENT, "sinusoid: table is NULL");
-  RPI_CHECK(frequencies || width < 2 || rows == 0, RP_ERROR_ARGUMENT,
-            "sinusoid: frequencies is NULL");
   if (count == 0) return RP_OK; /* however many rows of no width */
   const int64_t pairs = width / 2;
+  RPI_TRY(check_frequencies("sinusoid", pairs, frequencies));
   for (int64_t row = 0; row < rows; row++, table += width) {
     for (int64_t c = 0; c < pairs; c++) {
       const double angle = (double)(first + row) * frequencies[c];
@@ -138,8 +144,9 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
               "wave table: %s=%lld, must be from 0 to 2^40", sizes[i].name,
               (rpi_wide)sizes[i].value);
   }
-  int64_t columns = 0, numbers = 0, all = 0;
+  int64_t columns = 0, numbers = 0, table = 0, all = 0;
   const bool fits = rpi_multiply(H, D, &columns) && rpi_multiply(columns, width, &numbers) &&
+                    rpi_multiply(D, left + 1 + right, &table) &&
                     rpi_multiply(columns, left + 1 + right, &all) && numbers <= INT64_MAX / 16 &&
                     all <= INT64_MAX / 16 && columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
   RPI_CHECK(fits, RP_ERROR_SHAPE,
@@ -151,7 +158,7 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                    .head_width = D,
                    .width = width,
                    .waves = waves,
-                   .head_stride = (left + 1 + right) * D,
+                   .head_stride = table,
                    .row_stride = D};
   const int64_t some = rpi_waves_scratch(H, D, left, right), made = RPI_WAVE_ROWS * width;
   w->some = rpi_allocate((size_t)some * sizeof *w->some);

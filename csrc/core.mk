@@ -16,6 +16,7 @@ CORE_SOURCES = \
   base/rng.c \
   base/threads.c \
   base/cpu.c \
+  base/folder.c \
   base/blas.c \
   base/scratch.c \
   isa/portable.c \

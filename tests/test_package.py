@@ -149,6 +149,42 @@ def test_a_c_program_links_with_the_package(tmp_path: Path) -> None:
     assert compile_and_run(tmp_path, relpos.cflags(), archive, *system) == shared
 
 
+WANDERER = """
+#include <relpos/device.h>
+#include <relpos/relpos.h>
+#include <stdio.h>
+#include <unistd.h>
+
+int main(int count, char **given) {
+  rp_build_info info = {.struct_size = sizeof info};
+  rp_device device = {.struct_size = sizeof device};
+  if (count != 2 || chdir(given[1]) != 0 || rp_build_info_get(&info) != RP_OK) return 1;
+  if (rp_device_get(1, &device) != RP_OK) return 1;
+  puts(device.problem);
+  return 0;
+}
+"""
+FOREIGN = '#include <stdio.h>\n__attribute__((constructor)) void here(void) { puts("foreign"); }\n'
+
+
+@pytest.mark.parametrize("started", ["./program", "program"])
+def test_a_program_that_works_elsewhere_loads_nothing_there(tmp_path: Path, started: str) -> None:
+    """The loader knows it by a name that means another file in another folder."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "foreign.c").write_text(FOREIGN)
+    for name in ("libscipy_openblas.so", "librelpos_cuda.so"):
+        run(*compiler, "-shared", "-fPIC", "foreign.c", "-o", elsewhere / name, cwd=tmp_path)
+    (tmp_path / "program.c").write_text(WANDERER)
+    archive = relpos.library_dir() / "libcore.a"
+    flags = (*relpos.cflags().split(), archive, "-lm", "-ldl", "-pthread")
+    run(*compiler, "program.c", *flags, "-o", "program", cwd=tmp_path)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = run("sh", "-c", f"{started} elsewhere", cwd=tmp_path, PATH=path)
+    assert "foreign" not in said and f"{tmp_path}/librelpos_cuda.so" in said
+
+
 def test_the_example_runs(tmp_path: Path) -> None:
     said = run_python(tmp_path, ROOT / "examples" / "attention.py")
     assert said.startswith("row i is value i - 2: True\n")
@@ -284,8 +320,11 @@ def test_without_openblas(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_on_an_installed_core(source: Path, tmp_path: Path) -> None:
-    prefix = tmp_path / "prefix"
-    run("make", "-j2", "install", "VARIANT=debug", f"PREFIX={prefix}", cwd=source)
+    install = ("make", "-j2", "install", "VARIANT=debug")
+    said = run(*install, "PREFIX=prefix", cwd=source, fails=True)
+    assert "PREFIX=prefix: must begin with /" in said
+    prefix = tmp_path / "a prefix"
+    run(*install, f"PREFIX={prefix}", cwd=source)
     fresh = Environment(tmp_path)
     fresh.pip_install(source, RELPOS_SYSTEM_CORE=str(prefix))
     out = fresh.python("-c", SAME_IN_PYTHON)
@@ -299,4 +338,4 @@ def test_on_an_installed_core(source: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         PKG_CONFIG_PATH=str(prefix / "lib" / "pkgconfig"),
     )
-    assert compile_and_run(tmp_path, *configured.split(), f"-Wl,-rpath,{prefix}/lib") == out
+    assert compile_and_run(tmp_path, *shlex.split(configured), f"-Wl,-rpath,{prefix}/lib") == out

@@ -14,6 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/folder.h"
+
 #if !defined(RPI_BLAS_LIBRARY) && !defined(RPI_BLAS_BUILTIN)
 #define LOOK_BESIDE_US
 #if defined(__APPLE__)
@@ -55,19 +57,14 @@ static any_fn symbol(void *library, const char *name) {
 
 static void *open_library(void) {
 #ifdef LOOK_BESIDE_US
-  static const char *const places[] = {"/", "/../lib/"};
-  Dl_info self;
-  if (dladdr(&once, &self) != 0 && self.dli_fname != NULL) {
-    const char *const slash = strrchr(self.dli_fname, '/');
-    const int folder = slash == NULL ? 0 : (int)(slash - self.dli_fname);
-    for (size_t i = 0; slash != NULL && i < sizeof places / sizeof places[0]; i++) {
-      char path[4096];
-      const int length = snprintf(path, sizeof path, "%.*s%s%s", folder, self.dli_fname, places[i],
-                                  RPI_BLAS_LIBRARY);
-      if (length < 0 || (size_t)length >= sizeof path) continue;
-      void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-      if (library != NULL) return library;
-    }
+  static const char *const places[] = {"", "../lib/"};
+  const char *const folder = rpi_own_folder();
+  for (size_t i = 0; folder[0] != '\0' && i < sizeof places / sizeof places[0]; i++) {
+    char path[4096];
+    const int length = snprintf(path, sizeof path, "%s%s%s", folder, places[i], RPI_BLAS_LIBRARY);
+    if (length < 0 || (size_t)length >= sizeof path) continue;
+    void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library != NULL) return library;
   }
 #endif
   return dlopen(RPI_BLAS_LIBRARY, RTLD_NOW | RTLD_LOCAL);

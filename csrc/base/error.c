@@ -13,12 +13,10 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { SENTENCE_BYTES = 512 };
-
-static _Thread_local char sentence[SENTENCE_BYTES] = "no error";
+static _Thread_local char sentence[RPI_SENTENCE] = "no error";
 
 rp_status rpi_fail(rp_status status, const char *format, ...) {
-  char fresh[SENTENCE_BYTES];
+  char fresh[RPI_SENTENCE];
   va_list arguments;
   va_start(arguments, format);
   const int length = vsnprintf(fresh, sizeof fresh, format, arguments);

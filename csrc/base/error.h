@@ -10,6 +10,9 @@
 
 #include "relpos/relpos.h"
 
+/* Room for a sentence: one that names a file is whole. */
+enum { RPI_SENTENCE = 4096 + 512 };
+
 /* What %lld prints of an int64_t. */
 typedef long long rpi_wide;
 

@@ -17,6 +17,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/folder.h"
 #include "base/threads.h"
 
 #define LIBRARY "librelpos_cuda.so"
@@ -24,7 +25,7 @@
 /* Written by open_library() under pthread_once, only read after it. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const rpc_door *door; /* NULL: see problem */
-static char problem[448];
+static char problem[RPI_SENTENCE];
 
 static const rpc_host host = {.fail = rpi_fail};
 
@@ -43,11 +44,8 @@ static bool find_path(char *path, size_t bytes) {
   if (given != NULL && given[0] != '\0') {
     return (size_t)snprintf(path, bytes, "%s", given) < bytes;
   }
-  Dl_info self;
-  if (dladdr(&once, &self) == 0 || self.dli_fname == NULL) return false;
-  const char *const slash = strrchr(self.dli_fname, '/');
-  const int folder = slash == NULL ? 0 : (int)(slash + 1 - self.dli_fname);
-  return (size_t)snprintf(path, bytes, "%.*s" LIBRARY, folder, self.dli_fname) < bytes;
+  const char *const folder = rpi_own_folder();
+  return folder[0] != '\0' && (size_t)snprintf(path, bytes, "%s" LIBRARY, folder) < bytes;
 }
 
 /* What lacks a library of CUDA is helped by a package, and what lacks ours by a build. */
@@ -111,7 +109,7 @@ static int index_of(const char *device) {
 
 /* Selects a GPU for this thread. */
 static rp_status select_gpu(const char *device) {
-  char quoted[RPI_QUOTE], why[384];
+  char quoted[RPI_QUOTE], why[RPI_SENTENCE - 128];
   const int index = index_of(device);
   RPI_CHECK(index >= 0, RP_ERROR_ARGUMENT, "device is %s, expected cpu, cuda or cuda:N",
             rpi_quote(device, quoted));

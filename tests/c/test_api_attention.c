@@ -343,15 +343,17 @@ static void test_shaw(void) {
       {B, H, -1, D, 1, RP_ERROR_SHAPE, "N=-1"},
       {B, H, N, 0, 1, RP_ERROR_SHAPE, "D=0"},
       {B, H, N, D, -1, RP_ERROR_ARGUMENT, "k=-1"},
-      {B, H, N, D, BEYOND, RP_ERROR_ARGUMENT, "left=1099511627777"},
+      {B, H, N, D, BEYOND, RP_ERROR_ARGUMENT, "k=1099511627777, must be from 0 to 2^40"},
       {1, BEYOND - 1, BEYOND - 1, BEYOND - 1, 0, RP_ERROR_SHAPE, "overflow"},
+      {BEYOND - 1, 1, BEYOND - 1, 1, 0, RP_ERROR_SHAPE, "overflow"}, /* at once */
   };
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
     CHECK_INT(shaw(bad[i].b, bad[i].h, bad[i].n, bad[i].d, bad[i].k), bad[i].status);
     CHECK_TEXT(rp_last_error(), bad[i].sentence);
   }
   for (int missing = 0; missing < 4; missing++) {
-    static const char *const names[] = {"q is NULL", "k is NULL", "v is NULL", "out is NULL"};
+    static const char *const names[] = {"q is NULL", "keys is NULL", "values is NULL",
+                                        "out is NULL"};
     CHECK_INT(rp_shaw_attention(B, H, N, D, 1, 0, missing == 0 ? NULL : q_data,
                                 missing == 1 ? NULL : q_data, missing == 2 ? NULL : q_data,
                                 key_table, value_table, missing == 3 ? NULL : out_data),

@@ -171,6 +171,8 @@ static void test_label_matrices(void) {
   REFUSED(RP_ERROR_ARGUMENT, "attention: key[0].label_bytes=0, must be 1, 2 or 4",
           LABEL(0, labels));
   REFUSED(RP_ERROR_ARGUMENT, "attention: key[0].label_bytes=8", LABEL(8, labels));
+  REFUSED(RP_ERROR_ARGUMENT, "must be aligned to label_bytes=2",
+          LABEL(2, (const char *)labels + 1));
   REFUSED(RP_ERROR_SHAPE, "attention: key[0].rows=0, must be from 1", LABEL(4, labels),
           a.key[0].rows = 0);
   REFUSED(RP_ERROR_ARGUMENT, "attention: key[0].labels is NULL", LABEL(4, NULL));

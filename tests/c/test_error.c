@@ -18,11 +18,14 @@ static void test_sentence(void) {
 }
 
 static void test_sentence_is_cut(void) {
-  char text[2000];
+  char text[2 * RPI_SENTENCE];
   memset(text, 'x', sizeof text);
   text[sizeof text - 1] = '\0';
   rpi_fail(RP_ERROR_FILE, "%s", text);
-  CHECK_INT((int64_t)strlen(rp_last_error()), 511);
+  CHECK_INT((int64_t)strlen(rp_last_error()), RPI_SENTENCE - 1);
+  text[4095] = '\0'; /* as long as a path may be */
+  rpi_fail(RP_ERROR_FILE, "cannot open '%s': %s", text, "No such file or directory");
+  CHECK_TEXT(rp_last_error(), "xxx': No such file or directory");
 }
 
 static void test_sentence_quotes_the_previous(void) {

@@ -266,6 +266,9 @@ static void test_public(void) {
   check_gradient(&t, before, t.dweight);
 
   CHECK_INT(rp_wave_table(0, 3, 2, 1, 1, t.waves, NULL, NULL), RP_OK);
+  const int64_t most = INT64_C(1) << 40;
+  CHECK_INT(rp_wave_table(0, most, 4, most, most, NULL, NULL, NULL), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "overflow");
   CHECK_INT(rp_wave_table(1, 3, -1, 1, 1, t.waves, t.weight, t.table), RP_ERROR_SHAPE);
   CHECK_TEXT(rp_last_error(), "width=-1");
   CHECK_INT(rp_wave_table(1, 3, 2, 1, -2, t.waves, t.weight, t.table), RP_ERROR_SHAPE);

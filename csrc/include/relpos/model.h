@@ -252,7 +252,7 @@ RP_API rp_status rp_model_write(rp_model *model, int64_t index, int array, const
 /* Labelled graphs, a matrix n x n for every sentence, -1: no relation. */
 typedef struct rp_graphs {
   const void *labels;    /* NULL: none */
-  int label_bytes;       /* 1, 2 or 4 */
+  int label_bytes;       /* 1, 2 or 4; labels are aligned to it */
   const int64_t *starts; /* [sentences], counted in labels */
 } rp_graphs;
 
@@ -335,7 +335,8 @@ RP_API rp_status rp_model_zero_gradients(rp_model *model);
 
 /* Updates made, and tried: they decide the learning rate and dropout's masks. Asking for step waits
  * for all updates that were begun. 0 <= step <= attempt <= 2^40, which is also as far as they
- * count: an update after that is RP_ERROR_ORDER. */
+ * count: an update after that is RP_ERROR_ORDER, and so is setting them while gradients wait for
+ * rp_model_update. */
 RP_API rp_status rp_model_counters(rp_model *model, int64_t *step, int64_t *attempt);
 RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t attempt);
 
@@ -411,7 +412,8 @@ enum {
   RP_SAVE_OPTIMIZER = 2 /* moments, average, and the counters */
 };
 
-/* Writes a safetensors file, whole or not at all. */
+/* Writes a safetensors file, whole or not at all: a new one takes the place of what path names, be
+ * it a link, with the mode that the umask leaves. */
 RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
 
 /* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as

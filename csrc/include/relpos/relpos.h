@@ -155,7 +155,7 @@ typedef struct rp_relation {
   int64_t query_position_stride, key_position_stride; /* between sequences; padded alone */
 
   const void *labels;
-  int label_bytes; /* 1, 2 or 4 */
+  int label_bytes; /* 1, 2 or 4; labels are aligned to it */
   int64_t label_batch_stride, label_head_stride, label_row_stride;
   const int64_t *label_starts; /* [B], or NULL: of sequence b in place of b * label_batch_stride;
                                   its rows are then as many labels apart as it has keys, and
@@ -191,7 +191,7 @@ typedef struct rp_mask {
 typedef struct rp_attention {
   size_t struct_size; /* set by rp_attention_default() */
   int64_t B, H;
-  int64_t N, M; /* rows of the padded arrays, >= 0; without effect for a side with offsets */
+  int64_t N, M; /* rows of the padded arrays; with offsets nothing but >= 0 */
   int64_t D, Dv;
 
   /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone serves queries and
@@ -266,8 +266,8 @@ RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows 
                                       int64_t workspace_bytes);
 
 /* Where the gradients go. Those of activations are overwritten; those of tables and of
- * position_bias are added to what is there, laid out as these themselves; one that is NULL is
- * not computed. Terms may name the same memory (tied tables). Start from zeros, as in
+ * position_bias are added to what is there, laid out as these themselves; one of these that is
+ * NULL is not computed. Terms may name the same memory (tied tables). Start from zeros, as in
  * rp_attention_gradients g = {.q = ..., .k = ..., .v = ...}. */
 typedef struct rp_attention_gradients {
   rp_rows_out q, k, v;
