@@ -6,6 +6,7 @@
  */
 #include "api_attention.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdalign.h>
 
@@ -105,6 +106,8 @@ static rp_status check_window(const char *name, int64_t value) {
 static rp_status check_numbers(const rp_attention *a) {
   RPI_CHECK(fabs(a->scale) <= 1e30, RP_ERROR_ARGUMENT,
             "attention: scale=%g, must be within 1e30 of 0 (0: 1/sqrt(D))", a->scale);
+  RPI_CHECK(!(fabs(a->scale) < DBL_MIN) || fpclassify(a->scale) == FP_ZERO, RP_ERROR_ARGUMENT,
+            "attention: scale=%g, must be 0 or a normal number", a->scale);
   RPI_CHECK(a->softcap == 0 || (a->softcap >= 1e-30 && a->softcap <= 1e30), RP_ERROR_ARGUMENT,
             "attention: softcap=%g, must be 0 (none) or from 1e-30 to 1e30", a->softcap);
   RPI_TRY(check_window("window_left", a->window_left));

@@ -205,7 +205,10 @@ def place_of(name: str, x: Any) -> str | None:
         return x.device
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         return None
-    kind, index = (int(number) for number in x.__dlpack_device__())
+    try:
+        kind, index = (int(number) for number in x.__dlpack_device__())
+    except Exception as error:  # of its library: meta tensors of torch are nowhere
+        raise TypeError(f"{name}: expected an array that can be read: {error}") from None
     if kind in HOST_DEVICES:
         return None
     if kind not in CUDA_DEVICES:

@@ -188,17 +188,19 @@ def _maps(
 
 def _terms_by_name(terms: Iterable[Term]) -> dict[str, int]:
     """What the core calls each term, by the name of its parameter. Where one is the table of
-    several, the kind is added, and then a number."""
+    several, the kind is added, and then a number, first to those that nothing learns: the others
+    have the names of their gradients."""
     terms = tuple(terms)
+    names: dict[int, str] = {}
+    for i in sorted(range(len(terms)), key=lambda i: terms[i].pull is None):
+        name = terms[i].name
+        if any(other.name == name and other.kind != terms[i].kind for other in terms):
+            name = f"{name}_{terms[i].kind}"
+        names[i] = f"{name}_2" if name in names.values() else name
     found: dict[str, int] = {}
     counts = dict.fromkeys(KINDS, 0)
-    for term in terms:
-        name = term.name
-        if any(other.name == name and other.kind != term.kind for other in terms):
-            name = f"{name}_{term.kind}"
-        if name in found:
-            name = f"{name}_2"
-        found[name] = getattr(_core, KINDS[term.kind]) + counts[term.kind]
+    for i, term in enumerate(terms):
+        found[names[i]] = getattr(_core, KINDS[term.kind]) + counts[term.kind]
         counts[term.kind] += 1
     return found
 
@@ -206,9 +208,10 @@ def _terms_by_name(terms: Iterable[Term]) -> dict[str, int]:
 def _wanted(argument: str, parts: str | Iterable[str], terms: Iterable[Term]) -> dict[str, int]:
     """What is asked for, by name, as the core calls it."""
     known = {name: getattr(_core, what) for name, what in WHOLE.items()} | _terms_by_name(terms)
-    if not isinstance(parts, Iterable):
-        raise TypeError(f"{argument}: expected names, got {describe(parts)}")
-    names = [parts] if isinstance(parts, str) else list(parts)
+    try:
+        names = [parts] if isinstance(parts, str) else list(parts)
+    except TypeError:
+        raise TypeError(f"{argument}: expected names, got {describe(parts)}") from None
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{argument}: expected names, got {describe(name)} among them")

@@ -40,10 +40,25 @@ def test_maps_beside_a_result() -> None:
     with pytest.raises(ValueError, match="return_maps: there is no 'slopes' in this call"):
         relpos.attention(q, k, v, **call, out=room, return_maps=["slopes"])
     assert (room == 7).all()
-    with pytest.raises(TypeError, match="return_maps: expected names"):
-        relpos.attention(q, k, v, return_maps=3)  # type: ignore[call-overload]
+    wrong: Any
+    for wrong in (3, np.array(1), np.array("all")):
+        with pytest.raises(TypeError, match="return_maps: expected names"):
+            relpos.attention(q, k, v, return_maps=wrong)
     with pytest.raises(ValueError, match="k"):
         relpos.attention(q, k[..., :4], v, return_maps="all")
+
+
+def test_a_part_is_called_as_its_gradient_is() -> None:
+    """Also where a scheme that learns nothing has a term of that name, and stands before it."""
+    q, dout = np.random.default_rng(3).standard_normal((2, 1, 2, 5, 8), np.float32)
+    slopes = np.array([0.3, 0.7], np.float32)
+    for both in ((relpos.ALiBi(), relpos.ALiBi(slopes)), (relpos.ALiBi(slopes), relpos.ALiBi())):
+        _, ctx = relpos.attention_forward(q, q, q, position=both)
+        assert list(relpos.attention_backward(ctx, dout)) == ["q", "k", "v", "slopes"]
+        parts = relpos.attention_maps(q, q, position=both, parts="all").parts
+        np.testing.assert_allclose(parts["slopes"][0, :, 0, 1], -slopes, rtol=1e-6)
+        fixed = relpos.position.alibi_slopes(2)
+        np.testing.assert_allclose(parts["slopes_2"][0, :, 0, 1], -fixed, rtol=1e-6)
 
 
 def test_parts_add_up_to_their_own_rounding() -> None:

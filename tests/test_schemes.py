@@ -364,6 +364,33 @@ def test_sinusoids() -> None:
     assert relpos.Sinusoidal(5).table(2).shape == (2, 5)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint16, np.uint32, np.uint64])
+def test_integers_of_numpy_are_those_of_python(kind: type) -> None:
+    """Whatever has to be computed with them on the way, and however little they hold."""
+    rows = 300
+    q = np.random.default_rng(5).standard_normal((1, H, rows, D), np.float32)
+    draw = np.random.default_rng(6).standard_normal
+    bias, weight = draw((32, H), np.float32), draw((H * D, 4), np.float32)
+    table = draw((2 * 64, D), np.float32)
+    for make in (
+        lambda x: relpos.T5Bias(bias, max_distance=x(100)),
+        lambda x: relpos.TransformerXL(weight, clamp_len=x(100)),
+        lambda x: relpos.DeBERTa(table, table, buckets=x(64), max_position=x(120)),
+        lambda x: relpos.Plane(relpos.T5Bias(bias), relpos.T5Bias(bias), width=x(20)),
+        lambda x: relpos.RoPE(width=x(2)),
+    ):
+        found = relpos.attention(q, q, q, position=make(kind))
+        expected = relpos.attention(q, q, q, position=make(int))
+        np.testing.assert_array_equal(found, expected)
+    waves = relpos.Sinusoidal(kind(8), start=kind(120)).table(2, offset=kind(100))
+    np.testing.assert_array_equal(waves, relpos.Sinusoidal(8, start=120).table(2, offset=100))
+    for exponent in ("vaswani", "t2t"):
+        found = sinusoid([3, 5], kind(101), exponent=exponent, base=kind(100))
+        np.testing.assert_array_equal(found, sinusoid([3, 5], 101, exponent=exponent, base=100.0))
+    learned = relpos.LearnedAbsolute(np.zeros((300, 4), np.float32))
+    assert learned.table(kind(100), offset=kind(120)).shape == (100, 4)
+
+
 def test_learned_positions() -> None:
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
     learned = relpos.LearnedAbsolute(table)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import relpos
+from relpos.position import sinusoid, t5_buckets
 
 B, H, N, D = 2, 4, 6, 8
 EDGES = relpos.EdgeList([0, 5], [1, 2], [0, 1], [0, 1])
@@ -147,6 +148,12 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         lambda: relpos.T5Bias(rows(32, H), scale=0),
         V,
         "scale: expected a number other than 0, or None for 1 / sqrt(D)",
+    ),
+    (
+        "t5, bias_scale",
+        lambda: relpos.T5Bias(rows(32, H), bias_scale=1e39),
+        V,
+        "bias_scale: expected at most 1e+30 in magnitude, got 1e+39",
     ),
     (
         "deberta, nothing",
@@ -645,6 +652,45 @@ def test_rope_names_what_the_caller_gave() -> None:
         given = {"q": X, "k": X, "v": X} | {name: changed}
         with pytest.raises((TypeError, ValueError), match=f"^{sentence}"):
             relpos.attention(*given.values(), position=relpos.RoPE())
+
+
+def test_sinusoid_refused() -> None:
+    for given, sentence in (
+        ((5, 4), r"positions: expected \(P,\), got float64 \(\)"),
+        (([[1, 2]], 4), r"positions: expected \(P,\), got float64 \(1, 2\)"),
+        (([1], 1 << 63), "width: expected at most 2\\^40"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{sentence}"):
+            sinusoid(*given)
+    base: Any
+    for base in ("x", None, 0):
+        with pytest.raises((TypeError, ValueError), match="^base: expected a"):
+            sinusoid([1], 4, base=base)
+    for table in (lambda: relpos.Sinusoidal(1 << 63), lambda: relpos.Sinusoidal(8).table(1 << 63)):
+        with pytest.raises(ValueError, match="expected at most 2\\^40"):
+            table()
+    both: Any = "no"
+    with pytest.raises(TypeError, match="^bidirectional: expected True or False"):
+        t5_buckets([3], bidirectional=both)
+
+
+def test_what_its_library_cannot_place() -> None:
+    class Nowhere:
+        __dlpack__ = None
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise ValueError("Unknown device type meta")
+
+    nowhere: Any = Nowhere()
+    for given in ((nowhere, X, X), (X, X, nowhere)):
+        with pytest.raises(TypeError, match="^[qv]: expected an array that can be read: Unknown"):
+            relpos.attention(*given)
+
+
+def test_positions_are_given_once() -> None:
+    once = relpos.CrossPositions(relpos.RoPE(), [0] * N, [0] * N)
+    with pytest.raises(ValueError, match="^position: CrossPositions has positions already"):
+        relpos.attention(X, X, X, position=relpos.CrossPositions(once, [0] * N, [0] * N))
 
 
 def test_a_plane_of_other_scales_takes_the_calls() -> None:

@@ -708,8 +708,44 @@ def test_exported() -> None:
     function = _Function().eval()
     exported = torch.export.export(function, tuple(x))
     assert torch.equal(exported.module()(*x), function(*x))
-    with pytest.raises(RuntimeError, match="a module of another process"):
+    with pytest.raises(RuntimeError, match="the scheme of this graph is gone, or another"):
         relpos.torch.calls.spec_of("0")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_lies_nowhere_is_refused(compiled: bool) -> None:
+    """Of meta tensors torch takes the shapes alone: the result would be memory as it comes."""
+    q, k, v = (x.detach() for x in qkv())
+    table = torch.empty(5, D, device="meta")
+
+    def attend(x: Any, **options: Any) -> Any:
+        return relpos.torch.attention(x, k, v, **options)
+
+    call = torch.compile(attend, backend="aot_eager") if compiled else attend
+    lengths = torch.ones(B, dtype=torch.int64, device="meta")
+    for options, name in (
+        ({"position": relpos.Shaw(table)}, "(position|key_table)"),
+        ({"lengths": lengths}, "lengths"),
+        ({"mask": torch.ones(N, N, dtype=torch.bool, device="meta")}, "mask"),
+    ):
+        with pytest.raises(Exception, match=f"{name}: lies on meta, relpos computes on"):
+            call(q, **options)
+    if not compiled:
+        own = torch.nn.Parameter(tensor(5, D, grad=False))
+        module = relpos.torch.Attention(relpos.Shaw(own)).to("meta")
+        with pytest.raises(TypeError, match="^key_table: lies on meta"):
+            module(q, k, v)
+
+
+def test_numbers_that_would_be_learned_are_refused() -> None:
+    q, k, v = qkv()
+    learned = torch.nn.Parameter(torch.tensor(0.5))
+    for name in ("scale", "softcap", "dropout"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a number, got a tensor that req"):
+            relpos.torch.attention(q, k, v, **{name: learned})
+    with pytest.raises(TypeError, match="^scale: expected a number, got a tensor that requires"):
+        relpos.T5Bias(tensor(8, H), scale=learned)
+    relpos.torch.attention(q, k, v, scale=learned.detach())
 
 
 def test_the_module() -> None:

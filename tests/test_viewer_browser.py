@@ -446,8 +446,10 @@ def test_the_address_keeps_what_is_chosen(browser: Chromium, path: Path) -> None
     with Viewed(browser, path, address) as again:
         assert again.head() == (0, 1) and again.pixels() == drawn
     odd = "#kind=none&layer=99&head=-3&view=<b>&part=x&step=1e9&theme=red&zoom=NaN&sentence=7"
-    with Viewed(browser, path, odd) as harmless:
-        assert harmless.head() == (2, 0) and harmless.shown() == ["matrix"]
+    own = "#kind=toString&part=toString&measure=logit&constructor=1&layer=99"  # of every object
+    for hash_ in (odd, own):
+        with Viewed(browser, path, hash_) as harmless:
+            assert harmless.head() == (2, 0) and harmless.shown() == ["matrix"]
 
 
 def test_light_and_dark(browser: Chromium, path: Path) -> None:

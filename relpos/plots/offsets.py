@@ -17,6 +17,8 @@ from relpos.position.arrays import Array, check_count
 if TYPE_CHECKING:
     from relpos.model_maps import ModelMaps
 
+MOST_NAMED = 40  # heads; a legend of more has no room beside its axes
+
 
 def by_offset(
     maps: ModelMaps,
@@ -52,7 +54,8 @@ def by_offset(
     ax.set_ylabel("mean " + unit_of(show), fontsize=canvas.LABEL + 1)
     if places:
         canvas.title(ax, f"{kind_name(kind)}, layer {maps.layers_of(kind)[places[0][0]]}")
-        ax.legend(fontsize=canvas.LABEL, frameon=False, ncols=1 + (len(places) - 1) // 8)
+        if len(places) <= MOST_NAMED:
+            ax.legend(fontsize=canvas.LABEL, frameon=False, ncols=1 + (len(places) - 1) // 8)
     return ax
 
 

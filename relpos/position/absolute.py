@@ -18,6 +18,7 @@ from relpos.position.arrays import (
     check_choice,
     check_count,
     check_number,
+    check_size,
     check_table,
     describe,
     integer_of,
@@ -44,10 +45,14 @@ def sinusoid(
     vaswani       w_c = base^(-2c / width)
     t2t           w_c = base^(-c / (width // 2 - 1)), from 1 to 1 / base exactly
     """
-    check_count("width", width, 0)
+    width = check_size("width", width, 0)
     check_choice("layout", layout, ("interleaved", "halves"))
     check_choice("exponent", exponent, ("vaswani", "t2t"))
-    p = np.asarray(positions, np.float64)[:, None]
+    base = check_number("base", base, positive=True)
+    p = np.asarray(positions, np.float64)
+    if p.ndim != 1:
+        raise ValueError(f"positions: expected (P,), got {describe(p)}")
+    p = p[:, None]
     half = width // 2
     waves = np.zeros((len(p), width), dtype)
     angle = p * _frequencies(width, layout, exponent, base)
@@ -115,7 +120,7 @@ class Sinusoidal(Absolute):
     start: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_count("width", self.width, 1)
+        check_size("width", self.width, 1)
         check_choice("layout", self.layout, ("interleaved", "halves"))
         check_choice("exponent", self.exponent, ("vaswani", "t2t"))
         check_number("base", self.base, positive=True)
@@ -124,16 +129,16 @@ class Sinusoidal(Absolute):
     def table(self, n: int, offset: int = 0) -> Array:
         """Rows for n positions from start + offset on: float32 (n, width)."""
         return sinusoids(
-            check_count("n", n, 0),
-            self.width,
+            check_size("n", n, 0),
+            int(self.width),
             first=self._first(offset),
             layout=self.layout,
             exponent=self.exponent,
-            base=self.base,
+            base=float(self.base),
         )
 
     def _first(self, offset: int) -> int:
-        first = self.start + integer_of("offset", offset)
+        first = integer_of("start", self.start) + integer_of("offset", offset)
         if abs(first) > MAX_FIRST:
             raise ValueError(f"start + offset: expected a position within 2^40 of 0, got {first}")
         return first
@@ -157,7 +162,8 @@ class LearnedAbsolute(Absolute):
 
     def table(self, n: int, offset: int = 0) -> Array:
         """Rows for n positions from `offset` on: float32 (n, d_model), a view."""
-        last = check_count("offset", offset, 0) + check_count("n", n, 0)
+        offset = check_count("offset", offset, 0)
+        last = offset + check_count("n", n, 0)
         rows = shape_of(self.embedding)[0]
         if last > rows:
             raise ValueError(f"embedding: {rows} rows, but position {last - 1} is asked for")
@@ -173,7 +179,8 @@ class LearnedAbsolute(Absolute):
         if not is_array or d.ndim < 2 or d.shape[-1] != width:
             error = ValueError if is_array else TypeError
             raise error(f"d: expected floats (..., n, d_model={width}), got {describe(d)}")
-        if check_count("offset", offset, 0) + d.shape[-2] > P:
+        offset = check_count("offset", offset, 0)
+        if offset + d.shape[-2] > P:
             last = offset + d.shape[-2] - 1
             raise ValueError(f"d: expected rows for positions below {P}, got one for {last}")
         summed = d.reshape(math.prod(d.shape[:-2]), *d.shape[-2:]).sum(axis=0)

@@ -143,7 +143,12 @@ def integer_of(name: str, value: Any) -> int:
 
 
 def number_of(name: str, value: Any) -> float:
-    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none."""
+    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none, nor are
+    tensors that want a gradient, which they would not get."""
+    if getattr(value, "requires_grad", False):
+        raise TypeError(
+            f"{name}: expected a number, got a tensor that requires a gradient, which it has none of"
+        )
     try:
         if isinstance(value, str | bytes):
             raise TypeError

@@ -33,7 +33,7 @@ def deberta_log_buckets(
     """
     x = check_integers("x", x, "of any shape", range(65)).astype(np.int64)
     mid = check_count("bucket_size", bucket_size, 2) // 2
-    check_count("max_position", max_position, mid + 2)
+    max_position = check_count("max_position", max_position, mid + 2)
     size = np.abs(x)
     ratio = np.log(np.maximum(size, mid) / mid) / math.log((max_position - 1) / mid)
     far = np.ceil(ratio * (mid - 1)).astype(np.int64) + mid
@@ -120,11 +120,11 @@ class DeBERTa(Scheme):
     def _settled(self, span: int) -> int | None:
         """A distance beyond which rows are those at the end of the table; None: far off."""
         assert self.buckets is not None
-        mid = self.buckets // 2
+        mid = int(self.buckets) // 2
         if span <= mid or mid == 1:
             return span + 1
         steps = (span - mid) / (mid - 1)
-        far = math.log(mid) + steps * math.log((self.max_position - 1) / mid)
+        far = math.log(mid) + steps * math.log((int(self.max_position) - 1) / mid)
         return None if far > 24 * math.log(2) else math.ceil(math.exp(far)) + 1
 
 

@@ -96,6 +96,10 @@ def at_positions(
         terms.append(dataclasses.replace(term, map=band))
     rotation = lowered.rotation
     if rotation is not None:
+        if rotation.query_positions is not None:
+            raise ValueError(
+                f"position: {type(scheme).__name__} has positions already; it takes no others"
+            )
         rotation = dataclasses.replace(rotation, query_positions=queries, key_positions=keys)
     return dataclasses.replace(lowered, terms=tuple(terms), rotation=rotation)
 
@@ -179,11 +183,12 @@ class Plane(Scheme):
 
         check_start(shape.start)
         q, k = shape.positions()
+        width = int(self.width)
         names = ("query_positions", "key_positions")
         parts = []
         for prefix, scheme, places in (
-            ("row_", self.rows, (q // self.width, k // self.width)),
-            ("column_", self.columns, (q % self.width, k % self.width)),
+            ("row_", self.rows, (q // width, k // width)),
+            ("column_", self.columns, (q % width, k % width)),
         ):
             own = [_in_plane(x) for x in places]
             lowered = at_positions(scheme, shape, own[0], own[1], names)

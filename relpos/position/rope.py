@@ -78,19 +78,19 @@ class RoPE(Scheme):
 
     def frequencies(self, D: int) -> npt.NDArray[np.float64]:
         """The angle per position of every pair of a head of width D: (width / 2,)."""
-        width = D if self.width is None else self.width
+        width = D if self.width is None else int(self.width)
         if width > D or width % 2 != 0:
             raise ValueError(f"width: expected an even number up to D={D}, got {width}")
-        base, slower = float(self.base), 1.0
+        base, factor, slower = float(self.base), float(self.factor), 1.0
         if self.scaling == "linear":
-            slower = self.factor
+            slower = factor
         elif self.scaling == "ntk":
             if width <= 2:
                 raise ValueError(f"width: scaling='ntk' needs 4 columns or more, got {width}")
             power = width / (width - 2)
-            if math.log(base) + power * math.log(self.factor) > math.log(sys.float_info.max):
+            if math.log(base) + power * math.log(factor) > math.log(sys.float_info.max):
                 raise ValueError(f"factor: base * factor^{power:g} is beyond all floats")
-            base *= self.factor**power
+            base *= factor**power
         return _core.frequencies(width // 2, base, False) / slower
 
     def lower(self, shape: Shape) -> Lowered:

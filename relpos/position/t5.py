@@ -24,6 +24,8 @@ from relpos.position.arrays import (
 )
 from relpos.position.terms import Lowered, Scheme, Shape, Term, bucket_band
 
+MOST = 1e30  # of what scores are multiplied with, as the core has it for scale
+
 
 def t5_buckets(
     distances: npt.ArrayLike,
@@ -39,9 +41,10 @@ def t5_buckets(
     else:    b + min(nb - 1, me + trunc( ln(x / me) / ln(max_distance / me) * (nb - me) ))
     """
     d = check_integers("distances", distances, "of any shape", range(65)).astype(np.int64)
+    bidirectional = check_truth("bidirectional", bidirectional)
     nb = check_count("num_buckets", num_buckets, 4 if bidirectional else 2)
     nb //= 2 if bidirectional else 1
-    check_count("max_distance", max_distance, nb // 2 + 1)
+    max_distance = check_count("max_distance", max_distance, nb // 2 + 1)
     base = np.where(d > 0, nb, 0) if bidirectional else np.zeros_like(d)
     x = np.abs(d) if bidirectional else np.maximum(-d, 0)
     exact = nb // 2
@@ -92,7 +95,10 @@ class T5Bias(Scheme):
         check_count("max_distance", self.max_distance, exact + 1)
         if self.scale is not None and check_number("scale", self.scale) == 0:
             raise ValueError("scale: expected a number other than 0, or None for 1 / sqrt(D)")
-        check_number("bias_scale", self.bias_scale)
+        if abs(check_number("bias_scale", self.bias_scale)) > MOST:
+            raise ValueError(
+                f"bias_scale: expected at most {MOST:g} in magnitude, got {self.bias_scale}"
+            )
 
     def lower(self, shape: Shape) -> Lowered:
         table: Array = as_array("bias_table", self.bias_table)
@@ -112,5 +118,5 @@ class T5Bias(Scheme):
             bucket_band(buckets, *shape.band(self.max_distance)),
             lambda raw: {"bias_table": through("bias_table", raw, turned)},
         )
-        scale = shape.default_scale if self.scale is None else self.scale
+        scale = shape.default_scale if self.scale is None else float(self.scale)
         return Lowered((term,), scale=scale)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -81,6 +82,7 @@ class Shape:
         if self.lowest > self.highest:
             left = right = 0
         if limit is not None:
+            limit = operator.index(limit)  # of NumPy's types few go as far as distances do
             left, right = min(left, limit), min(right, limit)
         if left + 1 + right > MAX_ROWS:
             raise ValueError(

@@ -27,8 +27,16 @@ from torch import Tensor
 from relpos.position.combine import Position, schemes_of
 from relpos.position.written import Parts, as_text, write
 from relpos.request import Layout, Mask, Window
-from relpos.torch.arguments import check_mask, check_seed, check_tangents, check_tensors, host_of
-from relpos.torch.calls import Kept
+from relpos.torch.arguments import (
+    check_devices,
+    check_mask,
+    check_numbers,
+    check_seed,
+    check_tangents,
+    check_tensors,
+    host_of,
+)
+from relpos.torch.calls import PER_CALL, Kept
 from relpos.torch.operation import OPERATION
 
 __all__ = ["Attention", "attention"]
@@ -113,6 +121,7 @@ class Attention(torch.nn.Module):
         spec, tables = self._training if self.training else self._evaluation, self._tables()
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
+        check_devices([*zip(spec.tensors, tables, strict=True), *zip(PER_CALL, host, strict=True)])
         out: Tensor = OPERATION(q, k, v, tables, host, [], [], seed, spec.name)[0]
         return out
 
@@ -155,8 +164,8 @@ def attention(
 
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
     tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
-    schemes may be made where they are used, but for those with labels or positions: these come from
-    outside, and their arrays may then be others in every call.
+    schemes of tensors may be made where they are used; those over arrays of NumPy, labels or
+    positions come from outside, and their arrays may then be others in every call.
     """
     check_tensors(q, k, v)
     dense = mask if isinstance(mask, Tensor) else None
@@ -172,15 +181,19 @@ def attention(
         "mask": mask if dense is None else None,
     }
     host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [dense]
+    check_devices(zip(PER_CALL, host, strict=True))
+    check_numbers(scale=scale, softcap=softcap, dropout=dropout)
     seed = check_seed(seed)
     if torch.compiler.is_compiling():
         parts = Parts([], [], [], [])
         spec = _as_text(write((schemes_of(position), options), parts))
         tables, host = parts.tables, host + parts.arrays
+        check_devices([("position", x) for x in tables])
         found = OPERATION(q, k, v, tables, host, parts.integers, parts.reals, seed, spec)
     else:
         kept = Kept(position, options)
         tables = list(kept.tensors.values())
+        check_devices(kept.tensors.items())
         check_tangents(q, k, v, *tables)
         found = OPERATION(q, k, v, tables, host, [], [], seed, kept.name)
     out: Tensor = found[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,26 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             raise ValueError(
                 f"{name}: the numbers of its last axis lie {x.stride(-1)} apart, expected side by "
                 f"side; use {name}.contiguous()"
+            )
+
+
+def check_devices(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Tables, and what the host reads: of meta tensors torch would take the shapes, and give what
+    nobody has computed."""
+    for name, x in named:
+        if x is not None and x.device.type not in ("cpu", "cuda"):
+            raise TypeError(
+                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs"
+            )
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Scale, softcap and dropout are no parameters: a tensor that is one would not be learned."""
+    for name, x in numbers.items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise TypeError(
+                f"{name}: expected a number, got a tensor that requires a gradient, which it has "
+                "none of"
             )
 
 

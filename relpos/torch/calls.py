@@ -166,6 +166,7 @@ def spec_of(name: str) -> Spec:
         return _written(name)
     if name not in _kept:
         raise RuntimeError(
-            "relpos.torch: this graph is that of a module of another process; compile it here"
+            "relpos.torch: the scheme of this graph is gone, or another process has it; make the "
+            "graph anew"
         )
     return _kept[name]

@@ -77,13 +77,13 @@ function settle() {
   const within = (value, count) => Math.max(0, Math.min(Number.parseInt(value, 10) || 0, count - 1));
   state.sentence = within(state.sentence, data.sentences.length);
   const { kinds } = sentence();
-  if (!(state.kind in kinds)) [state.kind] = Object.keys(kinds);
+  if (!Object.hasOwn(kinds, state.kind)) [state.kind] = Object.keys(kinds);
   const raw = kinds[state.kind];
   const [layers, heads, rows] = raw.shape;
   state.layer = within(state.layer, layers);
   state.head = within(state.head, heads);
   state.step = state.kind === "encoder" ? 0 : within(state.step, rows + 1);
-  if (!raw.relation || !(state.part in CAPTIONS.logit)) state.part = "both";
+  if (!raw.relation || !Object.hasOwn(CAPTIONS.logit, state.part)) state.part = "both";
   if (!(raw.content || raw.logits) || state.measure !== "logit") state.measure = "probability";
   if (!VIEWS.includes(state.view)) state.view = "matrix";
   if (state.view === "alignment" && state.kind !== "cross") state.view = "lines";
@@ -131,7 +131,7 @@ function remember() {
 function recalled() {
   if (!keepsAddress) return {};
   const found = new URLSearchParams(window.location.hash.slice(1));
-  return Object.fromEntries([...found].filter(([name]) => name in START));
+  return Object.fromEntries([...found].filter(([name]) => Object.hasOwn(START, name)));
 }
 
 // ---- drawing ------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ static void test_sizes(void) {
   REFUSED(RP_ERROR_SHAPE, "attention: Dv=1099511627777, must be from 1 to 2^40", a.Dv = BEYOND);
   REFUSED(RP_ERROR_ARGUMENT, "attention: scale=", a.scale = INFINITY);
   REFUSED(RP_ERROR_ARGUMENT, "attention: scale=", a.scale = NAN);
+  REFUSED(RP_ERROR_ARGUMENT, "must be 0 or a normal number", a.scale = -1e-310);
 }
 
 static void test_lengths(void) {
