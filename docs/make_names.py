@@ -12,6 +12,7 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import get_origin
 
 DOCS = Path(__file__).resolve().parent
 HEADERS = DOCS.parent / "csrc" / "include" / "relpos"
@@ -41,7 +42,8 @@ def members(kind: type) -> list[str]:
 
 
 def what(name: str, x: object) -> str:
-    if isinstance(x, ModuleType) or inspect.isclass(x) or inspect.isroutine(x):
+    is_class = inspect.isclass(x) and get_origin(x) is None  # to 3.10 ndarray[...] is one too
+    if isinstance(x, ModuleType) or is_class or inspect.isroutine(x):
         said = first_sentence(x.__doc__ or "")
         return f"{said}." if said else ""
     return "A type, for annotations." if not isinstance(x, str) else "The version."
