@@ -274,13 +274,13 @@ def _texts(name: str, given: Any, alone: bool) -> list[str] | None:
 
 def _said(model: Translator, sources: list[str], search: Search | None) -> list[Any]:
     """Lines with what the model makes of them."""
-    how = model._checked(search)
     lines = model._given(*((None, sources) if model.generates else (sources, [""] * len(sources))))
-    found = {each.line: each for each in model._window(lines, how, model._tokens, None)}
+    found = model._said(lines, search)
     for line in lines:
         said = found[line.line]
         if said.failed:
-            raise ValueError(f"source: line {line.line}: {why_failed(how.no_repeat)}")
+            why = why_failed(0 if search is None else search.no_repeat)
+            raise ValueError(f"source: line {line.line}: {why}")
         tokens = said.n_best[0].tokens.tolist() if said.n_best else []
         line.target = tokens[: model.max_length - 1]
     return lines

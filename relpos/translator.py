@@ -275,6 +275,13 @@ class Translator:
             raise ValueError("suppressed: expected tokens that leave others to be said, got all")
         return how
 
+    def _said(self, lines: list[_Line], search: Search | None) -> dict[int, Translation]:
+        """What is made of lines that are tokens already, and were warned of as they became so."""
+        how = self._checked(search)
+        found = {each.line: each for each in self._window(lines, how, self._tokens, None)}
+        _warn_of_unknown(sum(x.unknown for x in lines), sum(x.unknown > 0 for x in lines))
+        return found
+
     def _check_aligned(self, layer: Integers, head: Integers | None) -> None:
         """Before the first line is answered."""
         for model in self.models:
@@ -316,11 +323,7 @@ class Translator:
                 yield each
         if prefixes is not None and next(forced, None) is not None:
             raise ValueError(f"prefixes: expected one for each of {read:,} sentences, got more")
-        if unknown > 0:
-            _warn(
-                f"{unknown:,} {'token' if unknown == 1 else 'tokens'} in {touched:,} "
-                f"{'line' if touched == 1 else 'lines'} unknown to the vocabulary"
-            )
+        _warn_of_unknown(unknown, touched)
 
     def _window(
         self, lines: list[_Line], how: Search, budget: int, align: Align | None
@@ -665,6 +668,14 @@ def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Transl
         while (next_one := waiting.pop(done + 1, None)) is not None:
             done += 1
             yield next_one
+
+
+def _warn_of_unknown(tokens: int, lines: int) -> None:
+    if tokens > 0:
+        _warn(
+            f"{tokens:,} {'token' if tokens == 1 else 'tokens'} in {lines:,} "
+            f"{'line' if lines == 1 else 'lines'} unknown to the vocabulary"
+        )
 
 
 def _warn(message: str) -> None:

@@ -168,6 +168,9 @@ def test_a_line_that_is_cut_is_told_once(translator: Translator) -> None:
     with pytest.warns(TranslationWarning) as told:
         relpos.attention_maps(translator, "ba " * 50)
     assert [str(each.message).split(":")[0] for each in told] == ["line 1"]
+    with pytest.warns(TranslationWarning) as told:
+        relpos.attention_maps(translator, "ba zzz")
+    assert [str(each.message) for each in told] == ["1 token in 1 line unknown to the vocabulary"]
 
 
 def test_what_no_file_could_hold() -> None:
@@ -916,6 +919,10 @@ def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
         (
             ("translate", "{run}", "{text}", "-o", "{run}/step-000000003/tokenizer/words.txt"),
             "--output: .*words.txt is read as well",
+        ),
+        (
+            ("translate", "{run}", "{text}", "-o", "{run}/step-000000003/config.json"),
+            "--output: .*config.json is read as well",
         ),
         (("translate", "{language}", "{text}"), "this model has no encoder.*relpos generate"),
         (("generate", "{run}", "{text}"), "this model has an encoder.*relpos translate"),

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -151,7 +152,32 @@ def test_save(tmp_path: Path) -> None:
         viewer.save(tmp_path / "none" / "maps.html")
     (tmp_path / "link.html").symlink_to("maps.html")
     assert viewer.save(tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "maps.html").read_text(encoding="utf-8") == viewer.html()
     assert AttentionViewer(model_maps(), title="x").save("/dev/null").exists()
+    path.chmod(0o640)
+    assert viewer.save(path).stat().st_mode & 0o777 == 0o640
+    assert len(viewer.save(tmp_path / f"{'x' * 250}.html").read_bytes()) > 0
+    with pytest.raises(FileNotFoundError, match="'[^']*none/maps.html'$"):
+        viewer.save(tmp_path / "none" / "maps.html")
+
+
+def test_save_into_a_pipe(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    (tmp_path / "link.html").symlink_to(f"/dev/fd/{write}")
+    found = bytearray()
+
+    def all_of_it() -> None:
+        while piece := os.read(read, 1 << 16):
+            found.extend(piece)
+
+    reader = threading.Thread(target=all_of_it)
+    reader.start()
+    viewer = AttentionViewer(model_maps())
+    viewer.save(tmp_path / "link.html")
+    os.close(write)
+    reader.join()
+    os.close(read)
+    assert found.decode() == viewer.html()
 
 
 def test_a_page_is_saved_whole_or_not_at_all(

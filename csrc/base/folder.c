@@ -8,23 +8,43 @@
 
 #include <dlfcn.h>
 #include <limits.h>
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Written before main, only read after it. */
+/* Written by find() under pthread_once, only read after it. */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char own[PATH_MAX + 1];
 
-__attribute__((constructor)) static void find_own(void) {
-  Dl_info self;
-  char whole[PATH_MAX];
-  if (dladdr(own, &self) == 0 || self.dli_fname == NULL) return;
-  const char *name = self.dli_fname;
-  if (name[0] != '/') { /* a program by its name alone was found by PATH */
-    if (realpath(strchr(name, '/') != NULL ? name : "/proc/self/exe", whole) == NULL) return;
-    name = whole;
-  }
-  const size_t length = (size_t)(strrchr(name, '/') + 1 - name);
-  if (length < sizeof own) memcpy(own, name, length);
+/* From the root: the folder that a name has, whichever file it links to; of a program by its name
+ * alone, which was found by PATH, that of its file. */
+static bool whole_folder(const char *name, char *folder) {
+  char part[PATH_MAX];
+  const char *const slash = strrchr(name, '/');
+  const size_t length = slash != NULL ? (size_t)(slash - name) + 1 : 0;
+  if (length >= sizeof part) return false;
+  memcpy(part, name, length);
+  part[length] = '\0';
+  if (realpath(slash != NULL ? part : "/proc/self/exe", folder) == NULL) return false;
+  if (slash == NULL) strrchr(folder, '/')[1] = '\0';
+  else if (folder[1] != '\0') strcat(folder, "/"); /* that of "/" is there */
+  return true;
 }
 
-const char *rpi_own_folder(void) { return own; }
+static void find(void) {
+  Dl_info self;
+  if (dladdr(own, &self) == 0 || self.dli_fname == NULL) return;
+  const char *const name = self.dli_fname, *const slash = strrchr(name, '/');
+  const size_t length = slash != NULL ? (size_t)(slash - name) + 1 : 0;
+  if (name[0] == '/' && length < sizeof own) memcpy(own, name, length);
+  else if (name[0] != '/' && !whole_folder(name, own)) own[0] = '\0';
+}
+
+/* At once when libcore is loaded, or for whoever calls it before its turn comes. */
+__attribute__((constructor)) static void find_early(void) { pthread_once(&once, find); }
+
+const char *rpi_own_folder(void) {
+  find_early();
+  return own;
+}

@@ -23,9 +23,11 @@ import io
 import json
 import os
 import re
+import select
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from relpos import _core, library
@@ -81,12 +83,24 @@ def _flushed(*, tell: bool) -> bool:
     """Whether all that was printed is written. What is not is not tried again at exit, where Python
     would tell of it in words of its own, and with another status."""
     try:
-        sys.stdout.flush()
+        while not _flushes():
+            pass
         return True
     except OSError as error:
         if tell and not isinstance(error, BrokenPipeError):
             print(f"relpos: standard output: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return False
+
+
+def _flushes() -> bool:
+    """False where a pipe that does not wait has no room yet, which there is then."""
+    try:
+        sys.stdout.flush()
+        return True
+    except BlockingIOError:
+        select.select((), (sys.stdout,), ())
         return False
 
 

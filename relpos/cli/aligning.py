@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def _align(options: argparse.Namespace) -> int:
     failed = False
     quiet = options.output is None and sys.stdout.isatty()
     with (
-        written(options.output, [*files, *files_of(options.models)]) as write,
+        written(options.output, chain(files, files_of(options.models))) as write,
         shown(options.progress, quiet=quiet) as tell,
     ):
         for each in translator.align_in_windows(

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,14 +203,15 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
 
 def files_of(models: Sequence[str]) -> Iterator[str]:
     """What models are made of, which is not to be written over: weights in use are mapped."""
-    from relpos.train.checkpoint import MANIFEST, STATE, TOKENIZER
+    from relpos.train.checkpoint import TOKENIZER, checkpoints
 
     for model in map(Path, models):
+        folders = [model, *(each.folder for each in checkpoints(model))] if model.is_dir() else []
         yield str(model)
-        for file in (model if model.is_dir() else model.parent / TOKENIZER).rglob("*"):
-            own = file.suffix == ".safetensors" or file.name in (MANIFEST, STATE)
-            if own or TOKENIZER in file.parts:
-                yield str(file)
+        for folder in folders:
+            yield from map(str, (*folder.glob("*.safetensors"), *folder.glob("*.json")))
+        for folder in folders or [model.parent]:
+            yield from map(str, (folder / TOKENIZER).rglob("*.*"))
 
 
 @contextmanager
@@ -330,7 +332,7 @@ def _translate(options: argparse.Namespace) -> int:
     prefixes = None if options.prefix is None else lines_in([options.prefix])
     bad = Bad()
     failed = False
-    inputs = [*(files or (STANDARD,)), *filter(None, [options.prefix]), *files_of(models)]
+    inputs = chain(files or (STANDARD,), filter(None, [options.prefix]), files_of(models))
     with (
         written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
@@ -390,7 +392,7 @@ def _with_targets(
     sources, targets = lines_in(files), lines_in([options.target])
     columns: list[list[str]] = [[] for _ in targets]
     failed = False
-    inputs = [*(files or (STANDARD,)), options.target, *files_of(models)]
+    inputs = chain(files or (STANDARD,), (options.target,), files_of(models))
     with (
         written(options.output, inputs) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
@@ -464,7 +466,7 @@ def _generate(options: argparse.Namespace) -> int:
     bad = Bad()
     failed = False
     with (
-        written(options.output, [*(files or (STANDARD,)), *files_of(models)]) as write,
+        written(options.output, chain(files or (STANDARD,), files_of(models))) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
         windows = windows_of(files, WINDOW, bad)

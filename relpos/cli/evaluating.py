@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     evaluation.check_asked(options.tokenize, options.plot)
     references = [lines_in([file]) for file in options.reference]
     sources = None if options.source is None else lines_in([options.source])
-    inputs = [*filter(None, (options.source, options.hypothesis)), *options.reference]
-    inputs += files_of(options.models)
+    texts = (*filter(None, (options.source, options.hypothesis)), *options.reference)
+    inputs = chain(texts, files_of(options.models))
     failed, translator, search = False, None, None
     if options.hypothesis is None:
         assert sources is not None

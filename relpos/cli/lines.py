@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -148,7 +148,7 @@ class Writer:
 
 
 @contextmanager
-def written(output: Path | None, inputs: Sequence[str]) -> Iterator[Writer]:
+def written(output: Path | None, inputs: Iterable[str]) -> Iterator[Writer]:
     """Where lines go: a file, which is none of the inputs, or standard output.
 
     A file keeps what it has until there is a line, or an end without one: what is refused costs no

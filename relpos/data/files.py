@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,15 +31,42 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """The same for what may also be a link, a device or a pipe, or lie where only it can be written."""
-    target = path.resolve()
-    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+    """A file that somebody has named. Where it takes the place of another of theirs, whole or not at
+    all; links, devices and pipes are written through."""
+    there = os.lstat(path) if os.path.lexists(path) else None
+    try:
+        if there is not None and _may_be_replaced(path, there):
+            with suppress(PermissionError):  # of the folder: the file itself may be written
+                return _replace(path, content, stat.S_IMODE(there.st_mode))
+        with open(path, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        if there is None:
+            with suppress(OSError):
+                path.unlink()
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
+def _may_be_replaced(path: Path, there: os.stat_result) -> bool:
+    """By another one, which nobody can tell from it."""
+    alone = stat.S_ISREG(there.st_mode) and there.st_nlink == 1
+    return alone and there.st_uid == os.geteuid() and os.access(path, os.W_OK)
+
+
+def _replace(path: Path, content: bytes, mode: int) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=".relpos-", dir=path.parent)
+    with open(descriptor, "wb") as file:
         try:
-            target.write_bytes(content)
-        except OSError as error:
-            raise named(error, path) from error
-    else:
-        write_file(target, content)
+            file.write(content)
+            file.flush()
+            os.fchmod(descriptor, mode)
+            sync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 def sync(descriptor: int) -> None:

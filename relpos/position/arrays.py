@@ -147,7 +147,8 @@ def number_of(name: str, value: Any) -> float:
     tensors that want a gradient, which they would not get."""
     if getattr(value, "requires_grad", False):
         raise TypeError(
-            f"{name}: expected a number, got a tensor that requires a gradient, which it has none of"
+            f"{name}: expected a number, got a tensor that requires a gradient, which it would "
+            "not get: detach it"
         )
     try:
         if isinstance(value, str | bytes):

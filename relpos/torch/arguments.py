@@ -53,8 +53,8 @@ def check_numbers(**numbers: Any) -> None:
     for name, x in numbers.items():
         if isinstance(x, Tensor) and x.requires_grad:
             raise TypeError(
-                f"{name}: expected a number, got a tensor that requires a gradient, which it has "
-                "none of"
+                f"{name}: expected a number, got a tensor that requires a gradient, which it "
+                "would not get: detach it"
             )
 
 

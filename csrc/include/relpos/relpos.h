@@ -209,7 +209,7 @@ typedef struct rp_attention {
   const int64_t *query_start;
 
   int causal;   /* != 0: query i sees the keys j <= i + start */
-  double scale; /* within 1e30 of 0; 0 means 1/sqrt(D) */
+  double scale; /* within 1e30 of 0, no denormal; 0 means 1/sqrt(D) */
 
   /* Relation terms, by what meets what. */
   rp_relation key[RP_TERMS];   /* A: a query meets a relation */
