@@ -9,7 +9,6 @@
 #include <dlfcn.h>
 #include <limits.h>
 #include <pthread.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,28 +16,23 @@
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char own[PATH_MAX + 1];
 
-/* From the root: the folder that a name has, whichever file it links to; of a program by its name
- * alone, which was found by PATH, that of its file. */
-static bool whole_folder(const char *name, char *folder) {
-  char part[PATH_MAX];
-  const char *const slash = strrchr(name, '/');
-  const size_t length = slash != NULL ? (size_t)(slash - name) + 1 : 0;
-  if (length >= sizeof part) return false;
-  memcpy(part, name, length);
-  part[length] = '\0';
-  if (realpath(slash != NULL ? part : "/proc/self/exe", folder) == NULL) return false;
-  if (slash == NULL) strrchr(folder, '/')[1] = '\0';
-  else if (folder[1] != '\0') strcat(folder, "/"); /* that of "/" is there */
-  return true;
-}
-
+/* The folder of the name that the loader knows, from the root. A program by its name alone was
+ * found by PATH: of it the folder of its file. */
 static void find(void) {
   Dl_info self;
+  char program[PATH_MAX], folder[PATH_MAX];
   if (dladdr(own, &self) == 0 || self.dli_fname == NULL) return;
-  const char *const name = self.dli_fname, *const slash = strrchr(name, '/');
-  const size_t length = slash != NULL ? (size_t)(slash - name) + 1 : 0;
-  if (name[0] == '/' && length < sizeof own) memcpy(own, name, length);
-  else if (name[0] != '/' && !whole_folder(name, own)) own[0] = '\0';
+  const char *const known = self.dli_fname;
+  const char *const name = strchr(known, '/') != NULL ? known : realpath("/proc/self/exe", program);
+  const size_t length = name != NULL ? (size_t)(strrchr(name, '/') + 1 - name) : sizeof folder;
+  if (length >= sizeof folder) return;
+  memcpy(folder, name, length);
+  folder[length] = '\0';
+  if (folder[0] == '/') strcpy(own, folder);
+  else if (realpath(folder, program) != NULL) {
+    strcpy(own, program);
+    if (own[1] != '\0') strcat(own, "/"); /* that of "/" is there */
+  }
 }
 
 /* At once when libcore is loaded, or for whoever calls it before its turn comes. */

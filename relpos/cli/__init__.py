@@ -23,7 +23,6 @@ import io
 import json
 import os
 import re
-import select
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from typing import Any
 
 from relpos import _core, library
 from relpos.cli import aligning, decoding, evaluating, inspecting, training
-from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command
+from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command, flush
 
 _DESCRIPTION = """\
 Transformers with relative positions: trains them, translates, and says how to link with libcore.
@@ -83,24 +82,13 @@ def _flushed(*, tell: bool) -> bool:
     """Whether all that was printed is written. What is not is not tried again at exit, where Python
     would tell of it in words of its own, and with another status."""
     try:
-        while not _flushes():
-            pass
+        flush(sys.stdout)
         return True
     except OSError as error:
         if tell and not isinstance(error, BrokenPipeError):
             print(f"relpos: standard output: {error.strerror}", file=sys.stderr)
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return False
-
-
-def _flushes() -> bool:
-    """False where a pipe that does not wait has no room yet, which there is then."""
-    try:
-        sys.stdout.flush()
-        return True
-    except BlockingIOError:
-        select.select((), (sys.stdout,), ())
         return False
 
 

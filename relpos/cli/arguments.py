@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import select
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 from relpos import library
 
@@ -106,3 +107,16 @@ def add_device(command: Any) -> None:
 def use_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
         library.set_threads(options.threads)
+
+
+def flush(stream: IO[Any]) -> None:
+    """All that is buffered, also into a pipe that does not wait, for whose reader this waits then."""
+    while True:
+        try:
+            return stream.flush()
+        except BlockingIOError:
+            wait_for_room(stream)
+
+
+def wait_for_room(stream: IO[Any]) -> None:
+    select.select((), (stream,), ())

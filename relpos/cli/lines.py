@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from relpos.cli.arguments import flush, wait_for_room
 from relpos.data.files import named
 from relpos.data.text import GZIP_MAGIC, lines_of, text_of
 
@@ -120,8 +121,7 @@ class Writer:
             self.empty()
             while left:
                 left = left[self._taken(left) :]
-            while not self._flushed():
-                pass
+            flush(self._stream)
         except OSError as error:
             raise error if self._file is None else named(error, self._file) from error
 
@@ -132,19 +132,8 @@ class Writer:
         except BlockingIOError as error:
             count = error.characters_written
         if not count:
-            self._wait()
+            wait_for_room(self._stream)
         return count or 0
-
-    def _flushed(self) -> bool:
-        try:
-            self._stream.flush()
-        except BlockingIOError:
-            self._wait()
-            return False
-        return True
-
-    def _wait(self) -> None:
-        select.select((), (self._stream,), ())
 
 
 @contextmanager

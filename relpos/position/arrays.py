@@ -142,14 +142,19 @@ def integer_of(name: str, value: Any) -> int:
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
 
 
-def number_of(name: str, value: Any) -> float:
-    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none, nor are
-    tensors that want a gradient, which they would not get."""
+def check_constant(name: str, value: Any) -> None:
+    """Refuses a tensor that would not get the gradient it asks for."""
     if getattr(value, "requires_grad", False):
         raise TypeError(
-            f"{name}: expected a number, got a tensor that requires a gradient, which it would "
-            "not get: detach it"
+            f"{name}: expected a number, got a tensor that requires a gradient, which it would not "
+            "get: detach it"
         )
+
+
+def number_of(name: str, value: Any) -> float:
+    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none, nor are
+    tensors that want a gradient."""
+    check_constant(name, value)
     try:
         if isinstance(value, str | bytes):
             raise TypeError

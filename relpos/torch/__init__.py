@@ -24,13 +24,13 @@ except ImportError:
     raise ImportError("relpos.torch: takes torch, `pip install 'relpos[torch]'`") from None
 from torch import Tensor
 
+from relpos.position.arrays import check_constant
 from relpos.position.combine import Position, schemes_of
 from relpos.position.written import Parts, as_text, write
 from relpos.request import Layout, Mask, Window
 from relpos.torch.arguments import (
     check_devices,
     check_mask,
-    check_numbers,
     check_seed,
     check_tangents,
     check_tensors,
@@ -182,7 +182,9 @@ def attention(
     }
     host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [dense]
     check_devices(zip(PER_CALL, host, strict=True))
-    check_numbers(scale=scale, softcap=softcap, dropout=dropout)
+    for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if isinstance(number, Tensor):
+            check_constant(name, number)
     seed = check_seed(seed)
     if torch.compiler.is_compiling():
         parts = Parts([], [], [], [])

@@ -23,11 +23,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.device.type not in ("cpu", "cuda"):
-            raise TypeError(
-                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
-                f"use {name}.cpu()"
-            )
+        check_devices([(name, x)])
         if x.device != q.device:
             raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
         _check_type(name, x, q)
@@ -39,22 +35,12 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def check_devices(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Tables, and what the host reads: of meta tensors torch would take the shapes, and give what
-    nobody has computed."""
+    """Of meta tensors torch would take the shapes, and give what nobody has computed."""
     for name, x in named:
         if x is not None and x.device.type not in ("cpu", "cuda"):
             raise TypeError(
-                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs"
-            )
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Scale, softcap and dropout are no parameters: a tensor that is one would not be learned."""
-    for name, x in numbers.items():
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise TypeError(
-                f"{name}: expected a number, got a tensor that requires a gradient, which it "
-                "would not get: detach it"
+                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
+                f"use {name}.cpu()"
             )
 
 
