@@ -239,19 +239,25 @@ def measure_start(report: Report, options: argparse.Namespace, folder: Path) -> 
     """Seconds from the start of the command to the first sentence."""
     import subprocess
 
+    import relpos
+
+    # the package that this process has, not the sources of where it was started
+    environment = os.environ | {"PYTHONPATH": str(Path(relpos.__file__).parent.parent)}
     times = []
     for _ in range(5):
         begun = time.monotonic()
         with subprocess.Popen(
             [sys.executable, "-m", "relpos", "translate", str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment,
         ) as process:  # fmt: skip
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write("w7 w8 w9\n")
             process.stdin.flush()
-            process.stdout.readline()
+            answer = process.stdout.readline()
             times.append(time.monotonic() - begun)
             process.stdin.close()
+        if not answer or process.returncode != 0:
+            raise SystemExit(f"relpos translate ended with {process.returncode}")
     best = sorted(times)[len(times) // 2]
     report.line("first_sentence_s", f"first sentence after {best:.2f} s", best, FIRST, least=False)
 

@@ -118,11 +118,12 @@ static void test_small(const rp_ops *ops) {
   }
 }
 
-/* Shapes of several blocks, by the way they are computed: blocks of C; dots; sums in C, whose
- * columns come in spans; blocks that are few but deep. */
+/* Shapes of several blocks, by the way they are computed: blocks of C; dots; streams; sums in C,
+ * whose columns come in spans; blocks that are few but deep. */
 static const int64_t large[][3] = {
-    {547, 1033, 521}, {31, 2053, 769}, {16, 9001, 11}, {1031, 67, 1283}};
-static const int64_t large_small[][3] = {{113, 149, 261}, {31, 149, 512}, {16, 9001, 5}};
+    {547, 1033, 521}, {31, 2053, 769}, {5, 2053, 769}, {16, 9001, 11}, {1031, 67, 1283}};
+static const int64_t large_small[][3] = {
+    {113, 149, 261}, {31, 149, 512}, {5, 149, 512}, {16, 9001, 5}};
 enum {
   LARGE = sizeof large / sizeof large[0],
   LARGE_SMALL = sizeof large_small / sizeof large_small[0]
@@ -146,8 +147,9 @@ static void test_large(const rp_ops *ops) {
 
 /* The number of threads changes no bit. */
 static void test_threads(const rp_ops *ops) {
-  static const int64_t shapes[][3] = {{547, 613, 521}, {32, 1033, 769}, {7, 1033, 769}};
-  static const int64_t small[][3] = {{113, 149, 67}, {32, 293, 131}, {7, 293, 131}};
+  static const int64_t shapes[][3] = {
+      {547, 613, 521}, {32, 1033, 769}, {7, 1033, 769}, {5, 1033, 769}};
+  static const int64_t small[][3] = {{113, 149, 67}, {32, 293, 131}, {7, 293, 131}, {5, 293, 131}};
   static const int threads[] = {1, 2, 3, 8, 3};
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
     const int64_t *const shape = is_small_run() ? small[i] : shapes[i];
