@@ -249,6 +249,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, rate: float, *tables: 
 
 Attend = Callable[..., Tensor]
 Drop = Callable[[Tensor, float], Tensor]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class Stacks:
     attend: Attend
     drop: Drop
     waves: Tensor  # sinusoids, where there are no relations
+    multiply: Linear = F.linear
 
     def __call__(self, p: Parameters, source: Tensor, target: Tensor) -> Tensor:
         memory = self.stack(p, "encoder", source, None)
@@ -290,7 +292,7 @@ class Stacks:
         return F.layer_norm(x, gain.shape, gain, shift, self.shape.norm_epsilon)
 
     def linear(self, p: Parameters, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+        return self.multiply(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
     def self_attention(self, p: Parameters, name: str, x: Tensor, causal: bool) -> Tensor:
         tables = (p[f"{name}.key_table"], p[f"{name}.value_table"]) if self.shape.k else ()

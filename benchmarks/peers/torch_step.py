@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from peers import torch_products
 from peers import torch_stacks as stacks
 from peers.torch_training import Batch, Parameters, Shape, Step, sinusoids
 
@@ -39,6 +40,17 @@ def positions(shape: Shape, batch: Batch) -> Tensor:
 
 def eager(shape: Shape, batch: Batch) -> Step:
     return own(shape, batch, stacks.attend_eagerly, stacks.drop)
+
+
+def eager_by_faster(shape: Shape, batch: Batch) -> Step:
+    """Every product by the faster one of torch's two libraries."""
+    parameters = stacks.initial(shape)
+    inner = stacks.Stacks(
+        shape, stacks.attend_eagerly, stacks.drop, positions(shape, batch), torch_products.linear
+    )
+    step = Step(shape, batch, parameters, lambda x, y: inner(parameters, x, y))
+    step.output.product = torch_products.product
+    return step
 
 
 def compiled(shape: Shape, batch: Batch) -> Step:
@@ -218,6 +230,8 @@ PEERS: dict[str, Callable[[Shape, Batch], Step]] = {
     "eager": eager,
     "eager as written": as_written(eager),
     "eager absolute": absolute(eager),
+    "eager by MKL or oneDNN": eager_by_faster,
+    "eager absolute by MKL or oneDNN": absolute(eager_by_faster),
     "compiled": compiled,
     "compiled absolute": absolute(compiled),
     "compiled around attention": compiled_around,

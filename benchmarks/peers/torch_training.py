@@ -28,6 +28,7 @@ ROWS = {"cpu": 512, "cuda": 8192}  # of logits at a time
 
 Parameters = dict[str, Tensor]
 Hidden = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,12 @@ class Output:
 
     y = (1 - eps) [label] + eps / V;   loss = -sum y log softmax(h W^T)
     dh = (p - y) W,   dW = (p - y)^T h,   where the eps / V are products with sums
+
+    product: of two matrices, where it is not torch.mm.
     """
 
-    def __init__(self, table: Tensor, smoothing: float) -> None:
-        self.table, self.smoothing = table, smoothing
+    def __init__(self, table: Tensor, smoothing: float, product: Product | None = None) -> None:
+        self.table, self.smoothing, self.product = table, smoothing, product
         self.logits = table.detach().new_empty(ROWS[table.device.type], len(table))
         table.grad = torch.empty_like(table)
 
@@ -128,7 +131,7 @@ class Output:
         for first in range(0, count, len(self.logits)):
             end = min(first + len(self.logits), count)
             rows, label = hidden[first:end], labels[first:end, None]
-            logits = _multiply(x[first:end], w.mT, self.logits[: end - first])
+            logits = self._logits(x[first:end], w.mT)
             at_label = logits.gather(1, label)
             p = torch.softmax(logits, 1, out=logits)
             log_p = p.gather(1, label).clamp_min_(1e-38).log_()
@@ -137,6 +140,10 @@ class Output:
             loss -= even * (rows @ columns - len(table) * log_sum[:, 0]).sum()
             p.scatter_add_(1, label, p.new_full((1, 1), self.smoothing - 1).expand_as(label))
             p = _as_operand(p)
+            if self.product is not None:
+                dhidden[first:end] = self.product(p, w)
+                dtable.add_(self.product(p.mT, scaled[first:end]))
+                continue
             _multiply(p, w, dhidden[first:end])
             if p.dtype == dtable.dtype:
                 dtable.addmm_(p.mT, scaled[first:end])
@@ -144,6 +151,11 @@ class Output:
                 dtable.add_(torch.mm(p.mT, scaled[first:end]))
         dhidden.sub_(even * columns).div_(count)
         return loss / count, dhidden
+
+    def _logits(self, rows: Tensor, table: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(rows, table)
+        return _multiply(rows, table, self.logits[: len(rows)])
 
 
 # -------------------------------------------------------------------------------------- a step
