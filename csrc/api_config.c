@@ -4,6 +4,7 @@
  */
 #include <math.h>
 
+#include "base/threads.h"
 #include "file/model_file.h"
 #include "model/config.h"
 #include "train/schedule.h"
@@ -32,14 +33,20 @@ rp_status rp_config_set(rp_config *config, const char *name, const char *value) 
   RPI_TRY(check_given("rp_config_set", "config", config));
   RPI_TRY(check_given("rp_config_set", "name", name));
   RPI_TRY(check_given("rp_config_set", "value", value));
-  return rpi_config_set(config, name, value);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rpi_config_set(config, name, value);
+  rpi_float_leave(caller);
+  return status;
 }
 
 rp_status rp_config_get(const rp_config *config, const char *name, char *text, size_t size) {
   RPI_TRY(check_given("rp_config_get", "config", config));
   RPI_TRY(check_given("rp_config_get", "name", name));
   if (size > 0) RPI_TRY(check_given("rp_config_get", "text", text));
-  return rpi_config_get(config, name, text, size);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rpi_config_get(config, name, text, size);
+  rpi_float_leave(caller);
+  return status;
 }
 
 const char *rp_config_field(int index) { return rpi_config_field(index); }
@@ -52,13 +59,21 @@ rp_status rp_config_check(const rp_config *config) {
 rp_status rp_config_load(const char *path, rp_config *config) {
   RPI_TRY(check_given("rp_config_load", "path", path));
   RPI_TRY(check_given("rp_config_load", "config", config));
-  return rpi_weights_config(path, config);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rpi_weights_config(path, config);
+  rpi_float_leave(caller);
+  return status;
 }
 
 /* A rate has no status beside it: NaN says that there is none, and the sentence why. */
 double rp_learning_rate(const rp_config *config, int64_t t) {
   if (rp_config_check(config) != RP_OK) return NAN;
-  if (t >= 1) return rpi_learning_rate(config, t);
-  rpi_fail(RP_ERROR_ARGUMENT, "rp_learning_rate: t=%lld, must be 1 or more", (rpi_wide)t);
-  return NAN;
+  if (t < 1) {
+    rpi_fail(RP_ERROR_ARGUMENT, "rp_learning_rate: t=%lld, must be 1 or more", (rpi_wide)t);
+    return NAN;
+  }
+  const rpi_float_state caller = rpi_float_enter(false);
+  const double rate = rpi_learning_rate(config, t);
+  rpi_float_leave(caller);
+  return rate;
 }

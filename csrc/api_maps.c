@@ -6,6 +6,7 @@
 #include <stdio.h>
 
 #include "api_model.h"
+#include "base/threads.h"
 #include "model/maps.h"
 #include "relpos/decode.h"
 #include "train/step.h"
@@ -100,7 +101,9 @@ rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t r
             "map: rows=%lld from row=%lld, but there are %lld queries", (rpi_wide)rows,
             (rpi_wide)row, (rpi_wide)queries);
   RPI_CHECK(p || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "map: p is NULL");
+  const rpi_float_state caller = rpi_float_enter(false);
   rpi_map_sums(p, queries, keys, row, rows, mass, entropy, distance);
+  rpi_float_leave(caller);
   return RP_OK;
 }
 

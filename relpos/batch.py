@@ -264,10 +264,12 @@ def _pack_graphs(name: str, graphs: Graphs, offsets: Any) -> tuple[Sequence[Any]
     for b, (part, n) in enumerate(zip(parts, counts, strict=True)):
         if part.shape != (n, n):
             raise ValueError(f"{name}[{b}]: expected integers ({n}, {n}), got {describe(part)}")
+        check_int64(f"{name}[{b}]", part)
     sizes = np.array([n * n for n in counts], np.int64)
     ends = np.cumsum(sizes)
-    whole = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
-    labels = _owned(name, whole if whole.size > 0 else np.zeros(0, np.int8), _label_type(whole))
+    filled = [part.ravel().astype(np.int64) for part in parts if part.size > 0]
+    whole = np.concatenate(filled) if filled else np.zeros(0, np.int8)
+    labels = _owned(name, whole, _label_type(whole))
     starts = ends - sizes
     matrices = tuple(
         labels[start : start + n * n].reshape(n, n)

@@ -31,6 +31,7 @@ from relpos.position.arrays import (
     check_choice,
     check_count,
     check_integers,
+    check_size,
     check_truth,
     describe,
 )
@@ -365,7 +366,7 @@ class Transformer:
     @counters.setter
     def counters(self, counters: tuple[int, int]) -> None:
         step, attempt = counters
-        self._core.set_counters(check_count("step", step, 0), check_count("attempt", attempt, 0))
+        self._core.set_counters(check_size("step", step, 0), check_size("attempt", attempt, 0))
 
     # ---- looking at it -----------------------------------------------------------------------------
 
@@ -426,9 +427,9 @@ class Transformer:
         return self._core.attention_map(
             _packed(batch),
             ATTENTIONS[kind],
-            check_count("layer", layer, 0),
-            check_count("head", head, 0),
-            check_count("sentence", sentence, 0),
+            check_size("layer", layer, 0),
+            check_size("head", head, 0),
+            check_size("sentence", sentence, 0),
             SHOWS[show],
         )
 

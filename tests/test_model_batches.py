@@ -107,6 +107,16 @@ def test_graphs_end_to_end(top: int, dtype: Any) -> None:
     assert np.shares_memory(batch.source_graphs[0], labels)
 
 
+def test_graphs_of_any_types() -> None:
+    """As NumPy makes them: float64 where there is nothing, uint64 beside int64."""
+    one, two = np.zeros((1, 1), np.uint64), np.array([[0, 1], [1, 0]])
+    graphs = [np.zeros((0, 0)), one, two]
+    batch = Batch.from_labels([[], [3], [4, 5]], [[], [1], [1, 1]], graphs=graphs)
+    labels, starts = batch._packed[5]
+    assert labels.dtype == np.int8 and labels.tolist() == [0, 0, 1, 1, 0]
+    assert starts.tolist() == [0, 0, 1]
+
+
 BATCHES_REFUSED: list[tuple[Callable[[], Batch], type[Exception], str]] = [
     (lambda: Batch(), ValueError, "^Batch: give source, target or both$"),
     (lambda: Batch(source=[3]), ValueError, "^Batch: give source and source_offsets together$"),

@@ -108,13 +108,24 @@ static _Thread_local bool in_task;
 /* Restoring puts everything back, the sticky exception flags too. */
 #if defined(__x86_64__)
 
+/* We compute by SSE, but the C library reads and writes decimals as the x87's control says. */
 rpi_float_state rpi_float_enter(bool flush) {
-  const rpi_float_state saved = {_mm_getcsr(), 0};
+  static const uint16_t nearest = 0x037F; /* no traps, all digits */
+  uint16_t x87;
+  __asm__ volatile("fnstcw %0" : "=m"(x87));
+  const rpi_float_state saved = {_mm_getcsr(), x87};
+  if (x87 != nearest) __asm__ volatile("fldcw %0" : : "m"(nearest));
   _mm_setcsr(0x1F80 | (flush ? 0x8000 | 0x0040 : 0)); /* all masked; FTZ, DAZ */
   return saved;
 }
 
-void rpi_float_leave(rpi_float_state saved) { _mm_setcsr((unsigned)saved.control); }
+void rpi_float_leave(rpi_float_state saved) {
+  const uint16_t x87 = (uint16_t)saved.status;
+  uint16_t now;
+  __asm__ volatile("fnstcw %0" : "=m"(now));
+  if (x87 != now) __asm__ volatile("fldcw %0" : : "m"(x87));
+  _mm_setcsr((unsigned)saved.control);
+}
 
 #elif defined(__aarch64__)
 

@@ -149,23 +149,27 @@ rp_status rpi_model_save(rp_model *m, const char *path, int what) {
 /* ---- and back -------------------------------------------------------------- */
 
 typedef struct counters {
+  const char *path;
   int64_t step, attempt; /* -1: not met */
 } counters;
 
-static rp_status read_counter(const char *key, const char *value, int64_t *to) {
+static rp_status read_counter(const char *path, const char *key, const char *value, int64_t *to) {
   char *end;
   errno = 0;
   const long long number = strtoll(value, &end, 10);
-  RPI_CHECK(*value && !*end && errno == 0 && number >= 0 && number <= RPI_MOST_STEPS, RP_ERROR_FILE,
-            "model: the file has %s='%.40s', expected a whole number from 0 to 2^40", key, value);
+  const bool digits = *value >= '0' && *value <= '9'; /* strtoll takes a space and a sign, too */
+  RPI_CHECK(digits && !*end && errno == 0 && number <= RPI_MOST_STEPS, RP_ERROR_FILE,
+            "model: %s has %s='%.40s', expected a whole number from 0 to 2^40", path, key, value);
   *to = number;
   return RP_OK;
 }
 
 static rp_status see_pair(void *context, const char *key, const char *value) {
   counters *const found = context;
-  if (strcmp(key, "step") == 0) return read_counter(key, value, &found->step);
-  if (strcmp(key, "attempt") == 0) return read_counter(key, value, &found->attempt);
+  if (strcmp(key, "step") == 0) return read_counter(found->path, key, value, &found->step);
+  if (strcmp(key, "attempt") == 0) {
+    return read_counter(found->path, key, value, &found->attempt);
+  }
   return RP_OK;
 }
 
@@ -180,7 +184,7 @@ static rp_status read_tensors(rp_model *m, const char *path, int what, listing *
 }
 
 static rp_status load(rp_model *m, const char *path, int what, listing *l) {
-  counters found = {-1, -1};
+  counters found = {path, -1, -1};
   if (what == RP_SAVE_OPTIMIZER) {
     RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
     RPI_CHECK(found.step >= 0 && found.attempt >= found.step, RP_ERROR_FILE,

@@ -26,8 +26,6 @@
 #include "base/memory.h"
 #include "ops/band.h"
 
-#define RPI_KEY_CHUNK 512    /* 128 KiB of packed keys at D = 64: a part of any second cache */
-#define RPI_QUERY_CHUNK 1024 /* the queries that one packing of keys serves */
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 /* The same where keys meet relations: every tile computes 64 columns more than it has queries. */
 #define RPI_SKEW_BLOCK 192

@@ -35,6 +35,11 @@
 #include "relpos/device.h"
 #include "relpos/model.h"
 
+/* Attention on a CPU takes so many queries and keys at a time; a sequence that is longer is cut
+ * into equal chunks, which may be smaller. */
+#define RPI_QUERY_CHUNK 1024 /* that one packing of keys serves */
+#define RPI_KEY_CHUNK 512    /* 128 KiB packed at D = 64: a part of any second cache */
+
 /* C[rows, columns] = A . B (+ C where accumulate) (+ bias[columns] where given).
  * Row-major. A is [rows, inner], or [inner, rows] where transpose_a; B is [inner,
  * columns], or [columns, inner] where transpose_b (a linear layer's weight). */

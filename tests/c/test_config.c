@@ -5,6 +5,7 @@
  */
 #include "model/config.h"
 
+#include <fenv.h>
 #include <locale.h>
 #include <math.h>
 #include <stdlib.h>
@@ -221,6 +222,30 @@ static void test_numbers_read_back(void) {
     }
   }
   CHECK(checked > 5000);
+}
+
+/* The caller's rounding changes neither what is read and written nor a rate, and is his own again.
+ */
+static void test_rounding(void) {
+  static const int modes[] = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+  rp_config config = tiny();
+  CHECK_INT(rp_config_set(&config, "schedule", "noam"), RP_OK);
+  const double rate = rp_learning_rate(&config, 7);
+  for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
+    fesetround(modes[i]);
+    const rp_status set = rp_config_set(&config, "beta2", "0.98");
+    char text[64];
+    const rp_status got = rp_config_get(&config, "beta2", text, sizeof text);
+    const double same = rp_learning_rate(&config, 7);
+    const int mode = fegetround();
+    fesetround(FE_TONEAREST);
+    CHECK_INT(set, RP_OK);
+    CHECK_INT(got, RP_OK);
+    CHECK(config.beta2 == 0.98);
+    CHECK_TEXT(text, "0.98");
+    CHECK(same == rate);
+    CHECK_INT(mode, modes[i]);
+  }
 }
 
 /* A comma in the user's locale changes nothing. */
@@ -591,6 +616,7 @@ int main(void) {
   test_integers();
   test_numbers();
   test_numbers_read_back();
+  test_rounding();
   test_locale();
   test_switches();
   test_choices();

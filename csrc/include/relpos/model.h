@@ -176,8 +176,8 @@ RP_API rp_status rp_config_check(const rp_config *config);
  * ------------------------------------------------------------------------ */
 
 /* How large a batch may be: all memory is planned from this, for the threads there are, and no step
- * takes more (above 65,536 tokens or 8,192 sentences attention's scratch may). Start from
- * rp_limits_default(). */
+ * takes more, whatever its lengths, but that a rare mixture may need somewhat more of attention's
+ * scratch (and batches above 65,536 tokens or 8,192 sentences). Start from rp_limits_default(). */
 typedef struct rp_limits {
   size_t struct_size;
   int64_t tokens;     /* the most of a batch, on each side */
@@ -446,7 +446,8 @@ typedef struct rp_profile_line {
   int backward;
   int64_t calls;
   /* Summed. Operations are floating-point, as counted by shapes: attention's are of all pairs
-   * without relations and windows. Losses and the norm of the gradient have no lines. */
+   * without relations and windows. The sum of the losses and the norm of the gradient have no
+   * lines. */
   double seconds, operations, bytes;
 } rp_profile_line;
 
