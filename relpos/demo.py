@@ -26,7 +26,7 @@ from relpos.data.subwords import Words
 from relpos.extraction import attention_maps
 from relpos.model import Transformer
 from relpos.search import Search
-from relpos.train.checkpoint import TOKENIZER
+from relpos.train.checkpoint import TOKENIZER, checkpoints
 from relpos.train.progress import Progress, clock_text
 from relpos.translator import Translator
 
@@ -188,6 +188,10 @@ def run(
     """The demo: trains, tests, shows, and leaves weights, vocabulary and a picture in a folder."""
     make_config(steps, seed)  # what is wrong with them is told before there is a folder
     folder = Path(output)
+    if checkpoints(folder):
+        raise ValueError(
+            f"output: {folder} is the folder of a training run, which would be mixed up"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     say("English names of numbers below 10^36 into German, by a Transformer of 2 + 2 layers.")
     say(f"It is trained on numbers with {SHORT[0]} to {SHORT[1]} groups of three digits.")

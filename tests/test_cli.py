@@ -537,7 +537,12 @@ def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(OSError, match="step-000000001: model.safetensors has 0 bytes"):
         average(found[:2], tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    cli.main(["average", str(tmp_path), "--last", "1", "--output", str(tmp_path / "last")])
+    damaged = found[1].folder / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")  # as long as it was: its sum tells
+    cli.main(["average", str(tmp_path), "--last", "2", "--output", str(tmp_path / "last")])
+    said = capsys.readouterr()
+    assert said.out.startswith("mean of 1 checkpoints")
+    assert "step-000000002: passed over: model.safetensors has another content" in said.err
     assert (tmp_path / "last" / "model.safetensors").read_bytes() == (
         found[2].folder / "model.safetensors"
     ).read_bytes()

@@ -87,6 +87,12 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
         assert not output.exists()
 
 
+def test_a_byte_order_mark_is_none_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfpreset = 'tiny'\r\n")
+    assert told.read_toml(path) == {"preset": "tiny"}
+
+
 def weights_of(folder: Path, step: int) -> bytes:
     return (folder / f"step-{step:09}" / checkpoint.MODEL).read_bytes()
 

@@ -190,6 +190,17 @@ def test_broken_sentencepiece_models(tmp_path: Path) -> None:
             load_subwords(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_as_many_as_fit(kind: str) -> None:
+    """A size that nobody insists on gives way on both sides."""
+    most = SentencePiece.train(LINES, 50_000, kind, fewer=True).size
+    least = SentencePiece.train(LINES, 100, kind, fewer=True)
+    lines = [line for pair in LINES for line in pair]
+    letters = {letter for line in lines for letter in line if not letter.isspace()}
+    assert 259 < least.size <= 259 + len(letters) + 1 < most
+    assert least.decode(least.encode(lines[0])) == lines[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -16,6 +16,7 @@ import pytest
 import no_matplotlib
 from relpos import demo
 from relpos import demo_numbers as numbers
+from relpos.train import checkpoint
 
 # ---- names, as dictionaries have them ------------------------------------------------------------
 
@@ -270,6 +271,14 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert shlex.split(hint)[:4] == ["relpos", "inspect", str(tmp_path / "to look at"), "--source"]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "to look at" / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_folder_of_a_run_is_left_alone(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, demo.Transformer(demo.make_config(6, 2), tokens=64))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="^output: .* is the folder of a training run"):
+        demo.run(steps=6, output=tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_seed_that_is_none_leaves_no_folder(tmp_path: Path) -> None:

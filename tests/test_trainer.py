@@ -232,6 +232,13 @@ def test_the_end_is_validated(tmp_path: Path) -> None:
     assert short.best_step == short.step and short.best == short.validation is not None
 
 
+def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
+    """It is validated before save_every has it saved, not behind it."""
+    outcome = make(tmp_path, config=text_files.config(steps=25), save_every=25).train()
+    assert kinds_in(tmp_path, "validation") == [20, 25]
+    assert outcome.checkpoint.folder == tmp_path / "step-000000025"
+
+
 def test_time_ends_it(tmp_path: Path) -> None:
     outcome = make(tmp_path, minutes=0.5 / 60, steps=10**6, validation=None).train()
     assert outcome.reason == "time" and outcome.step > 0

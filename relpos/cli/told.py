@@ -9,6 +9,7 @@ run began with, its vocabulary and the model it started from, no later command c
 from __future__ import annotations
 
 import argparse
+import codecs
 import dataclasses
 import importlib
 import json
@@ -328,12 +329,12 @@ def _before(resume: bool, output: Path, start: str | None) -> Path | None:
 
 def read_toml(path: Path) -> dict[str, Any]:
     reader = toml_reader(path)
-    with path.open("rb") as file:
-        try:
-            table: dict[str, Any] = reader.load(file)
-            return table
-        except ValueError as error:
-            raise ValueError(f"{path}: not TOML: {error}") from None
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # as some editors write it
+    try:
+        table: dict[str, Any] = reader.loads(text.decode())
+        return table
+    except ValueError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
 
 
 def toml_reader(path: Path) -> Any:

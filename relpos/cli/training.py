@@ -399,9 +399,10 @@ def _average(options: argparse.Namespace) -> int:
 
     found: list[checkpoint.Checkpoint] = []
     for each in reversed(checkpoint.checkpoints(options.run_folder)):
-        if (why := checkpoint.flaw(each.folder, thorough=False)) is not None:
+        taken = len(found) < options.last
+        if (why := checkpoint.flaw(each.folder, thorough=taken)) is not None:
             print(f"relpos: warning: {each.folder}: passed over: {why}", file=sys.stderr)
-        elif len(found) < options.last:
+        elif taken:
             found.append(each)
     if not found:
         raise ValueError(f"{options.run_folder}: no checkpoint here")

@@ -64,7 +64,8 @@ class SentencePiece:
             first; 1: every character of the lines.
         sentences: int. The most to learn from; more are sampled, with the seed.
         seed: int.
-        fewer: bool. Where the lines give fewer tokens than size, so many; False: an error.
+        fewer: bool. Where the lines give fewer tokens than size, so many, and where their single
+            characters and the bytes alone are more, so many; False: an error.
 
         The same lines and arguments give the same vocabulary, on any machine with the same
         sentencepiece.
@@ -83,8 +84,9 @@ class SentencePiece:
         try:
             return cls(_trained(sample, size, kind, byte_fallback, character_coverage))
         except RuntimeError as error:
-            if fewer and (most := _most(error)) is not None:
-                return cls(_trained(sample, most, kind, byte_fallback, character_coverage))
+            fitting = _most(error) or _least(error)
+            if fewer and fitting is not None:
+                return cls(_trained(sample, fitting, kind, byte_fallback, character_coverage))
             raise ValueError(_why_no_training(error, size)) from None
 
     @classmethod
@@ -234,14 +236,20 @@ def _most(error: RuntimeError) -> int | None:
     return int(limit[1]) if limit else None
 
 
+def _least(error: RuntimeError) -> int | None:
+    """How many tokens there must be, if that is what was wrong."""
+    limit = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+    return int(limit[1]) if limit else None
+
+
 def _why_no_training(error: RuntimeError, size: int) -> str:
     text = str(error)
     if (most := _most(error)) is not None:
         return f"size: {size:,} tokens are more than these lines give, at most {most:,}"
-    if limit := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
+    if (least := _least(error)) is not None:
         return (
             f"size: {size:,} tokens are too few, single characters and bytes alone need "
-            f"{int(limit[1]):,}; from Python a lower character_coverage or byte_fallback=False "
+            f"{least:,}; from Python a lower character_coverage or byte_fallback=False "
             "needs fewer"
         )
     if "sentences_.empty()" in text or "all_chars_count" in text:

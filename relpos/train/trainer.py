@@ -599,7 +599,8 @@ class _Run:
         """Validation and checkpoint, where they are due; the model is that of this step."""
         trainer = self._trainer
         better = False
-        if trainer._validation is not None and step % trainer._validate_every == 0:
+        looks = step % trainer._validate_every == 0 or step >= trainer._steps
+        if trainer._validation is not None and looks:
             better = trainer._validate(step, self._log, self._progress)
         if self._saves(step) or better:
             self.last, self._saved = trainer._save(), time.monotonic()
