@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from relpos import _core
+from relpos.position.arrays import check_size
 
 _DEFAULTS = dict(_core.config_default())
 
@@ -187,7 +188,7 @@ class Config:
 
     def learning_rate_at(self, step: int) -> float:
         """The schedule's rate of an update, which count from 1."""
-        return _core.learning_rate(self.pairs(), step)
+        return _core.learning_rate(self.pairs(), check_size("step", step, 1))
 
     def __repr__(self) -> str:
         return _repr(self, "")

@@ -187,6 +187,10 @@ def test_learning_rates() -> None:
         assert rates == sorted(rates, reverse=True)
     with pytest.raises(ValueError, match="step: expected 1 or more, got 0"):
         c.learning_rate_at(0)
+    with pytest.raises(ValueError, match=r"step: expected at most 2\^40, got 11805"):
+        c.learning_rate_at(2**70)
+    with pytest.raises(TypeError, match="step: expected an integer, got float"):
+        c.learning_rate_at(1.5)  # type: ignore[arg-type]
 
 
 def test_memory_is_told_beforehand() -> None:
