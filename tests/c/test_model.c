@@ -206,24 +206,24 @@ static void test_no_batch_allocates(const char *position, double softcap, double
 
 /* A sentence that fills a chunk of attention's takes more than a longer one, cut in two. */
 static void test_no_chunk_allocates(void) {
-  enum { SENTENCES = 8 };
-  static int32_t tokens[SENTENCES * 1024];
+  enum { FULL = 8 };
+  static int32_t tokens[FULL * 1024];
   for (int64_t length = 512; length <= (is_small_run() ? 512 : 1024); length *= 2) {
     rp_config config = config_of("none");
     config.max_length = length + 52;
     rp_limits limits = limits_of(0);
-    limits.tokens = SENTENCES * length;
-    limits.sentences = SENTENCES;
+    limits.tokens = FULL * length;
+    limits.sentences = FULL;
     ledger l = {.fail_at = -1};
     const rpi_allocator allocator = {allocate, release, &l};
     rpi_set_allocator(&allocator);
     rp_model *model = NULL;
     CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
     const int64_t calls = l.calls;
-    int64_t offsets[SENTENCES + 1];
-    for (int64_t b = 0; b <= SENTENCES; b++) offsets[b] = b * length;
+    int64_t offsets[FULL + 1];
+    for (int64_t b = 0; b <= FULL; b++) offsets[b] = b * length;
     rp_batch batch = batch_of();
-    batch.sentences = SENTENCES;
+    batch.sentences = FULL;
     batch.source = batch.target = batch.labels = tokens;
     batch.source_offsets = batch.target_offsets = offsets;
     rp_result result = {.struct_size = sizeof result};
