@@ -160,6 +160,8 @@ class Config:
         """A configuration by name, as "paper-base"; `presets` lists them."""
         if not isinstance(name, str):
             raise TypeError(f"name: expected str, got {type(name).__name__}")
+        if "\0" in name:
+            raise ValueError(f"name: expected a preset's, got {name!r}")
         return cls(**_read(cls, dict(_core.config_preset(name))))
 
     @classmethod
@@ -214,10 +216,14 @@ def _read_stack(texts: Mapping[str, str], prefix: str) -> Stack:
 
 
 def _pairs(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if "\0" in name:
+        raise ValueError(f"changes: expected the names of fields, got {name!r}")
     if isinstance(value, Stack):
         for each in dataclasses.fields(Stack):
             yield from _pairs(f"{name}.{each.name}", getattr(value, each.name))
     elif isinstance(value, str):
+        if "\0" in value:
+            raise ValueError(f"{name}: expected a text without NUL, got {value!r}")
         yield name, value
     elif isinstance(value, bool | np.bool_):
         yield name, "true" if value else "false"

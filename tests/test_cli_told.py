@@ -87,6 +87,13 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
         assert not output.exists()
 
 
+def test_a_folder_in_the_files_place(run: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "run.toml").mkdir()
+    said = relpos_says(capsys, "train", *run.files, "--output", tmp_path, status=1)
+    assert said == f"relpos: {tmp_path / 'run.toml'}: a folder, where the run's own file would be\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
 def test_a_byte_order_mark_is_none_of_it(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xef\xbb\xbfpreset = 'tiny'\r\n")

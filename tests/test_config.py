@@ -134,6 +134,8 @@ REFUSED = [
     ({"width": None}, TypeError, "width: expected a number, a bool or a str, got NoneType"),
     ({"encoder": {"k": 8}}, TypeError, "encoder: expected a number, a bool or a str, got dict"),
     ({"encoder": 3}, ValueError, "encoder"),
+    ({"a\0b": 3}, ValueError, r"changes: expected the names of fields, got 'a\\x00b'"),
+    ({"norm": "pre\0"}, ValueError, r"norm: expected a text without NUL, got 'pre\\x00'"),
 ]
 
 
@@ -152,7 +154,7 @@ def test_refused_by_the_constructor() -> None:
         Config(decoder={"k": 8})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="paper-bose.*paper-base"):
         Config.preset("paper-bose")
-    with pytest.raises(ValueError, match="null"):
+    with pytest.raises(ValueError, match=r"name: expected a preset's, got 'tiny\\x00'"):
         Config.preset("tiny\0")
 
 

@@ -349,6 +349,7 @@ def test_bad_text_leaves_the_old_cache(tmp_path: Path) -> None:
         ([("5", "6", "7")], TypeError, r"expected \(source, target\) of str as at first, item 0"),
         ([("5", 6)], TypeError, r"expected \(source, target\) of str as at first, item 0"),
         ([7], TypeError, r"expected \(source, target\) of str as at first, item 0 is 7"),
+        ([("5", "6"), ("5", "6\ud800")], ValueError, "^pairs: item 1: .* half of a surrogate pair"),
         ([("5", "1000")], ValueError, "subwords: expected tokens from 0 to 999, got 1000"),
         ([("5", "-1")], ValueError, "subwords: expected tokens from 0 to 999, got -1"),
     ],

@@ -208,6 +208,7 @@ def test_as_many_as_fit(kind: str) -> None:
         ({"size": 50_000, "kind": "unigram"}, "size: 50,000 tokens are more than these lines give"),
         ({"size": 100}, "size: 100 tokens are too few, single characters and bytes alone need"),
         ({"size": 3}, "size: expected 4 or more, got 3"),
+        ({"size": 10**12}, "size: expected at most 2,147,483,647, got 1,000,000,000,000"),
         ({"kind": "word"}, "kind: expected 'bpe' or 'unigram', got 'word'"),
         ({"character_coverage": 0}, "character_coverage: expected above 0 and up to 1, got 0"),
         ({"sentences": 0}, "sentences: expected 1 or more, got 0"),
@@ -233,9 +234,35 @@ def test_lines_that_are_refused(train: Any) -> None:
         ("a line", TypeError, "lines: expected several str, or pairs of str, got one str"),
         (["a", 3], TypeError, "lines: expected str, or pairs of str, item 1 is 3"),
         (["a", ("b", None)], TypeError, "lines: expected str, or pairs of str, item 1 is"),
+        (["a", "ö\ud800"], ValueError, r"lines: item 1: .* got '\\ud800', half .* character 2$"),
     ):
         with pytest.raises(kind, match=sentence):
             train(lines)
+
+
+def test_words_that_are_refused() -> None:
+    for words, kind, sentence in (
+        ([], ValueError, "words: expected at least one, got none"),
+        ("abc", TypeError, "words: expected several str, got one, 'abc'"),
+        (["a", 1], TypeError, "words: expected str, got int"),
+        (["a", "\udc80"], ValueError, "words: expected text, got .* half of a surrogate pair"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            Words(words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [trained, lambda: Words.train(LINES)], ids=["pieces", "words"])
+def test_texts_that_are_refused(make: Any) -> None:
+    subwords = make()
+    with pytest.raises(TypeError, match="text: expected str, got NoneType"):
+        subwords.encode(None)
+    with pytest.raises(TypeError, match="texts?: expected str, got int"):
+        subwords.encode_many(["a", 7])
+    with pytest.raises(ValueError, match=r"text: .* got '\\ud800', half .* at character 3"):
+        subwords.encode("a \ud800")
+    if isinstance(subwords, SentencePiece):
+        with pytest.raises(TypeError, match="model: expected bytes, got str; SentencePiece.load"):
+            SentencePiece("a file")  # type: ignore[arg-type]
 
 
 def test_wrapping_that_is_refused() -> None:

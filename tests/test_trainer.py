@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,6 +108,17 @@ def test_what_the_log_says_is_what_was_trained(tmp_path: Path) -> None:
         for name in ("loss", "nll", "accuracy"):
             mean = sum(getattr(each, name) * each.tokens for each in part) / tokens
             assert line[name] == pytest.approx(mean, rel=1e-12)
+
+
+def test_the_log_of_the_last_steps(tmp_path: Path) -> None:
+    """Those that log_every has no line for have one of their own, also where a run goes on."""
+    for steps in (3, 7, 7):
+        make(tmp_path, steps=steps, validation=None, resume=True).train()
+    lines = [line for line in read_log(tmp_path) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [3, 5, 7]
+    twin = make(tmp_path / "twin", validation=None)
+    tokens = [sum(twin.model.step(x).tokens for x in islice(twin._batches, n)) for n in (3, 2, 2)]
+    assert [line["tokens"] for line in lines] == tokens
 
 
 def test_validation_takes_no_tokens_a_second() -> None:
@@ -214,8 +226,11 @@ def test_the_end_is_validated(tmp_path: Path) -> None:
     assert found is not None and found == outcome.checkpoint
     told = json.loads((found.folder / checkpoint.STATE).read_text())["run"]
     assert (told["validated"], told["best"]) == (outcome.validation, outcome.best)
-    assert make(tmp_path, config=config, resume=True).train().validation == outcome.validation
+    again = make(tmp_path, config=config, resume=True)
+    for _ in range(2):  # with nothing to do, nothing is saved
+        assert again.train().checkpoint == outcome.checkpoint
     assert kinds_in(tmp_path, "validation") == [20, 25]
+    assert checkpoint.checkpoints(tmp_path)[-1] == outcome.checkpoint
     later = tmp_path / "later"
     trainer = make(later, config=config, validation=None)
     trainer.train()
@@ -395,14 +410,16 @@ def figures(outcome: Outcome) -> tuple[Any, ...]:
     return (*shown, outcome.best, outcome.best_step)
 
 
-def test_a_folder_with_checkpoints(tmp_path: Path) -> None:
+def test_a_folder_with_checkpoints(tmp_path: Path, capsys: Any) -> None:
     make(tmp_path, config=text_files.config(steps=2)).train()
     with pytest.raises(ValueError, match="has checkpoints already: resume goes on"):
         make(tmp_path)
     with pytest.raises(ValueError, match=f"^subwords: not those of {tmp_path}"):
         make(tmp_path, resume=True, subwords=relpos.data.Words(["a", "b"]))
-    with pytest.raises(ValueError, match="state: seed: it was 1, is 5 now"):
-        make(tmp_path, resume=True, seed=5)
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="^.*/step-000000002: seed: it was 1, is 5 now"):
+        make(tmp_path, config=text_files.config(steps=2, seed=5), resume=True, seed=5)
+    assert "goes on" not in capsys.readouterr().err
     assert make(tmp_path / "new", resume=True).resumed is None
 
 
@@ -778,7 +795,13 @@ def test_a_full_disk_under_the_progress_is_no_reason_to_end(
     monkeypatch.setattr("relpos.train.progress.SECONDS_BETWEEN_LINES", 0.0)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        outcome = make(tmp_path, config=text_files.config(steps=5), progress="lines").train()
+        for steps in (2, 5):  # the second tells what it goes on with
+            config = text_files.config(steps=steps)
+            text = [("ba be", "be ba")] * steps  # and that the validation text is another
+            outcome = make(
+                tmp_path, config=config, subwords=text_files.vocabulary, validation=text,
+                resume=True, progress="lines",
+            ).train()  # fmt: skip
         monkeypatch.undo()
         with suppress(OSError):
             full.close()

@@ -183,7 +183,8 @@ def test_what_no_file_could_hold() -> None:
 
 def test_sampling_has_no_beam() -> None:
     """So that a vocabulary of fewer tokens than a beam has may be drawn from."""
-    words = relpos.data.Words([])
+    silent = SimpleNamespace(encode=lambda text: [0] * len(text.split()), decode=lambda _: "")
+    words = relpos.data.Wrapped(silent, size=3, bos=1, eos=2, unknown=0)
     changes = {f"{side}_vocabulary": words.size for side in ("source", "target")}
     translator = Translator(random_model(**changes), words)
     with pytest.warns(TranslationWarning, match="unknown to the vocabulary"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import dataclasses
+import errno
 import importlib
 import json
 import os
@@ -162,6 +163,10 @@ def keep(what: Told) -> None:
 def _own(output: Path) -> Path | None:
     """The file, if it is there; one that somebody else has written is not to be lost."""
     path = output / RUN_FILE
+    if path.is_dir():
+        raise IsADirectoryError(
+            errno.EISDIR, "a folder, where the run's own file would be", str(path)
+        )
     if not path.is_file():
         return None
     with path.open("rb") as file:

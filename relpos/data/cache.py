@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
 from relpos.data.subwords import Side, of_side
-from relpos.data.text import Item, Lines, Pairs, Report, has_sides
+from relpos.data.text import Item, Lines, Pairs, Report, check_text, has_sides
 from relpos.data.vocabulary import Subwords
 
 FORMAT = 1
@@ -338,6 +338,8 @@ class _Writer:
             if not has_sides(item, self.sides):
                 wanted = "str" if self.sides == 1 else "(source, target) of str"
                 raise TypeError(f"pairs: expected {wanted} as at first, item {i} is {item!r:.80}")
+            for text in (item,) if isinstance(item, str) else item:
+                check_text(f"pairs: item {i}", text)
         if self.sides == 1:
             return [[str(item) for item in block]]
         return [[item[side] for item in block] for side in range(2)]

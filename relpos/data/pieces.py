@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from relpos.data.text import Item, texts_of
+from relpos.data.text import Item, check_text, texts_of
 from relpos.data.vocabulary import BOS, EOS, SPECIAL, UNKNOWN, Folder, save_vocabulary, within
 from relpos.position.arrays import check_choice, check_count, check_truth
 
@@ -30,6 +30,10 @@ class SentencePiece:
     file = "sentencepiece.model"
 
     def __init__(self, model: bytes) -> None:
+        if not isinstance(model, bytes):
+            raise TypeError(
+                f"model: expected bytes, got {type(model).__name__}; SentencePiece.load reads a file"
+            )
         self._model = model
         self._processor = _sentencepiece().SentencePieceProcessor()
         try:
@@ -71,7 +75,8 @@ class SentencePiece:
         sentencepiece.
         """
         check_choice("kind", kind, ("bpe", "unigram"))
-        check_count("size", size, SPECIAL + 1)
+        if check_count("size", size, SPECIAL + 1) > _MOST:
+            raise ValueError(f"size: expected at most {_MOST:,}, got {size:,}")
         if not 0.0 < character_coverage <= 1.0:
             raise ValueError(
                 f"character_coverage: expected above 0 and up to 1, got {character_coverage}"
@@ -116,12 +121,13 @@ class SentencePiece:
         return int(self._processor.unk_id())
 
     def encode(self, text: str) -> list[int]:
-        return list(self._processor.Encode(text))
+        return list(self._processor.Encode(check_text("text", text)))
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """On all cores that this process may use."""
         threads = len(os.sched_getaffinity(0))
-        return list(self._processor.Encode(list(texts), num_threads=threads))
+        given = [check_text("texts", text) for text in texts]
+        return list(self._processor.Encode(given, num_threads=threads))
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._processor.Decode(within(tokens, self.size)))
@@ -150,6 +156,7 @@ class SentencePiece:
         return f"<SentencePiece of {self.size:,} tokens>"
 
 
+_MOST = (1 << 31) - 1  # tokens that sentencepiece can count
 _NORMAL = 1  # the type of a piece that text is made of, and what it is where none is told
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from relpos.config import Config
 from relpos.data.files import read_json
 from relpos.data.pieces import SentencePiece
-from relpos.data.text import Item, texts_of
+from relpos.data.text import Item, check_text, texts_of
 from relpos.data.vocabulary import (
     BOS,
     DESCRIPTION,
@@ -108,7 +108,11 @@ class Words:
     names = ("<unk>", "<s>", "</s>")
 
     def __init__(self, words: Iterable[str]) -> None:
-        self._words = tuple(words)
+        if isinstance(words, str):
+            raise TypeError(f"words: expected several str, got one, {words!r:.80}")
+        self._words = tuple(check_text("words", word) for word in words)
+        if not self._words:
+            raise ValueError("words: expected at least one, got none")
         self._tokens = {word: token for token, word in enumerate(self._words, SPECIAL)}
         if len(self._tokens) != len(self._words):
             twice = next(word for word, count in Counter(self._words).items() if count > 1)
@@ -161,7 +165,7 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         find = self._tokens.get
-        return [find(word, UNKNOWN) for word in text.split()]
+        return [find(word, UNKNOWN) for word in check_text("text", text).split()]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]

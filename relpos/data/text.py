@@ -130,6 +130,22 @@ def has_sides(item: Any, sides: int) -> bool:
     return fits and all(isinstance(text, str) for text in texts)
 
 
+def check_text(name: str, text: Any) -> str:
+    """A sentence: a str that UTF-8 can write, which half of a surrogate pair cannot be."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected str, got {type(text).__name__}")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ValueError(
+                f"{name}: expected text, got {half!r}, half of a surrogate pair, at character "
+                f"{error.start + 1}"
+            ) from None
+    return text
+
+
 def texts_of(name: str, items: Iterable[Item]) -> Iterator[str]:
     """Sentences as they are, pairs one side after the other."""
     if isinstance(items, str):
@@ -138,7 +154,7 @@ def texts_of(name: str, items: Iterable[Item]) -> Iterator[str]:
         texts = item if isinstance(item, tuple | list) else (item,)
         if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"{name}: expected str, or pairs of str, item {i} is {item!r:.80}")
-        yield from texts
+        yield from (check_text(f"{name}: item {i}", text) for text in texts)
 
 
 def check_files(name: str, files: Files) -> tuple[str, ...]:

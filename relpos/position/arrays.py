@@ -136,10 +136,17 @@ def check_shape(name: str, table: Any, **axes: int) -> None:
 
 
 def integer_of(name: str, value: Any) -> int:
+    """`value` as an int. A truth, which Python counts among them, is none."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}") from None
+        raise TypeError(f"{name}: expected an integer, got {_came(value)}") from None
+
+
+def _came(value: Any) -> str:
+    return str(value) if isinstance(value, bool | np.bool_) else type(value).__name__
 
 
 def check_constant(name: str, value: Any) -> None:
@@ -152,15 +159,15 @@ def check_constant(name: str, value: Any) -> None:
 
 
 def number_of(name: str, value: Any) -> float:
-    """`value` as a float, infinite where it is an integer beyond all floats. Texts are none, nor are
-    tensors that want a gradient."""
+    """`value` as a float, infinite where it is an integer beyond all floats. Texts and truths are
+    none, nor are tensors that want a gradient."""
     check_constant(name, value)
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, str | bytes | bool | np.bool_):
             raise TypeError
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}") from None
+        raise TypeError(f"{name}: expected a number, got {_came(value)}") from None
     except OverflowError:
         return math.inf
 

@@ -26,13 +26,13 @@ def check_path(name: str, value: Any) -> Path:
 
 
 @contextmanager
-def called(name: str) -> Iterator[None]:
-    """What goes wrong with an argument `pairs` or `lines` within is told of `name`."""
+def called(name: str, *others: str) -> Iterator[None]:
+    """What goes wrong within with an argument of one of the other names is told of `name`."""
     try:
         yield
     except (ValueError, TypeError) as error:
         own, colon, rest = str(error).partition(": ")
-        if own not in ("pairs", "lines"):
+        if own not in others:
             raise
         raise type(error)(f"{name}{colon}{rest}") from None
 

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -45,6 +45,12 @@ def check_kind(kind: str) -> str:
     if kind not in ("auto", "bar", "lines", "none"):
         raise ValueError(f"progress: expected 'auto', 'bar', 'lines' or 'none', got {kind!r}")
     return kind
+
+
+def tell(line: str) -> None:
+    """A line on standard error, whose full disk or lost reader ends nothing."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class Progress:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ from relpos.data import (
 )
 from relpos.data.batches import check_seed
 from relpos.data.splits import check_chance, check_spelled
-from relpos.model import Precision, Transformer, model_memory
+from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import find_model
 from relpos.train import checkpoint
@@ -51,7 +50,7 @@ from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
 from relpos.train.inputs import Text, called, check_path, check_sides, look_at
 from relpos.train.log import Log, Sums
-from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind
+from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, tell
 from relpos.train.validation import Validation, check_bleu, validate
 
 _NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
@@ -265,6 +264,7 @@ class Trainer:
         self._looked = 0  # the step of the last validation
         self._stale = 0
         self._seconds = 0.0
+        self._saved: Checkpoint | None = None  # where what there is now has been saved
         self.resumed = found
         self.started: Path | None = None
         if found is not None:
@@ -311,7 +311,7 @@ class Trainer:
             raise ValueError("subwords: expected those that the token cache was made with")
         self._say("learning the subwords")
         if given is None:
-            with called("data"):
+            with called("data", "pairs", "lines"):
                 return SentencePiece.train(data, config.target_vocabulary, fewer=True)
         own = given()
         if not isinstance(own, Subwords):
@@ -321,26 +321,26 @@ class Trainer:
 
     def _say(self, line: str) -> None:
         if self._progress != "none":
-            print(line, file=sys.stderr, flush=True)
+            tell(line)
 
     def _teller(self, name: str) -> Callable[[int], None]:
         """Tells how many lines have been tokenised, now and then."""
         told = time.monotonic()
 
-        def tell(lines: int) -> None:
+        def now_and_then(lines: int) -> None:
             nonlocal told
             if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
                 told = time.monotonic()
                 self._say(f"tokenising {name}: {lines:,} lines")
 
-        return tell
+        return now_and_then
 
     def _tokenised(self, name: str, data: Text | TokenCache, folder: str) -> TokenCache:
         if isinstance(data, TokenCache):
             cache = data
         else:
             where = self.folder / "cache" / folder
-            with called(name):
+            with called(name, "pairs", "lines"):
                 cache = TokenCache.build(where, data, self.subwords, progress=self._teller(folder))
         if not cache.is_of(self.subwords.size, self.subwords.fingerprint()):
             raise ValueError(
@@ -367,14 +367,15 @@ class Trainer:
                 raise ValueError(f"config: not that of {whose}: {changed}: {error}") from None
             raise
         if changed:  # told even to those who want no progress
-            print(f"{where}: goes on with {changed}", file=sys.stderr, flush=True)
+            tell(f"{where}: goes on with {changed}")
         return state
 
     def _resume(self, found: Checkpoint) -> None:
-        state = self._restored(found.config, found.restore, found.folder, "this run")
+        state = found.state
         try:
             run = state["run"]
-            self._batches.resume(run["data"])
+            with called(f"{found.folder}", "state"):
+                self._batches.resume(run["data"])
             self._best, self._best_step = run["best"], run["best_step"]
             if self._best is not None and not math.isfinite(self._best):  # of older versions
                 self._best = self._best_step = None
@@ -386,12 +387,13 @@ class Trainer:
             raise checkpoint.CheckpointError(
                 f"{found.folder / checkpoint.STATE}: not of a Trainer: {error}"
             ) from None
+        self._restored(found.config, found.restore, found.folder, "this run")
+        self._saved = found
         if None not in (before, self._validates) and before != self._validates:
-            print(
+            tell(
                 f"{found.folder}: goes on with another validation text: the best of the old one "
-                "does not count",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                "does not count"
+            )
             self._spared = self._best_step or self._spared
             self._best = self._best_step = self._validated = None
             self._looked = self._stale = 0
@@ -439,14 +441,12 @@ class Trainer:
                 break
             run.begin(update)
         run.catch_up()
+        run.log_the_last()
         if reason != "interrupted":
             run.validate_the_last()
-        if run.recent.tokens > 0 and run.step % self._log_every != 0:
-            log.write("end", {"step": run.step, "nll": run.recent.nll})
-        last = self._save() if run.last is None else run.last
         return Outcome(
             reason, run.step, self._batches.epoch, run.recent.nll, self._validated, self._best,
-            self._best_step, last,
+            self._best_step, self._saved or self._save(),
         )  # fmt: skip
 
     def _reason(self, step: int, interrupted: bool) -> str | None:
@@ -499,10 +499,11 @@ class Trainer:
         }
         best = self._spared if self._best_step is None else self._best_step
         spare = frozenset(() if best is None else (best,))
-        return checkpoint.save(
+        self._saved = checkpoint.save(
             self.folder, self.model, {"epoch": self._batches.epoch, "run": run},
             tokenizer=self.subwords, keep=self._keep, spare=spare,
         )  # fmt: skip
+        return self._saved
 
 
 class _Run:
@@ -517,7 +518,7 @@ class _Run:
     def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
         self.step = trainer.model.counters[0]
         self.recent = Sums()
-        self.last: Checkpoint | None = None
+        self._result: tuple[StepResult, int] | None = None  # with its epoch; None: it is in the log
         self._trainer, self._log, self._progress = trainer, log, progress
         self._epochs: deque[int] = deque()  # of the steps that have been begun
         self._bad = 0
@@ -582,18 +583,26 @@ class _Run:
                     f"{result.first_bad}: a lower learning rate or a longer warm-up may help"
                 )
             return
-        self._bad, self.last = 0, None
+        self._bad, trainer._saved = 0, None
         self.recent.add(result)
+        self._result = result, epoch
         self._progress.step(
             result.step, result.loss, result.nll, result.tokens, result.learning_rate
         )
         if result.step % trainer._log_every == 0:
-            log.write("train", self.recent.figures(result, epoch, trainer._seconds, self._paused))
-            self.recent.begin()
+            self.log_the_last()
         if self.behind == 0:
             begun = time.monotonic()
             self._look_and_save(result.step)
             self._paused += time.monotonic() - begun
+
+    def log_the_last(self) -> None:
+        """A line of the steps since the one before it, if there are any."""
+        if self._result is not None:
+            seconds = self._trainer._seconds
+            self._log.write("train", self.recent.figures(*self._result, seconds, self._paused))
+            self.recent.begin()
+            self._result = None
 
     def _look_and_save(self, step: int) -> None:
         """Validation and checkpoint, where they are due; the model is that of this step."""
@@ -603,19 +612,18 @@ class _Run:
         if trainer._validation is not None and looks:
             better = trainer._validate(step, self._log, self._progress)
         if self._saves(step) or better:
-            self.last, self._saved = trainer._save(), time.monotonic()
+            trainer._save()
+            self._saved = time.monotonic()
 
     def validate_the_last(self) -> None:
         """What the run has come to, where the last step was not one to be looked at."""
         trainer = self._trainer
         if trainer._validation is not None and self.step != trainer._looked:
             trainer._validate(self.step, self._log, self._progress)
-            self.last = trainer._save()
+            trainer._save()
 
 
 def _check_minutes(name: str, value: float) -> float:
-    if isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number, got {value}")
     minutes = number_of(name, value)
     if not minutes > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
