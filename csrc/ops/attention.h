@@ -149,10 +149,10 @@ RPI_NOINLINE void start_strip(int64_t count, const rpi_start *start, const real 
 
 /* Scores (1) of a strip, or their twin in backward, x . yᵀ plus the term's bias:
  * row_start[r] + x_r . y_j + E[r, d] + more[r][j]. i: the strip's first row of E. more: NULL, or
- * what the pairs add. multiplied: product->c holds the products already. Vectors without a key are
- * 0 up to `columns`, or what they start from. What is not a product is put together first: large
- * numbers of it that cancel (a relation's score against the running maximum) shall not meet the
- * product's roundings.
+ * what the pairs add; product->c itself where that holds row_start and this, and there is no more.
+ * multiplied: product->c holds the products already. Vectors without a key are 0 up to `columns`,
+ * or what they start from. What is not a product is put together first: large numbers of it that
+ * cancel (a relation's score against the running maximum) shall not meet the product's roundings.
  */
 static void score_strip(const window *w, int meets, const band_e *e, int64_t e_stride, int64_t i,
                         int64_t distance, int64_t count, int64_t keys, int64_t columns,
@@ -171,7 +171,9 @@ static void score_strip(const window *w, int meets, const band_e *e, int64_t e_s
     for (int64_t r = 0; r < count; r++) moved[r] = row_start[r] + end[r];
     start.row = moved;
   }
-  if (multiplied || more) start_strip(count, &start, more, multiplied, product->c);
+  if (multiplied || (more && more != product->c)) {
+    start_strip(count, &start, more, multiplied, product->c);
+  }
   if (multiplied) return;
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
   rpi_strip_product(mode, count, vectors, product, &start);

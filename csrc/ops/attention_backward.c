@@ -135,12 +135,12 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
                                  .inner = item->width[which]};
     const int64_t e_stride = band_stride(&item->term[which], &x->w);
     const real *const start = which == KEY ? w->level + i : special ? w->zeros : x->start + i;
-    const real *const more = which == KEY    ? pairs->scores ? w->pairs.scores : NULL
-                             : pairs->values ? w->pairs.values
-                                             : NULL;
-    score_strip(&x->w, window_meets(&x->w, nearest, farthest), &x->e, e_stride, i, distance, count,
-                tile_keys, columns, &product, start, more ? more + i * RPI_TILE : NULL,
-                multiplied[which]);
+    const int meets = window_meets(&x->w, nearest, farthest);
+    const real *const more =
+        strip_more(pairs, &w->pairs, which == VALUE, i, count, start, w->zeros,
+                   meets == MEETS_NOTHING && !multiplied[which], x->product + i * RPI_TILE);
+    score_strip(&x->w, meets, &x->e, e_stride, i, distance, count, tile_keys, columns, &product,
+                start, more, multiplied[which]);
   }
   real *const p = w->side[KEY].product + i * RPI_TILE;
   real *const ds = w->side[VALUE].product + i * RPI_TILE;

@@ -179,9 +179,12 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                               .c_stride = RPI_TILE,
                               .inner = item->content || item->pairs.moves ? D : 0};
   const bool capped = item->pairs.softcap != 0;
-  score_strip(kw, window_meets(kw, nearest, farthest), &w->e, view->e_stride, i, distance, count,
-              tile_keys, columns, &scores, capped ? w->zeros : state->negated_max,
-              item->pairs.scores ? w->pairs.scores + i * RPI_TILE : NULL, x->multiplied);
+  const real *const start = capped ? w->zeros : state->negated_max;
+  const int meets = window_meets(kw, nearest, farthest);
+  const real *const more = strip_more(&item->pairs, &w->pairs, false, i, count, start, w->zeros,
+                                      meets == MEETS_NOTHING && !x->multiplied, x->at);
+  score_strip(kw, meets, &w->e, view->e_stride, i, distance, count, tile_keys, columns, &scores,
+              start, more, x->multiplied);
   if (capped) cap_strip(count, columns, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,

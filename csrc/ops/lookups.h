@@ -320,10 +320,11 @@ typedef struct pair_scratch {
   int64_t base;        /* the current block's first row in E and buckets of whole tables */
   skew_scratch query;
   lookup_scratch list[RPI_LOOKUPS];
-  real *scores; /* [block][TILE] */
-  real *values; /* [block][TILE]: dz . w, backward only */
-  real *biased; /* [block][D, padded]: queries with position_bias */
-  real *lines;  /* [TILE][widest, padded]: sums on their way to the rows of a list */
+  real *scores;                        /* [block][TILE] */
+  real *values;                        /* [block][TILE]: dz . w, backward only */
+  bool gathers_scores, gathers_values; /* these are gathered strip by strip: strip_more */
+  real *biased;                        /* [block][D, padded]: queries with position_bias */
+  real *lines; /* [TILE][widest, padded]: sums on their way to the rows of a list */
 } pair_scratch;
 
 /* Rows met are few while they are less than this many times the queries or keys that each of them

@@ -220,11 +220,13 @@ static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_seque
 
 /* ---- scores -------------------------------------------------------------------- */
 
-/* to[c] (+)= from[relation[c]] for a row of `rows` columns, and column -1: the compiler gathers
- * where the machine can. A short row stays in registers, and two exchanges between them give 16
- * numbers: a gather fetches each by itself, and took four times as long. */
+/* to[c] = start + from[relation[c]], or where it is not the first to[c] += that, for a row of
+ * `rows` columns, and column -1: the compiler gathers where the machine can. A short row stays in
+ * registers, and two exchanges between them give 16 numbers: a gather fetches each by itself, and
+ * took four times as long. */
 RPI_NOINLINE void gather_row(const real *restrict from, int64_t rows,
-                             const int32_t *restrict relation, bool first, real *restrict to) {
+                             const int32_t *restrict relation, bool first, real start,
+                             real *restrict to) {
 #if RPI_HELD > 0
   if (rows < RPI_HELD) {
     rpi_register held[4];
@@ -236,14 +238,14 @@ RPI_NOINLINE void gather_row(const real *restrict from, int64_t rows,
       const rpi_register more =
           rpi_blend((at & (2 * RPI_LANES)) != 0, __builtin_shuffle(held[2], held[3], at),
                     __builtin_shuffle(held[0], held[1], at));
-      rpi_store(to + c, first ? more : rpi_load(to + c) + more);
+      rpi_store(to + c, first ? start + more : rpi_load(to + c) + more);
     }
     return;
   }
 #endif
   (void)rows;
   if (first) {
-    _Pragma("omp simd") for (int c = 0; c < RPI_TILE; c++) to[c] = from[relation[c]];
+    _Pragma("omp simd") for (int c = 0; c < RPI_TILE; c++) to[c] = start + from[relation[c]];
   } else {
     _Pragma("omp simd") for (int c = 0; c < RPI_TILE; c++) to[c] += from[relation[c]];
   }
@@ -388,7 +390,7 @@ static void add_looked_up(int which, const pair_scratch *w, const pair_terms *p,
     }
     const int32_t *const relation = w->list[x->map].relation + r * RPI_TILE;
     if (g) gather_columns(g, relation, to);
-    else gather_row(e, table, relation, first, to);
+    else gather_row(e, table, relation, first, 0, to);
   }
 }
 
@@ -397,13 +399,59 @@ static dense rows_from(const dense *keys, int64_t j) {
   return (dense){keys->data + j * keys->stride, keys->stride};
 }
 
-/* The additional scores of a block and the tile j of a chunk, in units of log 2.
- * packed, keys: the chunk; parts: the tile's keys, packed, as an operand, or NULL. */
+/* Is all that is looked up for values, or for scores, to be gathered from rows of E? */
+static bool is_gathered(const pair_terms *p, const pair_scratch *w, bool values) {
+  bool all = values || !p->query.present;
+  for (int i = 0; i < p->count; i++) {
+    const lookup *const x = &p->list[i];
+    if ((x->kind == PAIR_VALUE) != values) continue;
+    all &= x->kind != PAIR_QUERY && x->relation->map != RP_MAP_EDGES && !pair_by_pair(x, w);
+  }
+  return all;
+}
+
+/* What is gathered for a strip from row i of a block on, beside row_start. */
+static void gather_strip(const pair_terms *p, const pair_scratch *w, bool values, int64_t i,
+                         int64_t count, const real *row_start, real *to) {
+  bool first = true;
+  for (int n = 0; n < p->count; n++) {
+    const lookup *const x = &p->list[n];
+    if ((x->kind == PAIR_VALUE) != values) continue;
+    const int64_t table = lookup_rows(x, w), stride = lookup_stride(table);
+    const int64_t row = x->kind == PAIR_BIAS ? 0 : lookup_base(x, w) + i;
+    const real *const e = w->list[n].e + row * stride + RPI_LANES;
+    const int32_t *const relation = w->list[x->map].relation + i * RPI_TILE;
+    for (int64_t r = 0; r < count; r++) {
+      gather_row(x->kind == PAIR_BIAS ? e : e + r * stride, table, relation + r * RPI_TILE, first,
+                 row_start[r], to + r * RPI_TILE);
+    }
+    first = false;
+  }
+}
+
+/* What pairs add to a strip from row i of a block on, for score_strip; NULL: nothing. alone: the
+ * strip has no product yet, and nothing else but row_start to start from: it is started. */
+static const real *strip_more(const pair_terms *p, const pair_scratch *w, bool values, int64_t i,
+                              int64_t count, const real *row_start, const real *zeros, bool alone,
+                              real *strip) {
+  if (!(values ? p->values : p->scores)) return NULL;
+  real *const more = (values ? w->values : w->scores) + i * RPI_TILE;
+  if (!(values ? w->gathers_values : w->gathers_scores)) return more;
+  real *const to = alone ? strip : more;
+  gather_strip(p, w, values, i, count, alone ? row_start : zeros, to);
+  return to;
+}
+
+/* The additional scores of a block and the tile j of a chunk, in units of log 2; those that are
+ * gathered come with each strip. packed, keys: the chunk; parts: the tile's keys, packed, as an
+ * operand, or NULL. */
 static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                         const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
                         const real *packed, const operand *parts, const dense *keys,
                         const real *zeros) {
   const dense k = rows_from(keys, j);
+  w->gathers_scores = is_gathered(p, w, false);
+  if (w->gathers_scores) return;
   if (p->query.present) {
     skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows,
                 packed + j * p->query.width, parts, zeros, w->scores);
@@ -420,7 +468,8 @@ static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence
 static void pair_value_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                               const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys) {
   bool first = true;
-  for (int i = 0; i < p->count; i++) {
+  w->gathers_values = is_gathered(p, w, true);
+  for (int i = 0; i < p->count && !w->gathers_values; i++) {
     if (p->list[i].kind != PAIR_VALUE) continue;
     add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, NULL, w->values);
     first = false;
