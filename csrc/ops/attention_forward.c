@@ -235,7 +235,7 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
     }
   }
   if (meets == MEETS_BAND) {
-    band_store(vw, count, columns, at, RPI_LANES + distance - vw->first, buckets,
+    band_store(vw, count, columns, at, RPI_LANES + distance - vw->first, false, buckets,
                vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
                nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL,
                RPI_LANES);

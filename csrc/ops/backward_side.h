@@ -37,13 +37,14 @@ typedef struct side {
   real *start;   /* [block]: what is left of -lse_i, or -delta_i */
   packed_term table;
   band_e e;
-  real *buckets;     /* [block][window] */
-  real *tail, *head; /* [block][LANES] */
+  real *buckets;     /* [bucket_rows][window] */
+  real *tail, *head; /* [bucket_rows][LANES] */
   window w;
   dense x;
   dense content; /* what keys meet: x, or for queries moved */
   real *moved;   /* [block + 1][padded]: the same where it is, and the vector */
   bool collects; /* some tile lies across the band, and somebody asks what it gathers */
+  bool together; /* by distance alone: the rows of all strips share those of the first */
   /* operands of products of whole blocks, and whether they could be packed */
   operand *tile_parts; /* [tiles]: packed */
   bool *tile_fits;
@@ -236,6 +237,11 @@ static bool pack_rows(dense x, int64_t count, int64_t width, int64_t padded, ope
          pack_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, columns);
 }
 
+/* Rows of buckets of a block. */
+static int64_t bucket_rows(const side *x, int64_t rows) {
+  return x->together ? rpi_min(rows, RPI_STRIP) : rows;
+}
+
 /* Makes a block ready to walk: x, E, empty buckets. */
 static void open_side(const backward_item *item, const backward_block *block, side *x, int which,
                       const real *zeros) {
@@ -279,9 +285,11 @@ static void open_side(const backward_item *item, const backward_block *block, si
   band_scores(t, &x->w, &x->table, x->x.data, x->x.stride,
               item->n.tiles && x->fits ? &x->rows : NULL, &at, item->factor[which], zeros, &x->e);
   if (!x->collects) return;
-  memset(x->head, 0, (size_t)(count * RPI_LANES) * sizeof(real));
-  memset(x->tail, 0, (size_t)(count * RPI_LANES) * sizeof(real));
-  memset(x->buckets, 0, (size_t)(count * window_stride(x->w.columns)) * sizeof(real));
+  x->together = !sums->lines && !(which == KEY && t->vector_count);
+  const int64_t kept = bucket_rows(x, count);
+  memset(x->head, 0, (size_t)(kept * RPI_LANES) * sizeof(real));
+  memset(x->tail, 0, (size_t)(kept * RPI_LANES) * sizeof(real));
+  memset(x->buckets, 0, (size_t)(kept * window_stride(x->w.columns)) * sizeof(real));
 }
 
 /* Gathers a strip of ds (p) by relation: (6), for a block across the band. */
@@ -289,10 +297,11 @@ static void collect_strip(side *x, const real *weights, int64_t i, int64_t count
                           int64_t tile_keys, int64_t columns) {
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const int meets = window_meets(&x->w, nearest, farthest);
-  real *const head = x->head + i * RPI_LANES, *const tail = x->tail + i * RPI_LANES;
+  const int64_t row = x->together ? 0 : i;
+  real *const head = x->head + row * RPI_LANES, *const tail = x->tail + row * RPI_LANES;
   if (meets == MEETS_BAND) {
-    band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first,
-               x->buckets + i * window_stride(x->w.columns), x->w.tail ? tail : NULL,
+    band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first, x->together,
+               x->buckets + row * window_stride(x->w.columns), x->w.tail ? tail : NULL,
                x->w.head && nearest < x->w.first ? head : NULL, RPI_LANES);
   } else if (meets == MEETS_TAIL) {
     add_row_sums(count, columns, weights, tail, RPI_LANES);
@@ -358,15 +367,17 @@ static void close_side(const backward_item *item, const backward_block *block, s
   const block_place at = {.distance = item->r.key - (block->row0 + item->seq.start),
                           .rows = block->rows,
                           .keys = item->r.keys};
-  band_finish(&x->w, block->rows, x->buckets, x->tail, x->head);
+  const int64_t kept = bucket_rows(x, block->rows);
+  band_finish(&x->w, kept, x->buckets, x->tail, x->head);
   /* the head is column -1 of the buckets, row -1 of the table, line 0 of the sums */
   const int64_t head = x->w.head ? 1 : 0, first = head ? 0 : x->w.first - sums->first + 1;
   const real *const buckets = x->buckets + RPI_LANES - head;
   const runs *const lines = is_folded(&x->table) ? &x->table.runs : NULL;
   if (sums->numbers) {
-    add_columns(buckets, stride, block->rows, columns + head, sums->numbers + first);
+    add_columns(buckets, stride, kept, columns + head, sums->numbers + first);
   }
-  if (lines) runs_gather(lines, columns, block->rows, x->buckets + RPI_LANES, stride);
+  if (lines && !x->together)
+    runs_gather(lines, columns, block->rows, x->buckets + RPI_LANES, stride);
   if (sums->lines) {
     collect_columns(item, x, block->rows, padded, lines, zeros,
                     sums->lines + (first + head) * padded);

@@ -540,11 +540,12 @@ static const real band_step[2 * RPI_LANES + 1] = {
 #endif
 };
 
-/* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, and
- * adds what lies in the tail to the vectors tail[rows], what lies before the first column to
- * head[rows], each where given and sum_stride apart. offset: as rpi_start's. */
+/* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
+ * adds it to what is there, and adds what lies in the tail to the vectors tail[rows], what lies
+ * before the first column to head[rows], each where given and sum_stride apart. offset: as
+ * rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *restrict x,
-                             int64_t offset, real *restrict buckets, real *restrict tail,
+                             int64_t offset, bool adds, real *restrict buckets, real *restrict tail,
                              real *restrict head, int64_t sum_stride) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
   for (int64_t r = 0; r < rows; r++) {
@@ -553,7 +554,7 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, con
     RPI_EACH_VECTOR(v, columns, {
       const int64_t at = rpi_clamp(offset - r + v, 0, last);
       const rpi_register weight = rpi_load(x + r * RPI_TILE + v);
-      rpi_store(row + at, weight);
+      rpi_store(row + at, adds ? rpi_load(row + at) + weight : weight);
       /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
       if (tail) after += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
       if (head) before += weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES));
