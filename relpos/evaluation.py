@@ -127,7 +127,8 @@ def evaluate(
     tokenize: str. Of BLEU, as sacrebleu names it.
     lengths: int each, rising. Where ranges of words of the source end.
     """
-    check_counts(translations, references, sources)
+    others = {} if sources is None else {"sources": sources}
+    check_counts(references, translations=translations, **others)
     if translator is not None and sources is None:
         raise ValueError("sources: expected what the translator is to read, got None")
     metrics = [bleu(translations, references, tokenize=tokenize)]
@@ -155,6 +156,7 @@ def bleu(
 
     advice: bool. sacrebleu warns of text that seems to be tokenised.
     """
+    check_counts(references, translations=translations)
     _check_tokenize(tokenize)
     metrics = _sacrebleu().metrics
     # Once is enough.
@@ -171,6 +173,7 @@ def bleu(
 
 def chrf(translations: Sequence[str], references: Sequence[Sequence[str]]) -> Metric:
     """chrF2 of a text, with its signature."""
+    check_counts(references, translations=translations)
     metric = _sacrebleu().metrics.CHRF()
     score = metric.corpus_score(list(translations), [list(each) for each in references])
     return Metric("chrF2", float(score.score), str(metric.get_signature()))
@@ -227,28 +230,37 @@ def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
     return Path(plots.save(plots.bleu_by_length(evaluation, ax=figure.subplots()), path))
 
 
-def check_counts(
-    translations: Sequence[str] | None,
-    references: Sequence[Sequence[str]],
-    sources: Sequence[str] | None,
-) -> None:
-    """Refuses texts that are not as long as each other, and empty ones."""
-    if not references:
+def check_counts(references: Sequence[Sequence[str]], **others: Sequence[str]) -> None:
+    """Refuses what are no texts, texts that are not as long as each other, and empty ones."""
+    if isinstance(references, str) or not hasattr(references, "__len__"):
+        raise TypeError(f"references: expected lists of str, got {type(references).__name__}")
+    if len(references) == 0:
         raise ValueError("references: expected one text or several, got none")
+    if isinstance(references[0], str):
+        raise TypeError(
+            "references: expected lists of str, each a way to say all of the translations, got str: "
+            "[references] is one such way"
+        )
+    texts = {f"references[{i}]": each for i, each in enumerate(references)} | others
+    for name, lines in texts.items():
+        _check_lines(name, lines)
     expected = len(references[0])
-    for name, lines in (
-        ("references[0]", references[0]),
-        *((f"references[{i}]", each) for i, each in enumerate(references)),
-        ("sources", sources),
-        ("translations", translations),
-    ):
-        if lines is not None and len(lines) != expected:
+    for name, lines in texts.items():
+        if len(lines) != expected:
             raise ValueError(
                 f"{name}: {len(lines):,} lines, the reference has {expected:,}: line i of one must "
                 "be line i of the other"
             )
     if expected == 0:
         raise ValueError("references: expected a line at least, got none")
+
+
+def _check_lines(name: str, lines: Sequence[str]) -> None:
+    if isinstance(lines, str) or not hasattr(lines, "__len__"):
+        raise TypeError(f"{name}: expected a list of str, got {type(lines).__name__}")
+    for i, line in enumerate(lines):
+        if not isinstance(line, str):
+            raise TypeError(f"{name}: expected str, item {i} is {line!r:.80}")
 
 
 def check_asked(tokenize: str, plot: str | os.PathLike[str] | None) -> None:

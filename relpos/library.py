@@ -14,8 +14,10 @@ from typing import TypedDict
 import numpy as np
 
 from relpos import _core
+from relpos.position.arrays import check_count
 
 _PACKAGE = Path(__file__).resolve().parent
+_MOST = (1 << 31) - 1  # that the core can be told
 
 
 class BuildInfo(TypedDict):
@@ -101,7 +103,10 @@ def set_threads(threads: int) -> None:
     threads: int. 0 returns to the default: RELPOS_NUM_THREADS, else OMP_NUM_THREADS, else the
         cores this process may run on. Results do not depend on it.
     """
-    _core.set_threads(threads)
+    number = check_count("threads", threads, 0)
+    if number > _MOST:
+        raise ValueError(f"threads is {number}, expected much less")
+    _core.set_threads(number)
 
 
 def get_threads() -> int:

@@ -641,6 +641,8 @@ def _several(name: str, texts: Iterable[str]) -> Iterable[str]:
     """Refuses one text, whose letters would be lines."""
     if isinstance(texts, str):
         raise TypeError(f"{name}: expected several str, got one str")
+    if not isinstance(texts, Iterable):
+        raise TypeError(f"{name}: expected several str, got {type(texts).__name__}")
     return texts
 
 

@@ -39,8 +39,10 @@ def test_threads_and_errors() -> None:
         assert relpos.get_threads() == relpos.build_info()["threads"] == 3
         with pytest.raises(ValueError, match="^threads is 1025, expected 1 to 1024"):
             relpos.set_threads(1025)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="^threads: expected an integer, got str"):
             relpos.set_threads("2")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="^threads is 1099511627776, expected"):
+            relpos.set_threads(2**40)
         assert relpos.get_threads() == 3
     finally:
         relpos.set_threads(before)

@@ -137,6 +137,22 @@ def test_several_references() -> None:
     assert both.signature.startswith("nrefs:2|")
 
 
+def test_texts_that_are_refused() -> None:
+    for translations, references, kind, sentence in (
+        (["a"], ["a"], TypeError, r"references: expected lists of str, .* \[references\] is one"),
+        (["a"], "a", TypeError, "references: expected lists of str, got str"),
+        (["a"], [], ValueError, "references: expected one text or several, got none"),
+        (["a"], [["a"], 3], TypeError, r"references\[1\]: expected a list of str, got int"),
+        ("a", [["a"]], TypeError, "translations: expected a list of str, got str"),
+        (None, [["a"]], TypeError, "translations: expected a list of str, got NoneType"),
+        (["a", None], [["a", "b"]], TypeError, "translations: expected str, item 1 is None"),
+        (["a", "b"], [["a"]], ValueError, "translations: 2 lines, the reference has 1"),
+    ):
+        for compare in (evaluation.evaluate, evaluation.bleu, evaluation.chrf):
+            with pytest.raises(kind, match=f"^{sentence}"):
+                compare(translations, references)  # type: ignore[operator]
+
+
 # ---- a model -------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,8 @@ def test_what_is_refused(translator: Translator) -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=f"^{message}"):
             translator.translate(["do"], search=search)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sentences: expected several str, got NoneType"):
+        translator.translate(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sentences: expected several str, got one str"):
         translator.translate("do")
     for name, call in (

@@ -122,7 +122,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     failed, translator, search = False, None, None
     if options.hypothesis is None:
         assert sources is not None
-        evaluation.check_counts(None, references, sources)
+        evaluation.check_counts(references, **({} if sources is None else {"sources": sources}))
         translator = load(options.models, options)
         if translator.generates:
             raise ValueError("this model has no encoder, there is nothing to compare")
