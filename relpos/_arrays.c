@@ -391,5 +391,5 @@ PyObject *array_new(const char *axes, const sizes *s) {
   npy_intp shape[TAKE_MAX_AXES];
   const int count = (int)strlen(axes);
   for (int i = 0; i < count; i++) shape[i] = (npy_intp)s->of[(int)axes[i]];
-  return PyArray_SimpleNew(count, shape, NPY_FLOAT32);
+  return result_new(count, shape);
 }

@@ -4,6 +4,7 @@
  *
  *   _core.c        the module: its functions, constants and exception
  *   _arrays.c      the one way from an object to memory
+ *   _results.c     memory of results
  *   _terms.c       relation terms and masks
  *   _call.c        the arguments that forward and backward share
  *   _attention.c   forward and backward
@@ -137,6 +138,11 @@ void raise_strides(const char *name, PyObject *array, const char *problem, const
 
 /* A new float32 array of these axes, whose sizes are known by now. */
 PyObject *array_new(const char *axes, const sizes *s);
+
+/* ---- memory of results: _results.c ------------------------------------------------ */
+
+/* A new float32 array, not filled; its memory may be that of one that is gone. */
+PyObject *result_new(int axes, npy_intp *shape);
 
 /* ---- kinds of terms, as Python counts them ------------------------------------------ */
 

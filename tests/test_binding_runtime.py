@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,7 @@ from leaks import assert_nothing_leaks
 from relpos import _core
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(relpos.__file__).parent.parent  # where others start: here Python imports sources
 
 
 @pytest.fixture
@@ -121,6 +125,74 @@ def test_subclasses_are_plain_arrays(qkv: Any) -> None:
     out = relpos.attention(*(x.view(Tagged) for x in qkv))
     assert type(out) is np.ndarray
     np.testing.assert_array_equal(out, relpos.attention(*qkv))
+
+
+def address_of(x: Any) -> int:
+    return int(x.ctypes.data)
+
+
+def test_memory_of_results_is_used_again() -> None:
+    """That of 64 KiB or more, for results of the same size, and never while somebody has it."""
+    q = rows(1, 4, 128, 64)
+    first, second = (relpos.attention(q, q, q) for _ in range(2))
+    wanted = first.copy()
+    before, other = address_of(first), address_of(second)
+    assert before != other and before % 64 == other % 64 == 0
+    view = first[:, :, 3:]
+    del first
+    assert address_of(relpos.attention(q, q, q)) not in (before, other)
+    np.testing.assert_array_equal(view, wanted[:, :, 3:])
+    del view
+    again = relpos.attention(q, q, q)
+    assert address_of(again) == before
+    assert again.flags.owndata and again.base is None
+    np.testing.assert_array_equal(again, wanted)
+    again.resize((2, 4, 128, 64), refcheck=False)  # which moves it
+    np.testing.assert_array_equal(again[:1], wanted)
+    assert not again[1].any()
+    again.resize((16,), refcheck=False)
+    np.testing.assert_array_equal(again, wanted.ravel()[:16])
+
+
+KEEPS = """
+import numpy as np, relpos
+
+def resident():
+    for line in open("/proc/self/status"):
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) << 10
+
+def turned(megabytes):
+    return relpos.rotate(np.zeros((1, 1, megabytes << 12, 64), np.float32), relpos.RoPE())
+
+relpos.set_threads(1)
+turned(1)
+before = resident()
+results = [turned(3) for _ in range(30)]
+made = resident()
+assert made - before > 85 << 20, made - before
+del results
+kept = resident() - before
+assert 38 << 20 < kept < 58 << 20, kept  # 16 blocks
+results = [turned(3) for _ in range(16)]
+assert resident() - before < kept + (8 << 20)
+results += [turned(20) for _ in range(3)]
+del results
+kept = resident() - before
+assert 35 << 20 < kept < 75 << 20, kept  # 64 MiB
+last = turned(65)
+there = resident()
+del last
+assert there - resident() > 60 << 20  # which is more than is kept
+"""
+
+
+def test_memory_of_results_that_is_kept_is_bounded() -> None:
+    """At most 64 MiB of 16 blocks, the oldest going first. Every block has pages of its own here, so
+    that what is free is gone."""
+    own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", KEEPS], env=own, cwd=PACKAGE, check=False)
+    assert done.returncode == 0
 
 
 def test_nothing_leaks(shaw: relpos.Shaw) -> None:
