@@ -376,8 +376,9 @@ static void close_side(const backward_item *item, const backward_block *block, s
   if (sums->numbers) {
     add_columns(buckets, stride, kept, columns + head, sums->numbers + first);
   }
-  if (lines && !x->together)
+  if (lines && !x->together) {
     runs_gather(lines, columns, block->rows, x->buckets + RPI_LANES, stride);
+  }
   if (sums->lines) {
     collect_columns(item, x, block->rows, padded, lines, zeros,
                     sums->lines + (first + head) * padded);
