@@ -466,6 +466,7 @@ def test_a_second_iteration_closes_the_first(pairs: TokenCache, prefetch: int) -
         ({"sentences": 0}, ValueError, "sentences: expected 1 or more, got 0"),
         ({"max_length": 1}, ValueError, "max_length: expected 2 or more, got 1"),
         ({"max_length": 2}, ValueError, "max_length: no sentence fits into 2 tokens: 1,500 read"),
+        ({"tokens": 2}, ValueError, "tokens: no sentence fits into 2 tokens: 1,500 read"),
         ({"accumulate_tokens": 255}, ValueError, "accumulate_tokens: expected 256 or more"),
         ({"seed": -1}, ValueError, "seed: expected 0 or more, got -1"),
         ({"seed": 1 << 64}, ValueError, r"seed: expected below 2\*\*64"),

@@ -331,8 +331,9 @@ class _Packer:
         fit = sum(int(self._fit(self._sizes(slice(x, x + CHUNK))).sum()) for x in blocks)
         self.report = replace(cache.report, too_long=len(cache) - fit)
         if fit == 0:
+            name = "tokens" if longest >= self.tokens else "max_length"
             raise ValueError(
-                f"max_length: no sentence fits into {self.max_length} tokens: {self.report}"
+                f"{name}: no sentence fits into {self.max_length} tokens: {self.report}"
             )
 
     def _lengths(self, chosen: Places | slice) -> Places:

@@ -237,7 +237,7 @@ class Trainer:
             self.cache = self._tokenised("data", data, "train")
             self._batches = Batches(
                 self.cache,
-                tokens=tokens, sentences=sentences, max_length=min(tokens, config.max_length),
+                tokens=tokens, sentences=sentences, max_length=config.max_length,
                 accumulate_tokens=accumulate_tokens, seed=seed, epochs=epochs,
                 splits=splits,
             )  # fmt: skip
@@ -249,7 +249,7 @@ class Trainer:
                 try:
                     self._validation = InOrder(
                         lines, tokens=tokens, sentences=sentences,
-                        max_length=min(tokens, config.max_length),
+                        max_length=config.max_length,
                     )  # fmt: skip
                 except ValueError as error:
                     raise ValueError(f"validation: {error}") from None
