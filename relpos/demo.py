@@ -30,7 +30,7 @@ from relpos.train.checkpoint import TOKENIZER, checkpoints
 from relpos.train.progress import Progress, clock_text
 from relpos.translator import Translator
 
-TOKENS = 1536  # of a batch, on each side; none of them padding
+TOKENS = 2048  # of a batch, on each side; none of them padding
 SENTENCES = 512
 SHORT, LONG = (1, 6), (7, 12)  # groups that are not 0
 TESTED = 2000  # numbers of each
