@@ -22,6 +22,16 @@ from relpos.position.arrays import check_size
 _DEFAULTS = dict(_core.config_default())
 
 
+def no_folder(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The path of a file that a model saved; that of a checkpoint or a run is refused."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(
+            f"{os.fspath(path)}: a folder, not a file: a checkpoint has its weights in "
+            "model.safetensors; relpos.Translator.load takes folders"
+        )
+    return path
+
+
 def _flag(text: str) -> bool:
     return text == "true"
 
@@ -167,7 +177,7 @@ class Config:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Config:
         """The configuration that a file of weights carries."""
-        return cls(**_read(cls, dict(_core.config_load(path))))
+        return cls(**_read(cls, dict(_core.config_load(no_folder(path)))))
 
     def replace(self, changes: Mapping[str, Any]) -> Config:
         """The same with other values for some fields, by dotted names: {"encoder.k": 8}."""

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
-from relpos.config import Config
+from relpos.config import Config, no_folder
 from relpos.position.arrays import (
     Array,
     check_choice,
@@ -482,7 +482,7 @@ class Transformer:
         A failure leaves the model as it was.
         """
         check_choice("what", what, tuple(FILES))
-        self._core.load(path, FILES[what])
+        self._core.load(no_folder(path), FILES[what])
 
     @classmethod
     def load(

@@ -169,7 +169,12 @@ BATCHES_REFUSED: list[tuple[Callable[[], Batch], type[Exception], str]] = [
     (
         lambda: Batch.from_sentences(["ab"], bos=1, eos=2),
         TypeError,
-        r"^sentences\[0\]: expected integers \(n,\), got <U2 \(\)$",
+        r"^sentences\[0\]: expected integers \(n,\), got text \(\)$",
+    ),
+    (
+        lambda: Batch.from_pairs([["ab", "c"]], [[3]], bos=1, eos=2),
+        TypeError,
+        r"^sources\[0\]: expected integers \(n,\), got text \(2,\)$",
     ),
     (
         lambda: Batch.from_sentences([[3]], bos=1.5, eos=2),  # type: ignore[arg-type]
@@ -404,7 +409,7 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
         (lambda: model.forward(long, average="no"), TypeError,  # type: ignore[arg-type]
          "average: expected True or False, got str"),
         (lambda: model.assign(name, weights.astype(str)), TypeError,
-         rf"values: expected real numbers, got <U32 \({weights.size},\)"),
+         rf"values: expected real numbers, got text \({weights.size},\)"),
         (lambda: model.assign(name, weights > 0), TypeError,
          rf"values: expected real numbers, got bool \({weights.size},\)"),
         (lambda: model.assign(name, weights * 1j), TypeError,

@@ -366,6 +366,15 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=str(tmp_path)):
             call()
+    for call in (
+        lambda: model.restore(tmp_path),
+        lambda: relpos.Transformer.load(tmp_path),
+        lambda: relpos.Transformer.load(tmp_path, training=False),
+        lambda: relpos.Transformer.load(str(tmp_path), config=model.config),
+        lambda: relpos.Config.load(tmp_path),
+    ):
+        with pytest.raises(IsADirectoryError, match=f"{tmp_path}: a folder.* model.safetensors"):
+            call()
     with pytest.raises(ValueError, match="what: expected 'weights' or 'average' or 'optimizer'"):
         model.save(tmp_path / "x", "everything")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

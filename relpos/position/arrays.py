@@ -91,7 +91,8 @@ def describe(x: Any) -> str:
     """What came, as in "float64 (3, 8)"."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return type(x).__name__
-    return f"{str(x.dtype).removeprefix('torch.')} {shape_of(x)}"
+    kind = str(x.dtype).removeprefix("torch.")
+    return f"{'text' if kind.startswith(('<U', '|S')) else kind} {shape_of(x)}"
 
 
 def may_be_narrow(table: Any) -> bool:
