@@ -32,6 +32,7 @@ from relpos.position.arrays import (
     check_magnitude,
     check_number,
     check_truth,
+    describe,
     integer_of,
     number_of,
 )
@@ -258,7 +259,7 @@ def integers(name: str, values: Any) -> Counts | None:
     array = as_integers(name, values, "")
     check_magnitude(name, array)
     if array.dtype.kind not in "iu" and array.size > 0:
-        raise TypeError(f"{name}: expected integers, got {array.dtype} {array.shape}")
+        raise TypeError(f"{name}: expected integers, got {describe(array)}")
     check_int64(name, array)
     return array.astype(np.int64, order="C")
 
