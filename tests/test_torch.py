@@ -320,6 +320,10 @@ def test_the_array_interfaces_of_numpy() -> None:
         (lambda x: x.double(), "q: expected float32, got float64; use q.float()"),
         (lambda x: x.detach().numpy(), "q: expected a tensor, got ndarray"),
         (
+            lambda x: x.to_sparse(),
+            "q: expected a dense tensor, got torch.sparse_coo; use q.to_dense()",
+        ),
+        (
             lambda x: x.to("meta"),
             "q: lies on meta, relpos computes on the CPU and on NVIDIA GPUs; use q.cpu()",
         ),
@@ -422,6 +426,43 @@ def test_forward_mode_is_refused() -> None:
                 relpos.torch.attention(q, k, v, position=position)
     with pytest.raises(RuntimeError, match="no forward-mode"):
         torch.func.jvp(lambda x: relpos.torch.attention(x, k, v), (q,), (q,))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["function", "module", "compiled"])
+def test_within_autocast(form: str, half: Any) -> None:
+    """Products come in half the width, and one tensor beside them may be in all of it; relpos
+    computes as without autocast, and gradients go back to what was multiplied."""
+    x, table = tensor(B, H, N, D), torch.nn.Parameter(tensor(5, D))
+    linear = torch.nn.Linear(D, D)
+    module = relpos.torch.Attention(relpos.Shaw(table), causal=True)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=relpos.Shaw(table), causal=True)
+
+    forms = {"function": function, "module": module}
+    attend = forms.get(form) or torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = []
+    for is_cast in (True, False):
+        with torch.autocast("cpu", half):
+            y = linear(x)
+        assert y.dtype == half
+        with torch.autocast("cpu", half, enabled=is_cast):
+            out = attend(y if is_cast else y.float(), y if is_cast else y.float(), x)
+        assert out.dtype == torch.float32
+        out.square().sum().backward()
+        found.append([out.detach(), *(a.grad for a in (x, table, linear.weight))])
+        for a in (x, table, linear.weight):
+            a.grad = None
+    for a, b in zip(*found, strict=True):
+        assert a.abs().max() > 0
+        assert torch.equal(a, b)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    q, k, v = qkv()
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="^q: expected float32, got float64"):
+        relpos.torch.attention(q.double(), k, v)
 
 
 def test_a_table_of_another_type_is_refused() -> None:

@@ -29,6 +29,7 @@ from relpos.position.combine import Position, schemes_of
 from relpos.position.written import Parts, as_text, write
 from relpos.request import Layout, Mask, Window
 from relpos.torch.arguments import (
+    as_autocast,
     check_devices,
     check_mask,
     check_seed,
@@ -115,6 +116,7 @@ class Attention(torch.nn.Module):
                 "relpos.torch: an Attention module cannot be exported, its scheme being known to "
                 "this process alone; call relpos.torch.attention in a module of your own, which can"
             )
+        q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         check_tensors(q, k, v)
         check_mask(mask)
         seed = check_seed(seed)
@@ -162,11 +164,15 @@ def attention(
     seed: int below 2^63.
     The others as in `relpos.attention`.
 
+    Within torch.autocast q, k and v are taken in the type of products: bfloat16 on a GPU; float32
+    on the CPU, and where that type is float16, which relpos has not.
+
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
     tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
     schemes of tensors may be made where they are used; those over arrays of NumPy, labels or
     positions come from outside, and their arrays may then be others in every call.
     """
+    q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     check_tensors(q, k, v)
     dense = mask if isinstance(mask, Tensor) else None
     check_mask(dense)

@@ -17,12 +17,30 @@ from relpos.request import integers
 from relpos.torch.calls import PER_CALL
 from relpos.torch.tensors import is_on_gpu
 
+_OF_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_autocast(x: Any) -> Any:
+    """Within torch.autocast a tensor of the type that attention computes with: float32 on the CPU,
+    and on a GPU where products are of float16. Others are left to `check_tensors`."""
+    if not isinstance(x, Tensor) or x.dtype not in _OF_AUTOCAST:
+        return x
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return x
+    halves = is_on_gpu(x) and torch.get_autocast_dtype(kind) is torch.bfloat16
+    return x.to(torch.bfloat16 if halves else torch.float32)
+
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Whether these are tensors that attention takes. torch.compile reads this too."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got {x.layout}; use {name}.to_dense()"
+            )
         check_devices([(name, x)])
         if x.device != q.device:
             raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
