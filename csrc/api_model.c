@@ -151,6 +151,18 @@ rp_status rp_model_write(rp_model *m, int64_t index, int array, const rp_real *f
   return rpi_model_leave(m, write_array(m, index, array, from));
 }
 
+static rp_status place_of(const rp_model *m, int64_t index, int array, rp_real **place) {
+  int64_t bytes = 0;
+  RPI_CHECK(place, RP_ERROR_ARGUMENT, "model: place is NULL");
+  *place = NULL;
+  return array_of(m, index, array, place, &bytes);
+}
+
+rp_status rp_model_place(rp_model *m, int64_t index, int array, rp_real **place) {
+  RPI_TRY(rpi_model_enter(m));
+  return rpi_model_leave(m, place_of(m, index, array, place));
+}
+
 /* ---- one call at a time ---------------------------------------------------- */
 
 rp_status rpi_model_enter(rp_model *m) {

@@ -330,6 +330,7 @@ static PyMethodDef methods[] = {
     {"open", model_open, METH_VARARGS | METH_CLASS, NULL},
     {"limits", model_limits, METH_NOARGS, NULL},
     {"read", model_read, METH_VARARGS, NULL},
+    {"place", model_place, METH_VARARGS, NULL},
     {"write", model_write, METH_VARARGS, NULL},
     {"parameters", model_parameters, METH_NOARGS, NULL},
     {"step", model_step, METH_VARARGS, NULL},

@@ -27,6 +27,7 @@ int batch_of(PyObject *self, PyObject *object, rp_batch *to, int64_t *places);
 /* Methods: _model_shows.c */
 PyObject *model_parameters(PyObject *self, PyObject *args);
 PyObject *model_read(PyObject *self, PyObject *args);
+PyObject *model_place(PyObject *self, PyObject *args);
 PyObject *model_write(PyObject *self, PyObject *args);
 PyObject *model_score(PyObject *self, PyObject *object);
 PyObject *model_hidden(PyObject *self, PyObject *object);

@@ -146,6 +146,32 @@ PyObject *model_read(PyObject *self, PyObject *args) {
   return array_or_error(self, status, copy);
 }
 
+/* place(index, array) -> (address, shape): where it lies itself, on a GPU too */
+PyObject *model_place(PyObject *self, PyObject *args) {
+  rp_model *const core = core_of(self);
+  rp_parameter parameter;
+  rp_status status;
+  long long index;
+  int array;
+  rp_real *place;
+  if (!PyArg_ParseTuple(args, "Li:place", &index, &array) || !describe(self, index, &parameter)) {
+    return NULL;
+  }
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_model_place(core, index, array, &place);
+  Py_END_ALLOW_THREADS
+  if (status != RP_OK) return raise_from(self, status);
+  PyObject *const shape = PyTuple_New(parameter.dimensions);
+  for (int i = 0; shape != NULL && i < parameter.dimensions; i++) {
+    PyObject *const rows = PyLong_FromLongLong((long long)parameter.shape[i]);
+    if (rows == NULL || PyTuple_SetItem(shape, i, rows) < 0) {
+      Py_DECREF(shape);
+      return NULL;
+    }
+  }
+  return shape == NULL ? NULL : Py_BuildValue("(KN)", (unsigned long long)(uintptr_t)place, shape);
+}
+
 /* write(index, array, values), float32 in the parameter's shape */
 PyObject *model_write(PyObject *self, PyObject *args) {
   static const char *const axes[] = {"", "I", "IJ", "HIJ"};

@@ -26,6 +26,7 @@ from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
 from relpos.config import Config, no_folder
+from relpos.device_array import DeviceArray, c_strides
 from relpos.position.arrays import (
     Array,
     check_choice,
@@ -43,6 +44,7 @@ Attention = Literal["encoder", "decoder", "cross"]
 What = Literal["weights", "average", "optimizer"]
 Precision = Literal["f32", "bf16"]
 PRECISIONS = ("f32", "bf16")  # as the core numbers them
+_WRITABLE = (0, 1)  # weights and gradients: likewise
 
 # As _core calls them.
 ATTENTIONS = {
@@ -126,6 +128,11 @@ class Arrays(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._arrays)
 
+    def in_place(self, name: str) -> Any:
+        """The array where it lies, without a copy: a NumPy view, or of a model on a GPU a
+        `DeviceArray`, which DLPack takes to CuPy, JAX and torch."""
+        return self._arrays[name]
+
     def __repr__(self) -> str:
         numbers = sum(array.size for array in self._arrays.values())
         return f"<{len(self)} arrays of {numbers:,} numbers>"
@@ -146,6 +153,15 @@ class Copies(Arrays):
         array = self._core.read(self._places[name], self._kind)
         array.flags.writeable = False  # writing to it would change nothing
         return array
+
+    def in_place(self, name: str) -> DeviceArray:
+        address, shape = self._core.place(self._places[name], self._kind)
+        device = self._core.limits()[3]
+        return DeviceArray(
+            address, "float32", shape, c_strides(shape),
+            device=device if ":" in device else f"{device}:0", owner=self._core,
+            writable=self._kind in _WRITABLE,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -236,7 +252,8 @@ class Transformer:
     @property
     def parameters(self) -> Arrays:
         """The weights by name, float32 views that may be written between calls; of a model on a
-        GPU read-only copies, which `assign` changes."""
+        GPU read-only copies: `assign` changes the weights, and so does who writes to what
+        `in_place(name)` gives."""
         return self._parameters
 
     def assign(self, name: str, values: Any) -> None:

@@ -101,6 +101,39 @@ def test_one_token_at_a_time(tmp_path: Path) -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+def test_arrays_where_they_lie() -> None:
+    """What DLPack is given is the model's own memory, and outlives who asked for it."""
+    model = model_on("cuda", config_of(SCHEMES["shaw"], ema=0.5))
+    host = model_on("cpu", model.config)
+    batch = pairs(4)
+    kinds = ("parameters", "gradients", "first_moments", "second_moments", "averages")
+    lies = {kind: getattr(model, kind).in_place("decoder.0.cross.out.weight") for kind in kinds}
+    model.step(batch)
+    for kind, array in lies.items():
+        copy = getattr(model, kind)["decoder.0.cross.out.weight"]
+        np.testing.assert_array_equal(array.numpy(), copy)
+        assert array.__dlpack_device__() == (2, 0) and array.device == "cuda:0"
+        assert array.writable == (kind in ("parameters", "gradients"))
+    weights = model.parameters.in_place("source_embedding.weight")
+    new = np.random.default_rng(0).standard_normal(weights.shape, dtype=np.float32)
+    relpos._core.device_write(weights.device, weights.address, new)
+    np.testing.assert_array_equal(model.parameters["source_embedding.weight"], new)
+    assert (
+        host.parameters.in_place("source_embedding.weight")
+        is host.parameters["source_embedding.weight"]
+    )
+    for each in (model, host):
+        with pytest.raises(KeyError, match="no_such"):
+            each.parameters.in_place("no_such")
+    capsule = weights.__dlpack__(stream=1)
+    del model, lies, weights
+    owner, *_, address, _, shape, _, _ = relpos._core.dlpack_take(capsule)
+    found = np.empty(shape, np.float32)
+    relpos._core.device_read("cuda:0", address, found)
+    np.testing.assert_array_equal(found, new)
+    assert owner is not None
+
+
 def test_arrays_of_a_device_are_copies() -> None:
     model = model_on("cuda", config_of(SCHEMES["shaw"]))
     host = model_on("cpu", model.config)

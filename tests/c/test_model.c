@@ -407,6 +407,15 @@ static void test_arguments(void) {
   CHECK_INT(rp_model_save(model, "x", 7), RP_ERROR_ARGUMENT);
   rp_parameter parameter = {.struct_size = sizeof parameter};
   CHECK_INT(rp_model_parameter(model, -1, &parameter), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_model_parameter(model, 1, &parameter), RP_OK);
+  rp_real *place = NULL;
+  CHECK_INT(rp_model_place(model, 1, RP_ARRAY_WEIGHTS, &place), RP_OK);
+  CHECK(place == parameter.data);
+  CHECK_INT(rp_model_place(model, 1, RP_ARRAY_AVERAGE, &place), RP_OK);
+  CHECK(place == parameter.average);
+  CHECK_INT(rp_model_place(model, -1, RP_ARRAY_WEIGHTS, &place), RP_ERROR_ARGUMENT);
+  CHECK(place == NULL);
+  CHECK_INT(rp_model_place(model, 1, RP_ARRAY_WEIGHTS, NULL), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_model_forward(model, &batch, 0, NULL), RP_OK);
   rp_model_free(model);
 }
@@ -462,6 +471,9 @@ static void test_forward_average(void) {
   CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
   CHECK_INT(rp_model_forward_average(model, &batch, &again), RP_ERROR_ORDER);
   CHECK_TEXT(rp_last_error(), "it keeps no average");
+  rp_real number, *place = &number;
+  CHECK_INT(rp_model_place(model, 0, RP_ARRAY_AVERAGE, &place), RP_ERROR_ORDER);
+  CHECK(place == NULL);
   CHECK_INT(rp_model_forward(model, &batch, 0, &again), RP_OK);
   CHECK_INT(rp_model_forward_average(NULL, &batch, &again), RP_ERROR_ARGUMENT);
   rp_model_free(model);

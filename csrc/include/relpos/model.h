@@ -245,6 +245,11 @@ enum {
 RP_API rp_status rp_model_read(rp_model *model, int64_t index, int array, rp_real *to);
 RP_API rp_status rp_model_write(rp_model *model, int64_t index, int array, const rp_real *from);
 
+/* Where one of these lies itself, [count], until the model is freed: on a GPU in its memory, where
+ * calls of the model are in order with work on the default stream. Weights and gradients may be
+ * written between calls. */
+RP_API rp_status rp_model_place(rp_model *model, int64_t index, int array, rp_real **place);
+
 /* ------------------------------------------------------------------------
  * 3. Batches, and one training step
  * ------------------------------------------------------------------------ */
