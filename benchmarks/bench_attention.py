@@ -23,11 +23,12 @@ import turns
 from turns import Job, Json, Rounds, Worker
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))  # behind everything else: an installed relpos comes first
-SHAPES = {64: (8, 8), 256: (4, 8), 1024: (1, 8), 2048: (1, 8), 4096: (1, 4)}  # n: (B, H)
+# Behind everything else: an installed relpos comes first. The cases are those of the tests.
+sys.path += [str(HERE.parent), str(HERE.parent / "tests")]
+
+from timed_cases import PACKED, SHAPES, WIDTHS, Timed, of_length, of_lengths  # noqa: E402
+
 PASSES = ("fwd", "fwdbwd")
-PACKED = [23, 57, 91, 128, 200, 311, 470, 768]  # lengths of one packed batch, 2048 tokens
-WIDTHS = (32, 64, 80, 128)
 MEMORY_N = 16384
 SMALL = 0.03  # ratios nearer to 1 than this are reported with their interval
 
@@ -39,24 +40,20 @@ AGAIN = TORCH + " again"  # torch against itself
 
 
 def make_case(options: argparse.Namespace, n: int, which: str) -> Json:
-    batch, heads = SHAPES.get(n, (1, 8))
-    return {
-        "B": batch,
-        "H": heads,
-        "n": n,
-        "d": options.d,
-        "k": options.k,
-        "causal": options.causal,
-        "per_head": options.per_head,
-        "lengths": [],
-        "pass": which,
-        "threads": options.threads,
-    }
+    return as_json(options, of_length(n, **chosen(options)), which)
 
 
 def packed_case(options: argparse.Namespace, which: str) -> Json:
     lengths = PACKED[:5] if options.quick else PACKED
-    return make_case(options, sum(lengths), which) | {"B": len(lengths), "lengths": lengths}
+    return as_json(options, of_lengths(lengths, **chosen(options)), which)
+
+
+def chosen(options: argparse.Namespace) -> Json:
+    return {name: getattr(options, name) for name in ("d", "k", "causal", "per_head")}
+
+
+def as_json(options: argparse.Namespace, case: Timed, which: str) -> Json:
+    return case._asdict() | {"pass": which, "threads": options.threads}
 
 
 def arrays(case: Json) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -361,36 +361,40 @@ def lse_shape(case: Case) -> tuple[int, ...]:
     return (case.B, case.H, case.N)
 
 
-def run_forward(core: Core, case: Case, arrays: Arrays) -> Forward:
-    """rp_attention_forward of the case; asserts that nothing outside the results was written."""
+def forward_call(
+    core: Core, case: Case, arrays: Arrays
+) -> tuple[Callable[[], None], Forward, Workspace]:
+    """rp_attention_forward of the case, to be called as often as one likes, and where it writes."""
     call, alive = describe(core, case, arrays)
     workspace = core.place_workspace(core.workspace_bytes(call)[0])
     out = allocate_rows(case, "query", case.Dv, core.dtype, SENTINEL)
     lse = allocate(lse_shape(case), 0, core.dtype, SENTINEL)
-    status = core.lib.rp_attention_forward(
-        ctypes.byref(call),
-        core.rows(arrays.q),
-        core.rows(arrays.k),
-        core.rows(arrays.v),
-        core.rows(out),
-        core.place(lse),
-        workspace.address,
-        workspace.size,
-    )
-    core.check(status)
+    rows = [core.rows(x) for x in (arrays.q, arrays.k, arrays.v, out)]
+    results = (core.place(lse), workspace.address, workspace.size)
+    alive += [out, lse, workspace]
+
+    def run(_alive: Any = alive) -> None:
+        core.check(core.lib.rp_attention_forward(ctypes.byref(call), *rows, *results))
+
+    return run, Forward(out, lse), workspace
+
+
+def run_forward(core: Core, case: Case, arrays: Arrays) -> Forward:
+    """rp_attention_forward of the case; asserts that nothing outside the results was written."""
+    run, result, workspace = forward_call(core, case, arrays)
+    run()
     core.fetch()
     assert workspace.untouched(), "forward wrote beyond its workspace"
-    assert out.untouched(SENTINEL), "forward wrote beyond out"
-    assert lse.untouched(SENTINEL), "forward wrote beyond lse"
+    assert result.out.untouched(SENTINEL), "forward wrote beyond out"
+    assert result.lse.untouched(SENTINEL), "forward wrote beyond lse"
     assert arrays.unmodified(), "forward changed its inputs"
-    del alive
-    return Forward(out, lse)
+    return result
 
 
-def run_backward(
+def backward_call(
     core: Core, case: Case, arrays: Arrays, forward: Forward, tables_hold: float | None = 0.0
-) -> dict[str, np.ndarray]:
-    """rp_attention_backward, gradients by name; those of parameters start at `tables_hold`.
+) -> tuple[Callable[[], None], dict[str, Strided], Workspace]:
+    """rp_attention_backward, likewise; gradients of parameters start at `tables_hold`.
 
     tables_hold None: no gradients of tables and position_bias are asked for. Rows of out and lse
     beyond a length are NaN here: backward must not read them either. Tied tables: one gradient,
@@ -427,25 +431,31 @@ def run_backward(
         else:
             kind, number = place(name)
             getattr(gradients, kind)[number] = core.place(written[target])
-    status = core.lib.rp_attention_backward(
-        ctypes.byref(call),
-        core.rows(arrays.q),
-        core.rows(arrays.k),
-        core.rows(arrays.v),
-        core.rows(out),
-        core.place(lse),
-        core.rows(arrays.dout),
-        ctypes.byref(gradients),
-        workspace.address,
-        workspace.size,
-    )
-    core.check(status)
+    rows = [core.rows(x) for x in (arrays.q, arrays.k, arrays.v, out)]
+    given = (core.place(lse), core.rows(arrays.dout))
+    space = (workspace.address, workspace.size)
+    alive += [out, lse, workspace, written]
+
+    def run(_alive: Any = alive) -> None:
+        status = core.lib.rp_attention_backward(
+            ctypes.byref(call), *rows, *given, ctypes.byref(gradients), *space
+        )
+        core.check(status)
+
+    return run, written, workspace
+
+
+def run_backward(
+    core: Core, case: Case, arrays: Arrays, forward: Forward, tables_hold: float | None = 0.0
+) -> dict[str, np.ndarray]:
+    """Gradients by name; asserts that nothing outside of them was written."""
+    run, written, workspace = backward_call(core, case, arrays, forward, tables_hold)
+    run()
     core.fetch()
     assert workspace.untouched(), "backward wrote beyond its workspace"
     for name, array in written.items():
         assert array.untouched(SENTINEL), f"backward wrote beyond the gradient of {name}"
     assert arrays.unmodified(), "backward changed its inputs"
-    del alive
     return {name: array.view for name, array in written.items()}
 
 

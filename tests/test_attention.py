@@ -26,6 +26,7 @@ from cores import get_core
 from corners import CORNERS
 from guarded_arrays import Arrays
 from relpos.reference import KINDS, Band, Dropout
+from timed_cases import TIMED, Timed
 from tolerances import compare, oracle
 
 CHUNK = 100
@@ -64,6 +65,18 @@ def test_random_cases(libraries: dict[str, Path], chunk: int, name: str) -> None
 def test_corners(libraries: dict[str, Path], first: int, name: str) -> None:
     core = get_core(libraries, name)
     report([compare_case(core, case) for case in CORNERS[first : first + CHUNK]])
+
+
+@pytest.mark.parametrize("name", CORES)
+@pytest.mark.parametrize(
+    "timed", [pytest.param(t, marks=[pytest.mark.slow] * (t.n > 2048), id=str(t)) for t in TIMED]
+)
+def test_timed_cases(libraries: dict[str, Path], timed: Timed, name: str) -> None:
+    """What the benchmarks time; of long sequences fewer heads, since the oracle stores N x M."""
+    core, case = get_core(libraries, name), timed.case()
+    if not timed.lengths and timed.n > 256:
+        case = replace(case, H=max(1, 2048 // timed.n))
+    report([compare_case(core, case)])
 
 
 def test_random_cases_are_what_they_should_be() -> None:
@@ -233,3 +246,24 @@ def test_a_row_that_sees_masked_keys_alone(bias: float, dropout: float) -> None:
         most = N * D * 2 * 5.0**3 / (1 - dropout) ** 2
         for x in (gradients.q, gradients.k, gradients.v, gradients.bias_table):
             assert np.abs(x).max() < most
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+def test_a_case_as_printed_is_timed(
+    libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """benchmarks/bench_cases.py takes what a failure prints, and runs forward and backward of it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import bench_cases
+
+    monkeypatch.setattr(bench_cases, "LIBRARY", libraries["f32"])
+    for case in (*CORNERS, *map(random_case, range(200))):
+        assert bench_cases.case_of(str(case)) == case
+    assert bench_cases.case_of("17") == random_case(17)
+    assert not bench_cases.without_terms(random_case(5)).terms
+    for isa in ("portable", "portable plain"):
+        for which in ("fwd", "fwdbwd"):
+            asked = {"case": "5", "pass": which, "threads": 1}
+            bench_cases.build(isa, asked).call()
