@@ -80,18 +80,18 @@ RPI_INLINE keep_lanes keep_multiply(keep_lanes a, keep_lanes b) {
 }
 
 #if KEEP_LANES == 8
-#define KEEP_EVEN(a, b) __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14)
-#define KEEP_ODD(a, b) __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+#define KEEP_EVEN(a, b) RPI_SHUFFLE(keep_lanes, a, b, 0, 8, 2, 10, 4, 12, 6, 14)
+#define KEEP_ODD(a, b) RPI_SHUFFLE(keep_lanes, a, b, 1, 9, 3, 11, 5, 13, 7, 15)
 #define KEEP_COUNT {0, 0, 1, 1, 2, 2, 3, 3}
 #define KEEP_ROW {0, 1, 0, 1, 0, 1, 0, 1}
 #elif KEEP_LANES == 4
-#define KEEP_EVEN(a, b) __builtin_shufflevector(a, b, 0, 4, 2, 6)
-#define KEEP_ODD(a, b) __builtin_shufflevector(a, b, 1, 5, 3, 7)
+#define KEEP_EVEN(a, b) RPI_SHUFFLE(keep_lanes, a, b, 0, 4, 2, 6)
+#define KEEP_ODD(a, b) RPI_SHUFFLE(keep_lanes, a, b, 1, 5, 3, 7)
 #define KEEP_COUNT {0, 0, 1, 1}
 #define KEEP_ROW {0, 1, 0, 1}
 #else
-#define KEEP_EVEN(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define KEEP_ODD(a, b) __builtin_shufflevector(a, b, 1, 3)
+#define KEEP_EVEN(a, b) RPI_SHUFFLE(keep_lanes, a, b, 0, 2)
+#define KEEP_ODD(a, b) RPI_SHUFFLE(keep_lanes, a, b, 1, 3)
 #define KEEP_COUNT {0, 0}
 #define KEEP_ROW {0, 1}
 #endif

@@ -130,21 +130,28 @@ RPI_INLINE rpi_register rpi_higher(rpi_register a, rpi_register b) {
 #endif
 }
 
+/* Lanes of two vectors by their numbers, in a vector of integers for gcc before 12. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define RPI_SHUFFLE(integers, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define RPI_SHUFFLE(integers, a, b, ...) __builtin_shuffle(a, b, (integers){__VA_ARGS__})
+#endif
+
 /* Interleave the lower and the upper halves of two vectors: a0 b0 a1 b1 ... */
 #if RPI_LANES == 16
 #define RPI_LOW(a, b)                                                                              \
-  __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+  RPI_SHUFFLE(rpi_lanes, a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define RPI_HIGH(a, b)                                                                             \
-  __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+  RPI_SHUFFLE(rpi_lanes, a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #elif RPI_LANES == 8
-#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define RPI_LOW(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define RPI_HIGH(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #elif RPI_LANES == 4
-#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define RPI_LOW(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 0, 4, 1, 5)
+#define RPI_HIGH(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 2, 6, 3, 7)
 #elif RPI_LANES == 2
-#define RPI_LOW(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define RPI_HIGH(a, b) __builtin_shufflevector(a, b, 1, 3)
+#define RPI_LOW(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 0, 2)
+#define RPI_HIGH(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 1, 3)
 #endif
 
 /* The sum of the lanes, by halves: one after the other they would wait for each other. */
