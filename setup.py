@@ -43,13 +43,12 @@ VARIANT += ["-g", "-UNDEBUG", f"-fsanitize={SANITIZE}"] if SANITIZE else []
 
 def copy_openblas(folder):
     """OpenBLAS beside libcore, which looks for it there, and the licences it asks to go along."""
-    try:
-        wheel = importlib.metadata.distribution(OPENBLAS.split("==")[0])
-    except importlib.metadata.PackageNotFoundError:
+    wheel = next(iter(importlib.metadata.distributions(name=OPENBLAS.split("==")[0])), None)
+    if wheel is None:
         raise SystemExit(
             f"relpos: {OPENBLAS} is not installed (it may have no wheel for {platform.machine()}); "
             "set RELPOS_BLAS=builtin to build with relpos's own matrix products instead"
-        ) from None
+        )
     for file in wheel.files:
         if file.name == "libscipy_openblas.so":
             shutil.copy(file.locate(), folder / file.name)
@@ -59,8 +58,9 @@ def copy_openblas(folder):
 
 class Build(build_ext):
     def build_extensions(self):
-        import numpy  # metadata can be had without it
-
+        if not Path(python := sysconfig.get_path("include"), "Python.h").exists():
+            raise SystemExit(f"relpos: no {python}/Python.h: install python3-dev or python3-devel")
+        numpy = importlib.import_module("numpy")  # metadata can be had without it
         self.force = True  # the switches above may have changed
         package = Path(self.build_lib) / "relpos"
         shutil.rmtree(package / "lib", ignore_errors=True)

@@ -303,6 +303,17 @@ def test_an_editable_install(source: Path, tmp_path: Path) -> None:
     fresh.check()
 
 
+WITHOUT_HEADERS = """
+import os, runpy, sys, sysconfig
+path = sysconfig.get_path
+sysconfig.get_path = lambda name, *scheme: "/nowhere" if name == "include" else path(name, *scheme)
+os.chdir(sys.argv[1])
+sys.path.insert(0, "")
+sys.argv[:] = ["setup.py", "build_ext"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_without_openblas(source: Path, tmp_path: Path) -> None:
     fresh = Environment(tmp_path)
@@ -310,6 +321,8 @@ def test_without_openblas(source: Path, tmp_path: Path) -> None:
     said = fresh.pip_install("--no-build-isolation", source, fails=True)
     assert "scipy-openblas32==0.3.34.481.3 is not installed" in said
     assert "set RELPOS_BLAS=builtin to build with relpos's own matrix products instead" in said
+    said = fresh.python("-c", WITHOUT_HEADERS, str(source), fails=True)
+    assert "relpos: no /nowhere/Python.h: install python3-dev or python3-devel" in said
     said = fresh.pip_install(source, fails=True, RELPOS_BLAS="mkl")
     assert "RELPOS_BLAS: expected openblas or builtin, got mkl" in said
     fresh.pip_install("--no-build-isolation", source, RELPOS_BLAS="builtin", RELPOS_DEBUG="1")
