@@ -95,6 +95,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     exact = re.search(r"exact: ([\d.]+)% of .*, ([\d.]+)% with 7 to 12", printed)
     assert exact is not None, printed[-2000:]
     assert float(exact[1]) >= 99 and float(exact[2]) >= 97
+    assert (folder / "relpos-demo" / "attention.png").stat().st_size > 10_000
     return folder
 
 
