@@ -294,8 +294,9 @@ static rp_status make_shapes(rpi_cache *c) {
     int64_t count = 0;
     RPI_TRY(move_tables(c, &shapes[l], NULL, &count));
     if (l == 0) RPI_TRY(need_numbers(c, &c->tables, c->layers, count));
+    if (count == 0) continue; /* then there may be no memory to point into */
     real *const to = (real *)c->tables.memory + l * count;
-    if (count != 0) RPI_TRY(move_tables(c, &shapes[l], to, &count));
+    RPI_TRY(move_tables(c, &shapes[l], to, &count));
   }
   return RP_OK;
 }

@@ -127,6 +127,7 @@ static const real *waves_at(const rpi_waves *w, wave_job *job) {
 rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *weight,
                             real *table) {
   const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  if (HD == 0) return RP_OK;
   begin_waves(w);
   for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
     wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .table = table};
@@ -137,7 +138,7 @@ rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *w
                                .inner = half,
                                .a = waves + part * half,
                                .a_stride = w->width,
-                               .b = weight + part * half,
+                               .b = half == 0 ? weight : weight + part * half,
                                .b_stride = w->width,
                                .c = part == 0 ? w->some : cosines_of(w),
                                .c_stride = HD,
@@ -152,6 +153,7 @@ rp_status rpi_waves_forward(const rp_ops *ops, const rpi_waves *w, const real *w
 rp_status rpi_waves_backward(const rp_ops *ops, const rpi_waves *w, const real *dtable,
                              real *dweight) {
   const int64_t half = w->width / 2, HD = w->heads * w->head_width;
+  if (HD == 0 || half == 0) return RP_OK;
   begin_waves(w);
   for (int64_t t = 0; t < distances_of(w); t += RPI_WAVE_ROWS) {
     wave_job job = {.w = w, .t = t, .count = rows_from(w, t), .dtable = dtable};

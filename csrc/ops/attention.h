@@ -72,10 +72,13 @@ static dense moved_rows(const term *t, int64_t distance, const dense *from, int6
   return (dense){to, padded};
 }
 
+/* Rows of no numbers may be NULL, and NULL plus anything is undefined. */
 static const real *row_of(const rp_rows *x, int64_t batch, int64_t head, int64_t row) {
+  if (x->data == NULL) return NULL;
   return x->data + batch * x->batch_stride + head * x->head_stride + row * x->row_stride;
 }
 static real *out_row_of(const rp_rows_out *x, int64_t batch, int64_t head, int64_t row) {
+  if (x->data == NULL) return NULL;
   return x->data + batch * x->batch_stride + head * x->head_stride + row * x->row_stride;
 }
 

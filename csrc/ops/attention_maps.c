@@ -59,6 +59,7 @@ static void map_task(void *context, int64_t task, int worker) {
   const rp_attention *const s = &call->shape;
   forward_scratch *const w = call->scratch[worker];
   const rpi_sequence seq = sequence_of(s, args->b);
+  if (seq.keys == 0) return; /* rows of no numbers, which may be NULL */
   const int64_t query = (args->row / call->n.block + task) * call->n.block;
   const int64_t rows = rpi_min(call->n.block, seq.queries - query);
   /* of the block: the rows to be shown */

@@ -368,7 +368,7 @@ static void add_looked_up(int which, const pair_scratch *w, const pair_terms *p,
   const int64_t table = lookup_rows(x, w);
   const int64_t stride = x->kind == PAIR_BIAS ? 0 : lookup_stride(table);
   const int64_t tile = x->way == LOOKUP_WHOLE ? j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0;
-  const real *const g = x->kind == PAIR_QUERY ? at->g + tile : NULL;
+  const real *const g = x->kind == PAIR_QUERY && !each ? at->g + tile : NULL;
   if (first && (each || edges || x->kind == PAIR_QUERY)) {
     memset(scores, 0, (size_t)(rows->rows * RPI_TILE) * sizeof(real));
   }
