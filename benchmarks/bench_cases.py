@@ -26,7 +26,6 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 import capi  # noqa: E402
 import cases  # noqa: E402
 from case_arrays import make_arrays  # noqa: E402
-from relpos.reference import Band, Dropout  # noqa: E402
 from timed_cases import TIMED  # noqa: E402
 
 LIBRARY = ROOT / "build" / "release" / "libcore.so"
@@ -37,19 +36,14 @@ def case_of(text: str) -> cases.Case:
     """A seed, or a case as str() writes it."""
     if text.isdigit():
         return cases.random_case(int(text))
-    names = {
-        name: getattr(cases, name) for name in ("Case", "Distances", "Labels", "Edges", "Mask")
-    }
-    case = eval(text, {"__builtins__": {}, "Band": Band, "Dropout": Dropout, **names})
+    case = eval(text, dict(vars(cases)))
     assert isinstance(case, cases.Case), f"{text} is no Case"
     return case
 
 
 def without_terms(case: cases.Case) -> cases.Case:
     none = dict.fromkeys(("key", "query", "bias", "value", "mask", "dropout", "outlier"))
-    return replace(
-        case, **none, tied=False, per_head=False, position_bias=False, softcap=0.0
-    )  # fmt: skip
+    return replace(case, **none, tied=False, per_head=False, position_bias=False, softcap=0.0)
 
 
 def build(side: str, asked: Json) -> Job:
@@ -72,17 +66,6 @@ def build(side: str, asked: Json) -> Job:
     return Job(both)
 
 
-def available() -> list[str]:
-    found = []
-    for isa in capi.ISAS:
-        try:
-            capi.Core(LIBRARY, isa)
-        except capi.Unavailable:
-            continue
-        found.append(isa)
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -95,7 +78,8 @@ def main() -> int:
     if options.worker:
         turns.serve(build)
         return 0
-    sides = [isa + plain for isa in options.isa or available() for plain in ("", PLAIN)]
+    isas = options.isa or capi.Core(LIBRARY).build_info()["isa_available"].split()
+    sides = [isa + plain for isa in isas for plain in ("", PLAIN)]
     for text in options.cases or [str(timed.case()) for timed in TIMED]:
         print(f"\n{case_of(text)}")
         for which in ("fwd", "fwdbwd"):

@@ -125,19 +125,28 @@ static int describe(PyObject *self, long long index, rp_parameter *to) {
   return 0;
 }
 
+/* The arguments (index, array) of a parameter's array, and its shape; -1 with an exception, or how
+ * many axes it has. */
+static int array_asked_for(PyObject *self, PyObject *args, const char *format, long long *index,
+                           int *array, npy_intp shape[3]) {
+  rp_parameter parameter;
+  if (!PyArg_ParseTuple(args, format, index, array) || !describe(self, *index, &parameter)) {
+    return -1;
+  }
+  for (int i = 0; i < parameter.dimensions; i++) shape[i] = (npy_intp)parameter.shape[i];
+  return parameter.dimensions;
+}
+
 /* read(index, array) -> a copy, float32 in the parameter's shape; array one of RP_ARRAY_... */
 PyObject *model_read(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
-  rp_parameter parameter;
   rp_status status;
   long long index;
   int array;
   npy_intp shape[3];
-  if (!PyArg_ParseTuple(args, "Li:read", &index, &array) || !describe(self, index, &parameter)) {
-    return NULL;
-  }
-  for (int i = 0; i < parameter.dimensions; i++) shape[i] = (npy_intp)parameter.shape[i];
-  PyObject *const copy = PyArray_SimpleNew(parameter.dimensions, shape, NPY_FLOAT32);
+  const int axes = array_asked_for(self, args, "Li:read", &index, &array, shape);
+  if (axes < 0) return NULL;
+  PyObject *const copy = PyArray_SimpleNew(axes, shape, NPY_FLOAT32);
   if (copy == NULL) return NULL;
   rp_real *const to = PyArray_DATA((PyArrayObject *)copy);
   Py_BEGIN_ALLOW_THREADS
@@ -149,27 +158,19 @@ PyObject *model_read(PyObject *self, PyObject *args) {
 /* place(index, array) -> (address, shape): where it lies itself, on a GPU too */
 PyObject *model_place(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
-  rp_parameter parameter;
   rp_status status;
   long long index;
   int array;
+  npy_intp shape[3];
   rp_real *place;
-  if (!PyArg_ParseTuple(args, "Li:place", &index, &array) || !describe(self, index, &parameter)) {
-    return NULL;
-  }
+  const int axes = array_asked_for(self, args, "Li:place", &index, &array, shape);
+  if (axes < 0) return NULL;
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_place(core, index, array, &place);
   Py_END_ALLOW_THREADS
   if (status != RP_OK) return raise_from(self, status);
-  PyObject *const shape = PyTuple_New(parameter.dimensions);
-  for (int i = 0; shape != NULL && i < parameter.dimensions; i++) {
-    PyObject *const rows = PyLong_FromLongLong((long long)parameter.shape[i]);
-    if (rows == NULL || PyTuple_SetItem(shape, i, rows) < 0) {
-      Py_DECREF(shape);
-      return NULL;
-    }
-  }
-  return shape == NULL ? NULL : Py_BuildValue("(KN)", (unsigned long long)(uintptr_t)place, shape);
+  return Py_BuildValue("(KN)", (unsigned long long)(uintptr_t)place,
+                       PyArray_IntTupleFromIntp(axes, shape));
 }
 
 /* write(index, array, values), float32 in the parameter's shape */
