@@ -102,20 +102,24 @@ rp_status make_ready(State &s, int device) {
   return RP_OK;
 }
 
+/* Why memory was not given: there is too little, or something went wrong before, which it tells. */
+rp_status not_given(cudaError_t error, int64_t bytes, const char *what) {
+  if (error != cudaErrorMemoryAllocation) CUDA_TRY(error);
+  (void)cudaGetLastError(); /* it has been seen */
+  return fail(RP_ERROR_MEMORY, "%lld bytes of %s cannot be had", static_cast<long long>(bytes),
+              what);
+}
+
 /* Both sides of a piece of staging memory. */
 rp_status allocate_both(int64_t bytes, char **on_host, char **on_device) {
   const auto size = static_cast<size_t>(bytes);
-  if (cudaMallocHost(on_host, size) != cudaSuccess) {
-    (void)cudaGetLastError();
-    return fail(RP_ERROR_MEMORY, "%lld bytes of page-locked memory cannot be had",
-                static_cast<long long>(bytes));
-  }
-  if (cudaMalloc(on_device, size) == cudaSuccess) return RP_OK;
-  (void)cudaGetLastError();
+  cudaError_t error = cudaMallocHost(on_host, size);
+  if (error != cudaSuccess) return not_given(error, bytes, "page-locked memory");
+  error = cudaMalloc(on_device, size);
+  if (error == cudaSuccess) return RP_OK;
   cudaFreeHost(*on_host);
   *on_host = nullptr;
-  return fail(RP_ERROR_MEMORY, "%lld bytes of device memory cannot be had",
-              static_cast<long long>(bytes));
+  return not_given(error, bytes, "device memory");
 }
 
 rp_status begin_staging(Staging &s) {
@@ -297,9 +301,10 @@ rp_status check(cudaError_t error, const char *what, const char *file, int line)
 rp_status check_blas(cublasStatus_t status, const char *what, const char *file, int line) {
   if (status == CUBLAS_STATUS_SUCCESS) return RP_OK;
   const char *const slash = std::strrchr(file, '/');
-  return fail(RP_ERROR_DEVICE, "cuBLAS: %s (%.*s, %s:%d)", cublasGetStatusString(status),
-              static_cast<int>(std::strcspn(what, "(")), what, slash != nullptr ? slash + 1 : file,
-              line);
+  const bool memory = status == CUBLAS_STATUS_ALLOC_FAILED;
+  return fail(memory ? RP_ERROR_MEMORY : RP_ERROR_DEVICE, "cuBLAS: %s (%.*s, %s:%d)",
+              cublasGetStatusString(status), static_cast<int>(std::strcspn(what, "(")), what,
+              slash != nullptr ? slash + 1 : file, line);
 }
 
 rp_status blas_handle(cublasHandle_t *handle) {
@@ -421,12 +426,10 @@ rp_status scratch_bytes(int64_t bytes, void **memory) {
   const int64_t need = rounded(bytes);
   if (s.chunks == 0 || s.at + need > s.bytes[s.chunks - 1]) {
     const int64_t size = need > first_scratch ? need : first_scratch;
-    if (s.chunks == most_chunks ||
-        cudaMalloc(&s.chunk[s.chunks], static_cast<size_t>(size)) != cudaSuccess) {
-      (void)cudaGetLastError();
-      return fail(RP_ERROR_MEMORY, "%lld bytes of device memory cannot be had for scratch",
-                  static_cast<long long>(size));
-    }
+    const cudaError_t error = s.chunks == most_chunks
+                                  ? cudaErrorMemoryAllocation
+                                  : cudaMalloc(&s.chunk[s.chunks], static_cast<size_t>(size));
+    if (error != cudaSuccess) return not_given(error, size, "device memory for scratch");
     s.bytes[s.chunks++] = size;
     s.at = 0;
   }

@@ -24,12 +24,16 @@ struct Driver {
 Driver driver;
 std::once_flag once;
 
+/* Of the oldest driver there is for the runtime we build with (driver_problem in table.cu). A driver
+ * refuses to look up what is of a later version than its own, and the compiler's may be later. */
+constexpr unsigned oldest_driver = 13000;
+
 template <class Function>
 bool find(const char *name, Function *to) {
   void *found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
   const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(name, &found, CUDART_VERSION, cudaEnableDefault, &result);
+      cudaGetDriverEntryPointByVersion(name, &found, oldest_driver, cudaEnableDefault, &result);
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return false;
   *to = reinterpret_cast<Function>(found);
   return true;

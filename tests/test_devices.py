@@ -133,6 +133,13 @@ WITHOUT = [
 ]
 
 
+@pytest.mark.parametrize("driver", ["13000", "13010", "13020", "14000"])
+def test_any_driver_of_the_same_version_or_later(gpu: Any, driver: str) -> None:
+    """The runtime may be later than the driver (the emulator's is 13.2), if both are 13."""
+    told = gpu("tell([allocate(b'cuda', 8)[0], devices()[1]])", EMU_DRIVER=driver)
+    assert told == [0, ["cuda:0", "Emulated GPU", 8 << 30, told[1][3], None]] and told[1][3] > 0
+
+
 @pytest.mark.parametrize(("environment", "why"), WITHOUT, ids=["none", "old", "empty"])
 def test_why_there_is_no_gpu(gpu: Any, environment: dict[str, str], why: str) -> None:
     lines, status, error = gpu("tell([devices(), allocate(b'cuda', 1)[0], error()])", **environment)
@@ -395,6 +402,20 @@ def test_too_little_memory_is_a_sentence(gpu: Any) -> None:
     status, error = gpu("tell([allocate(b'cuda', 1 << 40)[0], error()])")
     assert status == 20
     assert error == "rp_device_allocate: cuda has no 1099511627776 bytes of memory left"
+
+
+def test_a_fault_is_no_lack_of_memory(gpu: Any) -> None:
+    """Whoever asks for memory may be the first to hear of a kernel that failed."""
+    lines = """
+import os
+status, memory = allocate(b"cuda", 8)
+os.environ["EMU_FAULT"] = "1"
+told = [allocate(b"cuda", 8)[0], write(b"cuda", memory, b"staged.."), error()]
+tell(told + [os.environ.pop("EMU_FAULT"), write(b"cuda", memory, b"staged..")])
+"""
+    allocated, staged, why, _, after = gpu(lines)
+    assert (allocated, staged, after) == (50, 50, 0)
+    assert why.startswith("CUDA: ") and "memory" not in why
 
 
 @pytest.mark.parametrize("touch", ["ctypes.string_at(memory, 4)", "ctypes.memset(memory, 0, 4)"])

@@ -12,6 +12,7 @@ typedef struct emu_cublas *cublasHandle_t;
 /* The numbers are cuBLAS's. */
 enum cublasStatus_t {
   CUBLAS_STATUS_SUCCESS = 0,
+  CUBLAS_STATUS_ALLOC_FAILED = 3,
   CUBLAS_STATUS_INVALID_VALUE = 7,
   CUBLAS_STATUS_NOT_SUPPORTED = 15
 };

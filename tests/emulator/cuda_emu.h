@@ -17,6 +17,7 @@
  *   EMU_CAPTURES=n     the stream with this address is being captured in a CUDA graph
  *   EMU_DEVICES=n      how many GPUs there are (1)
  *   EMU_DRIVER=n       the CUDA that the driver serves (13000); 0: there is no driver
+ *   EMU_FAULT=1        whoever asks for memory is told that a kernel before has failed
  *   EMU_MEMORY=n       bytes of every GPU (8 GiB)
  *   EMU_CAPABILITY=n   its compute capability (90)
  *   EMU_SHARED=n       bytes of shared memory that it says a block may have (227 KiB)

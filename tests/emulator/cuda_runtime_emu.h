@@ -39,7 +39,7 @@ struct cudaDeviceProp {
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 constexpr unsigned cudaStreamDefault = 0, cudaEventDisableTiming = 2;
-#define CUDART_VERSION 13000
+#define CUDART_VERSION 13020 /* later than the driver, as the same major version may be */
 
 typedef struct emu_stream *cudaStream_t;
 typedef struct emu_event *cudaEvent_t;

@@ -33,6 +33,13 @@ size_t setting(const char *name, size_t otherwise) {
   return text != nullptr ? static_cast<size_t>(std::atoll(text)) : otherwise;
 }
 
+constexpr size_t driver_version = 13000;
+
+/* What asking for memory tells of work that was asked for before. */
+cudaError_t fault_before() {
+  return setting("EMU_FAULT", 0) != 0 ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
 struct Memory {
   char *base = nullptr;
   size_t top = 0;                      /* what was ever handed out ends here, in whole pages */
@@ -226,7 +233,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetLastError() { return std::exchange(emu::last_error, cudaSuccess); }
 
 cudaError_t cudaDriverGetVersion(int *version) {
-  *version = static_cast<int>(setting("EMU_DRIVER", CUDART_VERSION));
+  *version = static_cast<int>(setting("EMU_DRIVER", emu::driver_version));
   return cudaSuccess;
 }
 
@@ -237,7 +244,8 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 
 cudaError_t cudaGetDeviceCount(int *count) {
   *count = 0;
-  if (setting("EMU_DRIVER", CUDART_VERSION) < CUDART_VERSION) return cudaErrorInsufficientDriver;
+  const auto driver = setting("EMU_DRIVER", emu::driver_version);
+  if (driver / 1000 < CUDART_VERSION / 1000) return cudaErrorInsufficientDriver;
   *count = static_cast<int>(setting("EMU_DEVICES", 1));
   return *count != 0 ? cudaSuccess : cudaErrorNoDevice;
 }
@@ -286,7 +294,7 @@ static int emu_pop(void **) {
   return 0;
 }
 
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned,
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult *result) {
   static const std::map<std::string, void *> known = {
@@ -295,6 +303,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
       {"cuDevicePrimaryCtxGetState", reinterpret_cast<void *>(emu_primary_state)},
       {"cuCtxPushCurrent", reinterpret_cast<void *>(emu_push)},
       {"cuCtxPopCurrent", reinterpret_cast<void *>(emu_pop)}};
+  if (version > setting("EMU_DRIVER", emu::driver_version)) return cudaErrorInvalidValue;
   const auto found = known.find(name);
   *function = found != known.end() ? found->second : nullptr;
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
@@ -335,6 +344,7 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
 cudaError_t emu_malloc(void **p, size_t bytes) {
   const emu::Open open;
   *p = nullptr;
+  if (const cudaError_t before = emu::fault_before()) return before;
   size_t place, free, total;
   cudaMemGetInfo(&free, &total);
   if (bytes > free || !emu::reserve()) return cudaErrorMemoryAllocation;
@@ -365,6 +375,8 @@ cudaError_t cudaFree(void *p) {
 
 cudaError_t emu_malloc_host(void **p, size_t bytes) {
   emu::open_context(emu::current_device());
+  *p = nullptr;
+  if (const cudaError_t before = emu::fault_before()) return before;
   *p = std::malloc(bytes != 0 ? bytes : 1);
   if (*p == nullptr) return cudaErrorMemoryAllocation;
   const std::lock_guard<std::recursive_mutex> lock(emu::turn);
