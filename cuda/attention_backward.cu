@@ -61,10 +61,9 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
     const int64_t at = lse_of(call, seq, head) + i;
     if (lane == 0) {
       const float lse = c.lse[at];
-      c.rows[at].lse = lse == -INFINITY
-                           ? INFINITY
-                           : static_cast<float>(static_cast<double>(lse) * 1.4426950408889634074);
-      c.rows[at].delta = sum;
+      const double base2 = static_cast<double>(lse) * 1.4426950408889634074;
+      /* all of it, since it is read as a whole */
+      c.rows[at] = {lse == -INFINITY ? INFINITY : static_cast<float>(base2), sum, {}, {}};
     }
   }
 }

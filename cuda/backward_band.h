@@ -281,6 +281,7 @@ class QueryBlock : BandBlock<S> {
         own->value[1] = rows[h].value[1];
       }
     }
+    __syncwarp(); /* close() writes where the ends were read, and there may be no tile between */
   }
 
   __device__ void load_tile(int stage, int j) {

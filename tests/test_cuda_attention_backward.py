@@ -319,6 +319,8 @@ print(len(names), "cases,", wrong, "wrong, digest", digest.hexdigest())
 CHILD_CASES = {
     "band": replace(SHAW, N=70, M=130, dropout=DROPOUT),
     "causal": replace(SHAW, N=66, M=66, causal=True, H=1, bias=T5),
+    "blind": replace(SHAW, N=70, M=0),
+    "hidden": replace(SHAW, N=66, M=66, causal=True, starts=(-99,)),
     "full": replace(FULL, N=33, M=66, lengths=None),
     "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
