@@ -375,7 +375,7 @@ def _run_backward(
 def _forward(
     request: Request, position: Position, *, with_lse: bool
 ) -> tuple[Array, AttentionContext | None]:
-    shape, place = request.shape, request.place
+    shape = request.shape
     combine.schemes_of(position)
     if shape is None:  # the arrays do not fit each other: the core says what is wrong with them
         _run(request, request.q, request.k, make_call(request, Lowered()), with_lse)
@@ -384,8 +384,9 @@ def _forward(
     result, lse = _run(request, q, k, call, with_lse)
     if lse is None:
         return result, None
-    ctx = AttentionContext(q, k, request.v, result, lse, position, lowered, shape, call, place)
-    return result, ctx
+    return result, AttentionContext(
+        q, k, request.v, result, lse, position, lowered, shape, call, request.place
+    )
 
 
 def _run(

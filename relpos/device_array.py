@@ -9,8 +9,9 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ HOST_DEVICES = (1, 3, 11)  # DLPack: CPU, memory pinned for CUDA, for ROCm
 CUDA, CUDA_MANAGED = 2, 13
 CUDA_DEVICES = (CUDA, CUDA_MANAGED)
 DEVICE_NAMES = {8: "a Metal device", 10: "a ROCm device"}
+PER_THREAD = 2  # CUDA's name for a stream that every thread has one of
 BYTES = {"float32": 4, "bfloat16": 2}
 ELEMENTS = {"float32": _core.F32, "bfloat16": _core.BF16}
 
@@ -45,7 +47,7 @@ class DeviceArray:
 
     __slots__ = (
         "__weakref__", "address", "device", "dtype", "owner", "shape", "source", "stream",
-        "strides", "waits", "writable",
+        "stream_owner", "strides", "waits", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +60,7 @@ class DeviceArray:
         device: str,
         owner: Any,
         stream: int = 0,
+        stream_owner: Any = None,
         writable: bool = True,
         source: Any = None,
         waits: bool = False,
@@ -69,6 +72,7 @@ class DeviceArray:
         self.device = device
         self.owner = owner
         self.stream = stream
+        self.stream_owner = stream_owner  # what keeps the stream from being destroyed
         self.writable = writable
         self.source = source  # the array of another library that it was taken from
         self.waits = waits  # its memory may be used again as soon as it is let go, on any stream
@@ -133,7 +137,7 @@ class DeviceArray:
         if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
             raise BufferError(f"the array is on {self.device} and given as it lies; copy it there")
         own = {None: 0, 1: 0}.get(stream, stream)
-        if own not in (-1, self.stream):  # -1: the caller sees to the order
+        if own == PER_THREAD or own not in (-1, self.stream):  # -1: the caller sees to the order
             _core.device_wait(self.device)
         kind, index = self.__dlpack_device__()
         return _core.dlpack_give(
@@ -152,7 +156,7 @@ class DeviceArray:
         address, owner = self.allocate(math.prod(shape) * BYTES[dtype])
         return DeviceArray(
             address, dtype, shape, c_strides(shape), device=self.device, owner=owner,
-            stream=self.stream,
+            stream=self.stream, stream_owner=self.stream_owner,
         )  # fmt: skip
 
     def constant(self, values: npt.NDArray[np.float32]) -> DeviceArray:
@@ -166,7 +170,7 @@ class DeviceArray:
         flat = self.constant(np.zeros(self.reach, np.float32))
         return DeviceArray(
             flat.address, "float32", self.shape, self.strides, device=self.device,
-            owner=flat.owner, stream=self.stream,
+            owner=flat.owner, stream=self.stream, stream_owner=self.stream_owner,
         )  # fmt: skip
 
     def plus(self, other: DeviceArray) -> DeviceArray:
@@ -219,16 +223,30 @@ def place_of(name: str, x: Any) -> str | None:
     return f"cuda:{index}"
 
 
-def current_stream(x: Any, device: str) -> int | None:
-    """The stream that x's library works on now, for the libraries that have one to ask for."""
-    library, index = type(x).__module__.partition(".")[0], int(device.partition(":")[2])
-    if library == "torch":
-        return int(importlib.import_module("torch").cuda.current_stream(index).cuda_stream)
+def current_stream(x: Any, device: str) -> tuple[int, Any] | None:
+    """The stream that x's library works on now, and what it lives as long as, for the libraries
+    that have one to ask for."""
+    library, index = _library(x), int(device.partition(":")[2])
+    if library == "torch":  # whose streams live for ever
+        return int(importlib.import_module("torch").cuda.current_stream(index).cuda_stream), None
     if library == "cupy":
         cuda = importlib.import_module("cupy").cuda
         with cuda.Device(index):
-            return int(cuda.get_current_stream().ptr)
+            stream = cuda.get_current_stream()
+            return int(stream.ptr), stream
     return None
+
+
+def _library(x: Any) -> str:
+    return type(x).__module__.partition(".")[0]
+
+
+def _exporting(x: Any, device: str) -> AbstractContextManager[Any]:
+    """Around x.__dlpack__: torch gives what lies on its current device alone."""
+    if _library(x) != "torch":
+        return nullcontext()
+    index = int(device.partition(":")[2])
+    return cast(AbstractContextManager[Any], importlib.import_module("torch").cuda.device(index))
 
 
 def from_dlpack(name: str, x: Any, stream: int | None = None) -> DeviceArray:
@@ -236,14 +254,15 @@ def from_dlpack(name: str, x: Any, stream: int | None = None) -> DeviceArray:
     library works on now, or the default stream."""
     device = place_of(name, x)
     assert device is not None
-    own = current_stream(x, device)
+    own, owner_of_own = current_stream(x, device) or (None, None)
     chosen = stream if stream is not None else own or 0
     asked = chosen or 1  # to DLPack the default stream is 1
     try:
-        try:
-            capsule = x.__dlpack__(stream=asked, max_version=(1, 0))
-        except TypeError:  # a library of before DLPack 1
-            capsule = x.__dlpack__(stream=asked)
+        with _exporting(x, device):
+            try:
+                capsule = x.__dlpack__(stream=asked, max_version=(1, 0))
+            except TypeError:  # a library of before DLPack 1
+                capsule = x.__dlpack__(stream=asked)
         owner, _, _, address, dtype, shape, strides, writable = _core.dlpack_take(capsule)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name}: no array to read without a copy: {error}") from error
@@ -254,7 +273,7 @@ def from_dlpack(name: str, x: Any, stream: int | None = None) -> DeviceArray:
         )
     return DeviceArray(
         address, dtype, shape, strides, device=device, owner=owner, stream=chosen,
-        writable=writable, source=x, waits=own is None,
+        stream_owner=owner_of_own, writable=writable, source=x, waits=own != chosen,
     )  # fmt: skip
 
 
@@ -281,6 +300,7 @@ class Placement:
 
     like: DeviceArray  # q: what is new is made beside it
     stream: int
+    stream_owner: Any
     precision: int
     waits: bool  # until the call is done, because of whose memory it reads
 
@@ -293,8 +313,8 @@ class Placement:
                 f"{name}: lies on {x.device}, where relpos cannot compute: {problem}"
             )
         narrow = precision == "bf16" or x.dtype == "bfloat16"
-        waits = x.waits or any(getattr(other, "waits", False) for other in others)
-        return cls(x, x.stream, _core.BF16 if narrow else _core.F32, waits)
+        made = cls(x, x.stream, x.stream_owner, _core.BF16 if narrow else _core.F32, x.waits)
+        return made.reading(*others)
 
     @property
     def core(self) -> _core.Placement:
@@ -304,12 +324,18 @@ class Placement:
 
     def beside(self, dout: DeviceArray) -> Placement:
         """The same on the stream of another array."""
-        return dataclasses.replace(self, stream=dout.stream, waits=self.waits or dout.waits)
+        there = dataclasses.replace(self, stream=dout.stream, stream_owner=dout.stream_owner)
+        return there.reading(dout)
+
+    def reading(self, *others: Any) -> Placement:
+        """The same where the call reads these arrays as well."""
+        waits = self.waits or any(getattr(other, "waits", False) for other in others)
+        return self if waits == self.waits else dataclasses.replace(self, waits=waits)
 
     def empty(self, shape: Shape, dtype: str | None = None) -> DeviceArray:
         """A new array for the call to write, of the type of q where no other is named."""
         made = self.like.empty(shape, dtype or self.like.dtype)
-        made.stream = self.stream
+        made.stream, made.stream_owner = self.stream, self.stream_owner
         return made
 
     def done(self) -> None:

@@ -180,6 +180,7 @@ def lower(request: Request, shape: Shape, position: Position) -> Lowered:
     if request.place is None:
         return combine.lower(position, shape, request.scale)
     position = _on_device(position, request.place)
+    request.place = request.place.reading(*combine.tables_of(position).values())
     return _constants_on_device(combine.lower(position, shape, request.scale), request.place)
 
 

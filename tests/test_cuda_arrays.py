@@ -310,8 +310,10 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.stream == 0
     assert waits == ["cuda:0"]  # for nobody knows on which stream their memory is used again
     monkeypatch.setattr(
-        "relpos.device_array.current_stream", lambda x, device: 77 if x is there[0] else 78
+        "relpos.device_array.current_stream",
+        lambda x, device: (77, stream) if x is there[0] else (78, None),
     )
+    stream = object()
     placements: list[Any] = []
     monkeypatch.setattr(
         sys.modules["relpos.attention"],
@@ -328,13 +330,62 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     out = relpos.attention(*there)
     assert [x.streams for x in there] == [[1, 77]] * 3
     assert out.stream == placements[0][1] == 77
-    assert waits == ["cuda:0"]
+    assert out.stream_owner is stream  # a later call may work on it
+    assert waits == ["cuda:0"] * 2  # for the memory of k and v, which is used again on 78
     out.__dlpack__(stream=77)
     out.__dlpack__(stream=-1)
-    assert waits == ["cuda:0"]
+    assert waits == ["cuda:0"] * 2
     out.__dlpack__(stream=1)
     out.__dlpack__(stream=None)
-    assert waits == ["cuda:0"] * 3
+    out.__dlpack__(stream=2)  # another stream in every thread
+    assert waits == ["cuda:0"] * 5
+
+
+def test_whose_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every array of another stream than the call's, tables and `out` among them."""
+    q, k, v, table, turned = (Foreign(x) for x in (*qkv(), np.zeros((T, D), np.float32), qkv()[0]))
+    waits: list[str] = []
+    monkeypatch.setattr("relpos.device_array._core.device_wait", waits.append)
+    known = [q, k, v]
+    monkeypatch.setattr(
+        "relpos.device_array.current_stream",
+        lambda x, device: (0, None) if any(x is one for one in known) else None,
+    )
+    relpos.attention(q, k, v)
+    relpos.rotate(q, relpos.RoPE())
+    assert waits == []
+    relpos.attention(q, k, v, position=relpos.Shaw(table))
+    assert waits == ["cuda:0"]
+    relpos.rotate(q, relpos.RoPE(), out=turned)
+    assert waits == ["cuda:0"] * 2
+
+
+def test_torch_is_asked_on_the_device_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives what lies on its current device alone."""
+    at: list[int] = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            at.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            at.append(-1)
+
+    class Cuda:
+        device = Device
+
+        @staticmethod
+        def current_stream(index: int) -> Any:
+            return type("Stream", (), {"cuda_stream": 0})
+
+    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": Cuda}))
+    monkeypatch.setattr("relpos.device_array._library", lambda x: "torch")
+    there = [Foreign(x) for x in qkv()]
+    relpos.attention(*there)
+    assert at == [0, -1] * 3
 
 
 def test_a_stream_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,10 +393,10 @@ def test_a_stream_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("the emulator is told which stream is being captured")
     there = [Foreign(x) for x in qkv()]
     monkeypatch.setenv("EMU_CAPTURES", "77")
-    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: 77)
+    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: (77, None))
     with pytest.raises(_core.DeviceError, match="is being captured in a CUDA graph"):
         relpos.attention(*there)
-    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: 78)
+    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: (78, None))
     relpos.attention(*there)
 
 

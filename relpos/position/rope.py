@@ -70,7 +70,8 @@ class RoPE(Scheme):
         if self.width is not None and check_count("width", self.width, 0) % 2 != 0:
             raise ValueError(f"width: expected an even number of columns, got {self.width}")
         check_number("base", self.base, positive=True)
-        check_number("factor", self.factor, positive=True)
+        if not 1e-6 <= check_number("factor", self.factor) <= 1e6:
+            raise ValueError(f"factor: expected a number from 1e-6 to 1e6, got {self.factor}")
         if self.scaling is not None:
             check_choice("scaling", self.scaling, ("linear", "ntk"))
         elif self.factor != 1.0:
@@ -195,8 +196,9 @@ def rotate(
     if out is not None:
         check_beside("out", place_of("out", out), where, "x")
     x = as_array("x", x)
-    place = Placement.of("x", x, "f32", out) if isinstance(x, DeviceArray) else None
-    out = None if out is None else as_array("out", out, None if place is None else place.stream)
+    there = isinstance(x, DeviceArray)
+    out = None if out is None else as_array("out", out, x.stream if there else None)
+    place = Placement.of("x", x, "f32", out) if there else None
     if not isinstance(x, np.ndarray | DeviceArray) or x.ndim not in (3, 4):
         raise ValueError(f"x: expected float32 (B, H, N, D) or (tokens, H, D), got {describe(x)}")
     if isinstance(out, np.ndarray | DeviceArray):
