@@ -16,6 +16,7 @@ import relpos
 from relpos.maps import AttentionMaps
 from relpos.model_maps import ModelMaps
 from relpos.train.log import LOG, Log
+from small_model import small_model
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
@@ -391,6 +392,23 @@ def test_tables_of_every_offset(position: str, names: list[str]) -> None:
         figure = plots.tables(model, stack)
         assert figure.axes[0].lines[0].get_xdata().tolist() == list(range(-7, last + 1))
         assert "<" not in "".join(labels(figure.axes[0].xaxis))
+
+
+@pytest.mark.parametrize("position", ["shaw", "music", "relative-key", "relative-key-query"])
+def test_a_row_is_drawn_at_the_offset_that_meets_it(position: str) -> None:
+    """Where the maps say that the only row which is not zero counts, there the picture has it."""
+    model = small_model(
+        encoder__position=position, encoder__k=11, encoder__value=False, max_length=12, seed=3
+    )
+    [table] = plots.tables_of(model).values()
+    table[:] = 0
+    table[..., 14, :] = 1
+    batch = relpos.Batch.from_pairs([np.arange(3, 15)], [[3]], bos=1, eos=2)
+    relation = model.attention_maps(batch, 0, 0, show="key")
+    [offset] = {j - i for i, j in zip(*np.nonzero(relation), strict=True)}
+    lengths = plots.tables(model).axes[0].lines[0].get_xydata()
+    assert [place for place, length in lengths if length > 0] == [offset]
+    assert abs(offset) == 3
 
 
 # ---- curves ----------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ def tables_of(model: Transformer, stack: str = "encoder", layer: int = 0) -> dic
     stack: "encoder" or "decoder". layer: int, from 0.
 
     Returns "key_table", "value_table" or both, or "distance_table": float32 (R, d), or (H, R, d).
-        R = k + 1 + k_right of shaw; of the others a row for every offset within max_length.
+        R = k + 1 + k_right of shaw; of the others a row for every offset within max_length. They
+        begin with the farthest key to the left; those of distance_table, which counts i - j as
+        transformers does, with the farthest to the right.
     """
     if not hasattr(model, "parameters"):
         raise TypeError(
@@ -84,7 +86,10 @@ def tables(
     grid = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1.15, 1, 1))
     for (name, table), (left, middle, other) in zip(found.items(), grid, strict=True):
         offsets = np.arange(table.shape[-2]) - farthest
-        of = "relations of keys and values" if config.tied else _NAMES[name]
+        if name == "distance_table":
+            table = table[..., ::-1, :]
+        tied = config.tied and name == "key_table"
+        of = "relations of keys and values" if tied else _NAMES[name]
         table_norms(table, offsets, clipped=clipped, ax=left)
         canvas.title(left, f"{of}: length of each row")
         table_similarity(table, offsets, head=head, clipped=clipped, ax=middle)
