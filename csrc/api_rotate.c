@@ -20,11 +20,15 @@ static rp_status check_range(const char *name, int64_t value, int64_t least, int
   return RP_OK;
 }
 
+/* Times any position still a float. */
+#define HIGHEST_FREQUENCY 1e290
+
 static rp_status check_frequencies(const char *call, int64_t pairs, const double *frequencies) {
   RPI_CHECK(frequencies || pairs == 0, RP_ERROR_ARGUMENT, "%s: frequencies is NULL", call);
   for (int64_t c = 0; c < pairs; c++) {
-    RPI_CHECK(isfinite(frequencies[c]), RP_ERROR_ARGUMENT,
-              "%s: frequencies[%lld]=%g, must be finite", call, (rpi_wide)c, frequencies[c]);
+    RPI_CHECK(fabs(frequencies[c]) <= HIGHEST_FREQUENCY, RP_ERROR_ARGUMENT,
+              "%s: frequencies[%lld]=%g, must be within %g", call, (rpi_wide)c, frequencies[c],
+              HIGHEST_FREQUENCY);
   }
   return RP_OK;
 }
@@ -96,9 +100,9 @@ rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequenci
             rule);
   RPI_CHECK(frequencies || pairs == 0, RP_ERROR_ARGUMENT, "frequencies: frequencies is NULL");
   const int64_t last = rule == RP_FREQUENCIES_CLOSED && pairs > 1 ? pairs - 1 : pairs;
-  RPI_CHECK(pairs == 0 || isfinite(pow(base, -(double)(pairs - 1) / (double)last)),
-            RP_ERROR_ARGUMENT, "frequencies: base=%g, so small that the last of %lld is not finite",
-            base, (rpi_wide)pairs);
+  RPI_CHECK(pairs == 0 || pow(base, -(double)(pairs - 1) / (double)last) <= HIGHEST_FREQUENCY,
+            RP_ERROR_ARGUMENT, "frequencies: base=%g, so small that the last of %lld is beyond %g",
+            base, (rpi_wide)pairs, HIGHEST_FREQUENCY);
   for (int64_t c = 0; c < pairs; c++) frequencies[c] = pow(base, -(double)c / (double)last);
   return RP_OK;
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schemes beside the systems they come from, where those are installed.
 
-With transformers: T5's attention with its bias, DeBERTa-v2's disentangled attention, LLaMA's and
+With transformers: T5's attention with its bias, DeBERTa-v2's disentangled attention, LLaMA's, NeoX's and
 GPT-J's rotary positions, BLOOM's ALiBi; the gradients of tables by their autograd.
 """
 
@@ -135,3 +135,70 @@ def test_alibi_of_bloom(count: int) -> None:
     s = (q @ k.mT / D**0.5 + theirs[None]).masked_fill(hidden, -torch.inf)
     ours = relpos.torch.attention(q, k, v, position=relpos.ALiBi(), causal=True)
     close(ours, torch.softmax(s, -1) @ v)
+
+
+def test_rope_of_a_part_of_a_head() -> None:
+    """NeoX turns a quarter of the columns where its configuration says nothing; GPT-J rotary_dim."""
+    from transformers.models.gpt_neox.modeling_gpt_neox import (
+        GPTNeoXAttention,
+        GPTNeoXConfig,
+        GPTNeoXRotaryEmbedding,
+    )
+    from transformers.models.gptj.modeling_gptj import (
+        GPTJAttention,
+        GPTJConfig,
+        GPTJRotaryEmbedding,
+    )
+
+    torch.manual_seed(0)
+    x, places = torch.randn(B, N, C), torch.arange(N)[None]
+    hidden = torch.ones(N, N).triu(1).bool()
+    mask = torch.zeros(B, 1, N, N).masked_fill(hidden, torch.finfo(torch.float32).min)
+
+    neox = GPTNeoXConfig(
+        hidden_size=C, num_attention_heads=H // 2, attention_dropout=0.0, hidden_dropout=0.0
+    )
+    neox._attn_implementation = "eager"
+    layer = GPTNeoXAttention(neox, layer_idx=0).eval()
+    turned = GPTNeoXRotaryEmbedding(neox)(x, places)
+    theirs = layer(x, mask, position_embeddings=turned)[0]
+    every = layer.query_key_value(x).unflatten(-1, (H // 2, 3 * 2 * D)).chunk(3, -1)
+    ours = relpos.torch.attention(
+        *(y.contiguous() for y in every), position=relpos.RoPE(width=2 * D // 4), causal=True,
+        layout="bnhd",
+    )  # fmt: skip
+    close(layer.dense(ours.flatten(2)), theirs)
+
+    gptj = GPTJConfig(n_embd=C, n_head=H, rotary_dim=4, attn_pdrop=0.0, resid_pdrop=0.0)
+    gptj._attn_implementation = "eager"
+    other = GPTJAttention(gptj, layer_idx=0).eval()
+    turned = GPTJRotaryEmbedding(gptj)(x, position_ids=places)
+    theirs = other(x, attention_mask=mask, position_embeddings=turned)[0]
+    ours = relpos.torch.attention(
+        *(heads(project(x)) for project in (other.q_proj, other.k_proj, other.v_proj)),
+        position=relpos.RoPE(pairing="interleaved", width=4), causal=True, layout="bnhd",
+    )  # fmt: skip
+    close(other.out_proj(ours.flatten(2)), theirs)
+
+
+def test_relative_key_of_wav2vec2_bert() -> None:
+    """Its tables count j - i, clipped on either side: Shaw's."""
+    from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import (
+        Wav2Vec2BertConfig,
+        Wav2Vec2BertSelfAttention,
+    )
+
+    config = Wav2Vec2BertConfig(
+        hidden_size=C, num_attention_heads=H, position_embeddings_type="relative_key",
+        left_max_position_embeddings=5, right_max_position_embeddings=2, attention_dropout=0.0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = Wav2Vec2BertSelfAttention(config).eval()
+    x = torch.randn(B, N, C)
+    ours = relpos.torch.attention(
+        *(heads(project(x)) for project in (layer.linear_q, layer.linear_k, layer.linear_v)),
+        position=relpos.Shaw(layer.distance_embedding.weight, left=5, right=2),
+        layout="bnhd",
+    )
+    close(layer.linear_out(ours.flatten(2)), layer(x)[0])

@@ -625,7 +625,7 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ),
     (
         "rope, base",
-        {"position": relpos.RoPE(scaling="ntk", factor=1e300, width=4)},
+        {"position": relpos.RoPE(scaling="ntk", base=1e300, factor=1e5, width=4)},
         V,
         "factor: base * factor^2 is beyond all floats",
     ),
@@ -666,6 +666,16 @@ def test_sinusoid_refused() -> None:
     for base in ("x", None, 0):
         with pytest.raises((TypeError, ValueError), match="^base: expected a"):
             sinusoid([1], 4, base=base)
+    for width, small in ((7, 1e-250), (3, 1e-308)):
+        with pytest.raises(
+            ValueError, match="^base: expected one whose frequencies are below 1e290"
+        ):
+            relpos.Sinusoidal(width, exponent="t2t", base=small).table(3)
+    with pytest.raises(ValueError, match="base=1e-307, so small that the last of 32 is beyond 1e"):
+        relpos.RoPE(base=1e-307).frequencies(64)
+    for factor in (1e-307, 1e-309, 1e7):
+        with pytest.raises(ValueError, match="^factor: expected a number from 1e-6 to 1e6, got "):
+            relpos.RoPE(scaling="linear", factor=factor)
     for table in (lambda: relpos.Sinusoidal(1 << 63), lambda: relpos.Sinusoidal(8).table(1 << 63)):
         with pytest.raises(ValueError, match="expected at most 2\\^40"):
             table()

@@ -27,6 +27,7 @@ from relpos.position.arrays import (
 from relpos.position.terms import Scheme, Shape
 
 MAX_FIRST = 1 << 40  # the core's
+HIGHEST_FREQUENCY = 1e290  # the core's: times any position still a float
 
 
 def sinusoid(
@@ -72,7 +73,13 @@ def _frequencies(width: int, layout: str, exponent: str, base: float) -> npt.NDA
     if exponent == "vaswani":
         return np.ascontiguousarray(_core.frequencies(width, base, False)[::2][:sines])
     closed = _core.frequencies(half, base, True)
-    return np.append(closed, base ** (-half / max(half - 1, 1)))[:sines]
+    if sines == half:
+        return closed
+    with np.errstate(over="ignore"):
+        last = np.float64(base) ** (-half / max(half - 1, 1))
+    if not last <= HIGHEST_FREQUENCY:
+        raise ValueError(f"base: expected one whose frequencies are below 1e290, got {base}")
+    return np.append(closed, last)
 
 
 def sinusoids(
