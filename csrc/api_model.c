@@ -226,6 +226,18 @@ static rp_status check_update(const rp_model *m) {
   return RP_OK;
 }
 
+/* Of several batches the sentence says which one it is about. */
+static rp_status check_one(rp_model *m, const rp_batch *batches, int64_t b, int64_t count,
+                           rpi_run *run) {
+  const rp_status status = rpi_check_batch(m, &batches[b], true, run);
+  if (status == RP_OK || count == 1) return status;
+  static const char about[] = "batch: ";
+  char said[RPI_SENTENCE];
+  snprintf(said, sizeof said, "%s", rp_last_error());
+  const size_t from = strncmp(said, about, sizeof about - 1) == 0 ? sizeof about - 1 : 0;
+  return rpi_fail(status, "batches[%lld]: %s", (rpi_wide)b, said + from);
+}
+
 static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_result *result) {
   RPI_TRY(check_update(m));
   RPI_TRY(check_result(result));
@@ -234,9 +246,9 @@ static rp_status step(rp_model *m, const rp_batch *batches, int64_t count, rp_re
   RPI_CHECK(batches, RP_ERROR_ARGUMENT, "model: batches is NULL");
   RPI_TRY(check_nothing_accumulated(m));
   rpi_run run;
-  for (int64_t b = 0; b < count; b++) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run));
+  for (int64_t b = 0; b < count; b++) RPI_TRY(check_one(m, batches, b, count, &run));
   for (int64_t b = 0; b < count; b++) {
-    if (count > 1) RPI_TRY(rpi_check_batch(m, &batches[b], true, &run)); /* one run at a time */
+    if (count > 1) RPI_TRY(check_one(m, batches, b, count, &run)); /* one run at a time */
     rpi_set_ordinals(&batches[b], m->sentences, &run);
     RPI_TRY(rpi_step_accumulate(&run));
   }

@@ -234,11 +234,18 @@ def _pairs(name: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, str):
         if "\0" in value:
             raise ValueError(f"{name}: expected a text without NUL, got {value!r}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: expected a text that has UTF-8, got {value!r}") from None
         yield name, value
     elif isinstance(value, bool | np.bool_):
         yield name, "true" if value else "false"
     elif isinstance(value, int | np.integer):
-        yield name, str(int(value))
+        try:
+            yield name, str(int(value))
+        except ValueError as error:  # of too many digits
+            raise ValueError(f"{name}: expected a number that can be written: {error}") from None
     elif isinstance(value, float | np.floating):
         yield name, repr(float(value))
     else:

@@ -15,7 +15,7 @@ second call while it is at work raises RuntimeError and harms nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -78,7 +78,7 @@ class StepResult:
     nll: float. The mean of -log p(label), without smoothing.
     tokens: int. Labels that counted.
     accuracy: float. The share whose label had the highest score.
-    gradient_norm: float. Of the mean loss, before clipping; 0 for forward alone.
+    gradient_norm: float. Of the mean loss, before clipping; 0 where nothing was updated.
     learning_rate: float. Of this update.
     step, attempt: int. Updates made, and tried, after the call.
     finite: bool. False: loss or gradient was not, and nothing has been updated.
@@ -262,10 +262,13 @@ class Transformer:
         values: real numbers that make a float32 array of its shape.
         """
         places = list(self._parameters)
-        if name not in self._parameters:
+        if name not in places:
             raise ValueError(f"name: {name!r} is no parameter of this model")
-        given = np.asarray(values)
-        if given.dtype.kind in "bcSUMm":
+        try:
+            given = np.asarray(values)
+        except (TypeError, ValueError) as error:  # of rows of several lengths, of other libraries
+            raise TypeError(f"values: expected an array of real numbers: {error}") from None
+        if given.dtype.kind not in "fiu":
             raise TypeError(f"values: expected real numbers, got {describe(given)}")
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(given, np.float32)
@@ -301,6 +304,8 @@ class Transformer:
     def step(self, batches: Batch | Iterable[Batch], *, wait: Literal[True]) -> StepResult: ...
     @overload
     def step(self, batches: Batch | Iterable[Batch], *, wait: Literal[False]) -> None: ...
+    @overload
+    def step(self, batches: Batch | Iterable[Batch], *, wait: bool) -> StepResult | None: ...
     def step(self, batches: Batch | Iterable[Batch], *, wait: bool = True) -> StepResult | None:
         """One update: forward and backward of each batch, then clip and Adam.
 
@@ -347,6 +352,8 @@ class Transformer:
     def backward(self, batch: Batch, *, wait: Literal[True]) -> StepResult: ...
     @overload
     def backward(self, batch: Batch, *, wait: Literal[False]) -> None: ...
+    @overload
+    def backward(self, batch: Batch, *, wait: bool) -> StepResult | None: ...
     def backward(self, batch: Batch, *, wait: bool = True) -> StepResult | None:
         """Forward with dropout, and backward: adds to the gradients.
 
@@ -363,6 +370,8 @@ class Transformer:
     def update(self, *, wait: Literal[True]) -> StepResult: ...
     @overload
     def update(self, *, wait: Literal[False]) -> None: ...
+    @overload
+    def update(self, *, wait: bool) -> StepResult | None: ...
     def update(self, *, wait: bool = True) -> StepResult | None:
         """Clips, updates and zeroes the gradients of all that was accumulated.
 
@@ -382,6 +391,8 @@ class Transformer:
 
     @counters.setter
     def counters(self, counters: tuple[int, int]) -> None:
+        if not isinstance(counters, Sequence) or len(counters) != 2:
+            raise TypeError(f"counters: expected (step, attempt), got {counters!r}")
         step, attempt = counters
         self._core.set_counters(check_size("step", step, 0), check_size("attempt", attempt, 0))
 
@@ -441,6 +452,10 @@ class Transformer:
         """
         check_choice("kind", kind, tuple(ATTENTIONS))
         check_choice("show", show, tuple(SHOWS))
+        there = [each for each, number in ATTENTIONS.items() if self._core.attention_parts(number)]
+        if kind not in there:
+            has = " or ".join(map(repr, there)) or "nothing, as the model has no attention"
+            raise ValueError(f"kind: expected {has}, got {kind!r}")
         return self._core.attention_map(
             _packed(batch),
             ATTENTIONS[kind],

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,7 +84,7 @@ class Search:
     max_length: int = _default("max_length")
     max_more: int = _default("max_more")
     no_repeat: int = _default("no_repeat")
-    suppressed: tuple[int, ...] = _default("suppressed")
+    suppressed: Sequence[int] = _default("suppressed")
     sample: bool = _default("sample")
     temperature: float = _default("temperature")
     top_k: int = _default("top_k")

@@ -139,6 +139,15 @@ REFUSED = [
 ]
 
 
+def test_what_cannot_be_written_is_refused_by_name() -> None:
+    for changes, sentence in (
+        ({"width": 10**5000}, "^width: expected a number that can be written: Exceeds "),
+        ({"norm": "\ud800"}, r"^norm: expected a text that has UTF-8, got '\\ud800'$"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            relpos.Config().replace(changes)
+
+
 @pytest.mark.parametrize(("changes", "error", "sentence"), REFUSED, ids=str)
 def test_refused(changes: dict[str, Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):

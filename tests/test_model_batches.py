@@ -388,6 +388,8 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
     name, weights = next((k, x) for k, x in model.parameters.items() if x.ndim == 1)
     many = relpos.Batch.from_pairs([[3]] * 33, [[3]] * 33, bos=1, eos=2)
     long = relpos.Batch.from_pairs([[3] * 11] * 30, [[3]] * 30, bos=1, eos=2)
+    one, unknown = (relpos.Batch.from_pairs([[x]], [[3]], bos=1, eos=2) for x in (3, 300))
+    alone, words = small_model(encoder__layers=0), relpos.Batch.from_sentences([[3]], bos=1, eos=2)
     cases: list[tuple[Any, type[Exception], str]] = [
         (model.update, RuntimeError, "model: nothing is accumulated; backward comes before update"),
         (model.result, RuntimeError, "model: there is no result to ask for; a step or an update .*"),
@@ -416,6 +418,24 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
          rf"values: expected real numbers, got complex64 \({weights.size},\)"),
         (lambda: model.assign(name, np.full(weights.shape, 1e300)), ValueError,
          "values: expected numbers that float32 has, got larger ones"),
+        (lambda: model.assign(name, [None] * weights.size), TypeError,
+         rf"values: expected real numbers, got object \({weights.size},\)"),
+        (lambda: model.assign(name, [[1], [1, 2]]), TypeError,
+         "values: expected an array of real numbers: setting an array element .*"),
+        (lambda: model.assign(name, [10**400]), TypeError, "values: expected real numbers, got .*"),
+        (lambda: model.assign(["a"], 1), ValueError,  # type: ignore[arg-type]
+         r"name: \['a'\] is no parameter of this model"),
+        (lambda: setattr(model, "counters", 5), TypeError,
+         r"counters: expected \(step, attempt\), got 5"),
+        (lambda: setattr(model, "counters", (1, 2, 3)), TypeError,
+         r"counters: expected \(step, attempt\), got \(1, 2, 3\)"),
+        (lambda: model.step([one, one, unknown]), ValueError,
+         r"batches\[2\]: source\[0\]=300 \(token 0 of sentence 0\), must be from 0 to 22"),
+        (lambda: model.step([unknown]), ValueError, r"batch: source\[0\]=300 .*"),
+        (lambda: alone.attention_maps(words, 0, 0), ValueError,
+         "kind: expected 'decoder', got 'encoder'"),
+        (lambda: alone.attention_maps(words, 0, 0, "cross"), ValueError,
+         "kind: expected 'decoder', got 'cross'"),
         (lambda: relpos.Transformer(small_config(), tokens=1 << 70), ValueError,
          "tokens: expected less than 2\\^31, got 1180591620717411303424"),
         (lambda: relpos.Transformer(small_config(), training="no"), TypeError,  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import relpos
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "names.md"
 
@@ -38,3 +40,7 @@ def test_every_name_says_what_it_is() -> None:
 def test_every_exported_function_is_there() -> None:
     found = re.findall(r"`(rp_\w+)`", PAGE.read_text())
     assert sorted(found) == sorted((ROOT / "tests" / "exported_symbols.txt").read_text().split())
+
+
+def test_names_that_are_read_later_are_listed() -> None:
+    assert set(relpos.__all__) <= set(dir(relpos))

@@ -202,6 +202,8 @@ def test_in_a_notebook_it_is_a_frame_of_its_own() -> None:
     frame = reader.attributes[0][1]
     assert frame["srcdoc"] == viewer.html() and html.unescape(frame["title"] or "") == "<b>\"'&"
     assert frame["sandbox"] == "allow-scripts" and frame["height"] == "500"
+    half = AttentionViewer(model_maps(("\ud800", "b")))  # of a pair of surrogates: no UTF-8 has it
+    half._repr_html_().encode()
 
 
 def test_repr() -> None:

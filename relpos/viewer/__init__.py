@@ -70,7 +70,7 @@ class AttentionViewer:
         script = "\n".join(_file(name) for name in SCRIPTS)
         style = _file("viewer.css")
         return Template(_file("page.html")).substitute(
-            title=html.escape(self.title).encode("ascii", "xmlcharrefreplace").decode("ascii"),
+            title=_as_ascii(self.title),
             script_hash=_hash(script),
             style_hash=_hash(style),
             style=style,
@@ -88,7 +88,7 @@ class AttentionViewer:
         # In a frame of its own neither its style nor its script meets those of the notebook.
         return (
             '<iframe sandbox="allow-scripts" style="width: 100%; border: 0; border-radius: 8px" '
-            f'height="{self.height}" title="{html.escape(self.title)}" '
+            f'height="{self.height}" title="{_as_ascii(self.title)}" '
             f'srcdoc="{html.escape(self.html())}"></iframe>'
         )
 
@@ -103,6 +103,11 @@ def _file(name: str) -> str:
 def _hash(text: str) -> str:
     """By which the page's policy knows its own script and style, and no other runs."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def _as_ascii(text: str) -> str:
+    """As HTML has it, also what no encoding can write: half of a surrogate pair."""
+    return html.escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def _as_json(data: Any) -> str:
