@@ -61,8 +61,7 @@ class Build(build_ext):
         if not Path(python := sysconfig.get_path("include"), "Python.h").exists():
             raise SystemExit(f"relpos: no {python}/Python.h: install python3-dev or python3-devel")
         numpy = importlib.import_module("numpy")  # metadata can be had without it
-        self.force = True  # the switches above may have changed
-        package = Path(self.build_lib) / "relpos"
+        self.force, package = True, Path(self.build_lib) / "relpos"  # switches may have changed
         shutil.rmtree(package / "lib", ignore_errors=True)
         shutil.rmtree(package / "include", ignore_errors=True)
         if not SYSTEM_CORE:
@@ -85,8 +84,9 @@ class Build(build_ext):
             objects = list(pool.map(self.compile_core, MK["CORE_SOURCES"]))
         self.compiler.create_static_lib(objects, "core", str(library))
         flags = ["-Wl,-soname,libcore.so", *MK["CORE_LDFLAGS"], *VARIANT, *MK["CORE_LIBS"]]
-        self.compiler.link_shared_object(objects, str(library / "libcore.so"), extra_postargs=flags)
-        nvcc.build_for_package(Path(self.build_temp) / "cuda", library)
+        self.compiler.link_shared_object(objects, f"{library}/libcore.so", extra_postargs=flags)
+        stays = self.inplace or self.editable_mode
+        nvcc.build_for_package(Path(self.build_temp, "cuda"), library, stays)
 
     def compile_core(self, source):
         own = MK.get(f"FLAGS_{platform.machine()}_{Path(source).stem}", [])

@@ -167,9 +167,15 @@ def said(*command: str) -> str:
         return ""
 
 
+def visible() -> str:
+    """The cards that programs see; the first is the one that is used, and that machine() names."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+
+
 def machine() -> dict[str, str]:
     names = "name,driver_version,compute_cap,clocks.sm,clocks.mem,power.limit"
-    line = said("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", "--id=0")
+    own = visible().partition(",")[0]
+    line = said("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={own}")
     words = (word.strip() for word in line.split(","))
     card = dict(zip(names.split(","), words, strict=False))
     compiler = said(str(toolkit() / "nvcc"), "--version") if toolkit() else ""
@@ -195,7 +201,8 @@ def surroundings() -> dict[str, str]:
         "PATH": joined(toolkit(), os.environ.get("PATH")),
         "PYTHONPATH": joined(SITE, ROOT, ROOT / ".ci", os.environ.get("PYTHONPATH")),
         "PYTHONUNBUFFERED": "1",  # what was printed before time ran out is not lost
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # what machine() names
+        "CUDA_VISIBLE_DEVICES": visible(),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # nvidia-smi's
         "BLAS": "builtin",  # to make, also where tests call it
         "RELPOS_BLAS": "builtin",
         "RELPOS_CUDA": "0",
@@ -215,6 +222,14 @@ def prepare(part: Part) -> int:
     return part.finish()
 
 
+# Prints what there is, and fails unless that is a GPU that can be used.
+USABLE = """
+import sys, relpos
+print(*relpos.devices(), sep="\\n")
+sys.exit(all(d.problem or not d.name.startswith("cuda") for d in relpos.devices()))
+"""
+
+
 def build(part: Part) -> int:
     part.done.clear()  # make and nvcc.py know themselves what is there already
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -227,7 +242,7 @@ def build(part: Part) -> int:
     only = ("--only", capability) if capability else ()
     part.step("cuda", sys.executable, "cuda/nvcc.py", "--out", CUDA.parent, *only)
     part.step("binding", sys.executable, "setup.py", "-q", "build_ext", "--inplace")
-    part.step("devices", sys.executable, "-m", "relpos", "devices")
+    part.step("devices", sys.executable, "-c", USABLE)
     return part.finish()
 
 

@@ -70,7 +70,8 @@ def asked(*command: str) -> str:
 def machine(dry: bool) -> Json:
     """What stands beside every figure."""
     names = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
-    line = asked("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", "--id=0")
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    line = asked("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={own}")
     card = dict(zip(names.split(","), (word.strip() for word in line.split(",")), strict=False))
     return card | {
         "commit": asked("git", "rev-parse", "HEAD").strip(),
@@ -239,6 +240,8 @@ def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
     for name, make in makers.items():
         try:
             sides[name] = make()
+            for call in sides[name]:  # what is compiled by its first call is
+                call()
         except Exception as error:  # a peer that cannot: its row says so
             if name.startswith("ours"):
                 raise

@@ -183,7 +183,7 @@ def link(compiler: Compiler, objects: list[Path], library: Path, stays: bool) ->
     return library
 
 
-def build_for_package(out: Path, library: Path) -> None:
+def build_for_package(out: Path, library: Path, stays: bool = False) -> None:
     """Puts librelpos_cuda.so beside libcore where it can be built. RELPOS_CUDA=1 insists."""
     wish = os.environ.get("RELPOS_CUDA", "")
     if wish not in ("", "0", "1"):
@@ -197,7 +197,7 @@ def build_for_package(out: Path, library: Path) -> None:
             raise SystemExit(f"relpos: RELPOS_CUDA=1, but {missing}") from None
         print(f"relpos: without CUDA: {missing}")
         return
-    shutil.copy(build(out.resolve(), compiler), library / LIBRARY)
+    shutil.copy(build(out.resolve(), compiler, stays=stays), library / LIBRARY)
 
 
 def main() -> int:

@@ -108,3 +108,33 @@ def test_a_program_that_is_not_there_is_a_failure(check: ModuleType) -> None:
     part = check.Part("sanitize", 1)
     assert not part.step("tool", "no-such-program")
     assert part.done["tool"].startswith("failed (127): ") and part.finish() == 1
+
+
+def test_built_is_what_can_be_used(check: ModuleType, tmp_path: Path) -> None:
+    """A library that finds no GPU is no success."""
+    (tmp_path / "relpos.py").write_text(
+        "from types import SimpleNamespace as Device\n"
+        "def devices():\n"
+        "    return [Device(name='cpu', problem=None), Device(name='cuda:0', problem=WHY)]\n"
+        "WHY = None\n"
+    )
+    part = check.Part("build", 1)
+    assert part.step("usable", sys.executable, "-c", check.USABLE)
+    with (tmp_path / "relpos.py").open("a") as module:
+        module.write("WHY = 'no driver'\n")
+    assert not part.step("not usable", sys.executable, "-c", check.USABLE)
+    assert "no driver" in part.done["not usable"]
+
+
+def test_the_card_that_is_used_is_the_one_that_is_named(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(check, "said", lambda *command: asked.extend(command) or "")
+    monkeypatch.setattr(check, "toolkit", lambda: None)
+    for cards, own in ((None, "0"), ("3,1", "3"), ("GPU-ab", "GPU-ab")):
+        if cards is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+        check.machine()
+        assert asked[-1] == f"--id={own}"
+        assert check.surroundings()["CUDA_VISIBLE_DEVICES"] == (cards or "0")
