@@ -68,6 +68,12 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
           if (c_type == CUDA_R_16BF) static_cast<__nv_bfloat16 *>(c)[at] = sum;
           else static_cast<float *>(c)[at] = sum;
         }
+        const auto size = static_cast<long long>(c_type == CUDA_R_16BF ? 2 : sizeof(float));
+        const long long column = z * c_batch + static_cast<long long>(j) * c_stride;
+        if (emu::fill_hook != nullptr) {
+          emu::fill_hook(static_cast<char *>(c) + column * size, static_cast<size_t>(m * size),
+                         false);
+        }
       }
     }
   });

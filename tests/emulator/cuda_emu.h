@@ -98,6 +98,7 @@ enum Access { read, write, atomic };
 extern void (*access_hook)(const void *, size_t, Access, Fiber *);
 extern void (*sync_hook)(int warp, unsigned mask); /* warp < 0: the whole block */
 extern void (*start_hook)(bool new_launch);
+extern void (*fill_hook)(const void *, size_t, bool fresh); /* fresh: allocated, else written */
 
 [[noreturn]] void fault(const char *op, const char *file, int line, const std::string &what);
 void run(dim3 grid, dim3 block, size_t bytes, const void *kernel, std::function<void()> body);

@@ -75,6 +75,7 @@ Stats stats{};
 void (*access_hook)(const void *, size_t, Access, Fiber *) = nullptr;
 void (*sync_hook)(int, unsigned) = nullptr;
 void (*start_hook)(bool) = nullptr;
+void (*fill_hook)(const void *, size_t, bool) = nullptr;
 
 namespace {
 

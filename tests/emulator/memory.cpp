@@ -355,6 +355,7 @@ cudaError_t emu_malloc(void **p, size_t bytes) {
   memory.bytes += bytes;
   __asan_unpoison_memory_region(*p, bytes);
   std::memset(*p, 0xff, bytes);
+  if (emu::fill_hook != nullptr) emu::fill_hook(*p, bytes, true);
   return cudaSuccess;
 }
 
@@ -399,6 +400,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   emu::ask([=] {
     const emu::Open open;
     std::memcpy(to, from, bytes);
+    if (emu::fill_hook != nullptr) emu::fill_hook(to, bytes, false);
   });
   const bool waits = (kind == cudaMemcpyDeviceToHost && !emu::is_locked(to)) ||
                      (kind == cudaMemcpyHostToDevice && !emu::is_locked(from));
@@ -409,6 +411,7 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
   emu::ask([=] {
     const emu::Open open;
     std::memset(to, value, bytes);
+    if (emu::fill_hook != nullptr) emu::fill_hook(to, bytes, false);
   });
   return cudaSuccess;
 }

@@ -76,6 +76,11 @@ __global__ void store_beyond_member(float *x) {
   smem().numbers[threadIdx.x + static_cast<unsigned>(x[0])] = 1;
 }
 __global__ void read_of_nothing(float *x) { x[threadIdx.x] = smem().numbers[threadIdx.x]; }
+__global__ void half_written(float *x, float *fresh) {
+  if (threadIdx.x % 2 != 0) fresh[threadIdx.x] = 1;
+  __syncthreads();
+  x[threadIdx.x] = fresh[threadIdx.x];
+}
 __global__ void blocks_meet(float *x) { x[threadIdx.x] = static_cast<float>(blockIdx.x); }
 __global__ void reads_the_host(const float *host, float *x) { x[threadIdx.x] = host[threadIdx.x]; }
 
@@ -145,7 +150,7 @@ __global__ void pass(float *x, int *passed) {
 /* ---- running ---- */
 
 struct Run {
-  float *x;
+  float *x, *fresh;
   int *count;
   float host[threads];
 };
@@ -180,6 +185,7 @@ cudaError_t start(const char *name, Run &run) {
     const std::vector<float> outside(threads);
     return launch(reads_the_host, one, outside.data(), run.x);
   }
+  if (is("half_written")) return launch(half_written, one, run.x, run.fresh);
   if (is("copied")) return launch(copied, one, run.x, true);
   if (is("missing_wait")) return launch(copied, one, run.x, false);
   if (is("load_rows_64")) return launch(load_rows, one, run.x, 64);
@@ -202,6 +208,7 @@ int main(int, char **arguments) {
   for (int i = 0; i < threads; i++) run.host[i] = static_cast<float>(i + 1);
   const int zero = 0;
   if (cudaMalloc(&run.x, sizeof run.host) != cudaSuccess ||
+      cudaMalloc(&run.fresh, sizeof run.host) != cudaSuccess ||
       cudaMalloc(&run.count, sizeof zero) != cudaSuccess) {
     return 2;
   }
@@ -224,6 +231,7 @@ int main(int, char **arguments) {
               static_cast<unsigned long long>(emu::stats.bank_conflicts),
               static_cast<unsigned long long>(emu::stats.async_bytes));
   cudaFree(run.x);
+  cudaFree(run.fresh);
   cudaFree(run.count);
   return 0;
 }

@@ -49,6 +49,8 @@ struct Region {
 };
 
 std::unordered_map<const void *, Region> regions;
+/* Bytes of an allocation that anybody has written. */
+std::unordered_map<const void *, std::vector<char>> written;
 uint32_t block = 0, first_block = 0; /* numbered over all launches */
 uint32_t clocks[1024], at_barrier[1024];
 uint32_t seen[32][32][32]; /* [warp][a][b]: lane a comes after b's accesses below it */
@@ -147,6 +149,16 @@ bool locate(const void *p, Place *place) {
   return true;
 }
 
+void fill(const void *p, size_t bytes, bool fresh) {
+  const char *base;
+  size_t size;
+  if (fresh) {
+    written[p].assign(bytes, 0);
+  } else if (bytes > 0 && emu::find_allocation(p, &base, &size)) {
+    std::memset(&written[base][static_cast<size_t>(static_cast<const char *>(p) - base)], 1, bytes);
+  }
+}
+
 struct Judge {
   const Fiber &fiber;
   const Place &place;
@@ -187,6 +199,13 @@ void access(const void *p, size_t bytes, emu::Access kind, Fiber *fiber) {
   if (fiber == nullptr || !locate(p, &place)) return;
   const auto at = static_cast<size_t>(static_cast<const char *>(p) - place.base);
   if (at + bytes > place.size) accuse("access beyond the end of an allocation");
+  if (!place.shared) {
+    char *const own = &written[place.base][at];
+    if (kind != emu::write && std::memchr(own, 0, bytes) != nullptr) {
+      accuse("read of global memory that nobody has written, offset " + std::to_string(at));
+    }
+    if (kind != emu::read) std::memset(own, 1, bytes);
+  }
   Region &region = regions[place.base];
   if (region.base != place.base || region.size != place.size) {
     region.base = place.base;
@@ -208,6 +227,7 @@ const bool installed = [] {
   emu::access_hook = access;
   emu::sync_hook = sync;
   emu::start_hook = start;
+  emu::fill_hook = fill;
   return true;
 }();
 
