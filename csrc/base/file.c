@@ -3,8 +3,8 @@
  * file.c: reading files, whole or in parts, mapping them, and replacing a file so that a crash at
  * any moment leaves either the old content or the new.
  *
- *   open temporary (must not exist) - write - sync - close - rename - sync folder
- *   `----------- a failure here removes the temporary -----------'
+ *   mode - open temporary (must not exist) - write - sync - close - rename - sync folder
+ *          `----------- a failure here removes the temporary -----------'
  *
  * Every call goes through the seam. A call that a signal interrupts is repeated;
  * a read or write that comes up short is continued. Two writers of one path, in
@@ -74,6 +74,12 @@ static int system_remove(void *context, const char *path) {
   return unlink(path);
 }
 
+static int64_t system_mode(void *context, const char *path) {
+  (void)context;
+  struct stat about;
+  return lstat(path, &about) == 0 ? (int64_t)about.st_mode : -1;
+}
+
 static void *system_map(void *context, int descriptor, int64_t *bytes) {
   (void)context;
   struct stat about;
@@ -91,8 +97,8 @@ static int system_unmap(void *context, void *memory, int64_t bytes) {
 }
 
 static const rpi_io system_io = {system_open,  system_read,   system_write,  system_sync,
-                                 system_close, system_rename, system_remove, system_map,
-                                 system_unmap, NULL};
+                                 system_close, system_rename, system_remove, system_mode,
+                                 system_map,   system_unmap,  NULL};
 static const rpi_io *io = &system_io;
 
 void rpi_set_io(const rpi_io *replacement) { io = replacement != NULL ? replacement : &system_io; }
@@ -263,6 +269,16 @@ void rpi_file_unmap(rpi_mapping *mapping) {
 
 /* ---- writing --------------------------------------------------------------- */
 
+/* A rename would put a file in the place of a device or a FIFO, too. */
+static rp_status check_replaceable(const char *path) {
+  const int64_t mode = io->mode(io->context, path);
+  if (mode < 0) return errno == ENOENT ? RP_OK : fail_file("replace", path, errno);
+  if (S_ISDIR((mode_t)mode)) return fail_file("replace", path, EISDIR);
+  RPI_CHECK(S_ISREG((mode_t)mode) || S_ISLNK((mode_t)mode), RP_ERROR_FILE,
+            "cannot replace '%s': it is no regular file", path);
+  return RP_OK;
+}
+
 /* Creates a file that did not exist, beside path. Its name goes to `name`: that of path, as much of
  * it as leaves room for more. */
 static int open_temporary(const char *path, char *name, size_t name_bytes) {
@@ -310,6 +326,7 @@ rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes)
 
 rp_status rpi_file_replace_parts(const char *path, const rpi_file_part *parts, int64_t count) {
   assert(path != NULL && count >= 0 && (parts != NULL || count == 0));
+  RPI_TRY(check_replaceable(path));
   const size_t name_bytes = strlen(path) + SUFFIX_BYTES;
   char *name = rpi_allocate(name_bytes);
   RPI_CHECK(name != NULL, RP_ERROR_MEMORY, "no memory to write '%s'", path);

@@ -23,6 +23,8 @@ typedef struct rpi_io {
   int (*close)(void *context, int descriptor);
   int (*rename)(void *context, const char *from, const char *to);
   int (*remove)(void *context, const char *path);
+  /* The mode of what path names, be it a link. */
+  int64_t (*mode)(void *context, const char *path);
   /* All of a file, whose length goes to *bytes, as pages that may be written without the file
    * seeing it; NULL: failed. */
   void *(*map)(void *context, int descriptor, int64_t *bytes);
@@ -72,7 +74,8 @@ void rpi_file_unmap(rpi_mapping *mapping); /* takes one that is none */
 /* Replaces the file at path by content, or leaves it as it was and removes the
  * temporary file. One exception: when nothing but the last step, syncing the
  * folder, fails, the new content is in place but may not survive a loss of power,
- * and RP_ERROR_FILE says so. The new file has the mode 0666 less the umask. */
+ * and RP_ERROR_FILE says so. The new file has the mode 0666 less the umask. What is
+ * there must be a regular file or a link, which is replaced itself. */
 rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes);
 
 /* The same with content that lies in several places, written one after the other. */

@@ -109,6 +109,13 @@ static int faulty_remove(void *context, const char *path) {
   return fails("remove") ? -1 : unlink(path);
 }
 
+static int64_t faulty_mode(void *context, const char *path) {
+  struct stat about;
+  (void)context;
+  if (!faults.interrupt && fails("mode")) return -1; /* never interrupted */
+  return lstat(path, &about) == 0 ? (int64_t)about.st_mode : -1;
+}
+
 static void *faulty_map(void *context, int descriptor, int64_t *bytes) {
   struct stat about;
   (void)context;
@@ -130,8 +137,8 @@ static int faulty_unmap(void *context, void *memory, int64_t bytes) {
 }
 
 static const rpi_io faulty_io = {faulty_open,  faulty_read,   faulty_write,  faulty_sync,
-                                 faulty_close, faulty_rename, faulty_remove, faulty_map,
-                                 faulty_unmap, NULL};
+                                 faulty_close, faulty_rename, faulty_remove, faulty_mode,
+                                 faulty_map,   faulty_unmap,  NULL};
 
 static struct {
   int calls, fail_at, held;

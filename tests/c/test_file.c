@@ -118,8 +118,8 @@ static void test_every_call_of_read_fails(void) {
   free(content);
 }
 
-/* open, three writes, sync, close, rename, then open, sync and close of the folder */
-enum { FOLDER_CLOSE = 10 };
+/* mode, open, three writes, sync, close, rename, then open, sync and close of the folder */
+enum { FOLDER_CLOSE = 11 };
 
 /* One replacement with the n-th call failing. False: there is no n-th call. */
 static bool replace_with_fault(int n, int error, const char *old, const char *content) {
@@ -187,7 +187,7 @@ static void test_the_longest_name(void) {
 static void test_folder_that_cannot_be_synced(void) {
   reset();
   faults.error = EINVAL;
-  faults.fail_at = 7; /* after open, write, sync, close, rename, open of the folder */
+  faults.fail_at = 8; /* after mode, open, write, sync, close, rename, open of the folder */
   CHECK_INT(rpi_file_replace(path, "new", 3), RP_OK);
   CHECK_TEXT(faults.last, "sync");
   CHECK(file_is("new", 3));
@@ -211,7 +211,7 @@ static void test_every_allocation_fails(void) {
   reset();
   memory.fail_at = 1;
   CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_MEMORY);
-  CHECK_INT(faults.calls, 0);
+  CHECK_INT(faults.calls, 1); /* mode */
   CHECK(file_is(content, 300000));
   free(content);
 }
@@ -244,7 +244,7 @@ static void test_replace_in_parts(void) {
       CHECK(file_is(content, 200000));
     }
   }
-  CHECK_INT(n, 11); /* open, three writes, sync, close, rename, and three for the folder */
+  CHECK_INT(n, 12); /* mode, open, three writes, sync, close, rename, and three for the folder */
   free(content);
 }
 
@@ -342,7 +342,8 @@ static void test_paths(void) {
   CHECK_TEXT(rp_last_error(), "directory");
   CHECK_INT(rpi_file_replace("/no/such/file", "x", 1), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "/no/such/file");
-  CHECK_INT(rpi_file_replace(folder, "x", 1), RP_ERROR_FILE); /* rename onto a folder */
+  CHECK_INT(rpi_file_replace(folder, "x", 1), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), strerror(EISDIR));
   CHECK_INT(rpi_file_replace("", "x", 1), RP_ERROR_FILE);
   CHECK_INT(count_entries(), 1);
 
@@ -351,6 +352,24 @@ static void test_paths(void) {
   CHECK_INT(rpi_file_replace("file", "relative", 8), RP_OK); /* the folder is "." */
   CHECK(file_is("relative", 8));
   CHECK_INT(chdir(before), 0);
+}
+
+/* A FIFO stays, and a link to it is replaced by the file. */
+static void test_no_regular_file(void) {
+  char pipe[256];
+  struct stat about;
+  reset();
+  snprintf(pipe, sizeof pipe, "%s.pipe", path);
+  CHECK_INT(mkfifo(pipe, 0600), 0);
+  CHECK_INT(rpi_file_replace(pipe, "x", 1), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), ".pipe': it is no regular file");
+  unlink(path);
+  CHECK_INT(symlink(pipe, path), 0);
+  CHECK_INT(rpi_file_replace(path, "x", 1), RP_OK);
+  CHECK(lstat(path, &about) == 0 && S_ISREG(about.st_mode));
+  CHECK(lstat(pipe, &about) == 0 && S_ISFIFO(about.st_mode));
+  CHECK_INT(count_entries(), 2);
+  unlink(pipe);
 }
 
 /* What a crash left behind under our own process number is stepped over. */
@@ -408,6 +427,7 @@ int main(void) {
   test_every_call_of_take_fails();
   test_map();
   test_paths();
+  test_no_regular_file();
   test_stale_temporary();
   test_two_writers();
   CHECK(remove_folder());

@@ -418,7 +418,8 @@ enum {
 };
 
 /* Writes a safetensors file, whole or not at all: a new one takes the place of what path names, be
- * it a link, with the mode that the umask leaves. */
+ * it a link, with the mode that the umask leaves. A folder, a device or a FIFO stays, and it is
+ * RP_ERROR_FILE. */
 RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
 
 /* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as
