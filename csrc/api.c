@@ -54,7 +54,7 @@ rp_status rp_build_info_get(rp_build_info *info) {
   const size_t first_version = offsetof(rp_build_info, threads) + sizeof(int);
   RPI_CHECK(info != NULL, RP_ERROR_ARGUMENT, "rp_build_info_get: info is NULL");
   const size_t size = info->struct_size;
-  RPI_CHECK(size >= first_version, RP_ERROR_ARGUMENT,
+  RPI_CHECK(size >= first_version && size <= RPI_MOST_STRUCT, RP_ERROR_ARGUMENT,
             "rp_build_info_get: info.struct_size is %zu, expected sizeof(rp_build_info) = %zu",
             size, sizeof(rp_build_info));
   const rp_ops *ops = NULL;

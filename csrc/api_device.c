@@ -18,7 +18,7 @@ rp_status rp_device_get(int index, rp_device *device) {
   const size_t first_version = offsetof(rp_device, problem) + sizeof(const char *);
   RPI_CHECK(device != NULL, RP_ERROR_ARGUMENT, "rp_device_get: device is NULL");
   const size_t size = device->struct_size;
-  RPI_CHECK(size >= first_version, RP_ERROR_ARGUMENT,
+  RPI_CHECK(size >= first_version && size <= RPI_MOST_STRUCT, RP_ERROR_ARGUMENT,
             "rp_device_get: device.struct_size is %zu, expected sizeof(rp_device) = %zu", size,
             sizeof(rp_device));
   const int count = rpi_device_count();

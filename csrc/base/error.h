@@ -16,6 +16,9 @@ enum { RPI_SENTENCE = 4096 + 512 };
 /* What %lld prints of an int64_t. */
 typedef long long rpi_wide;
 
+/* The most that a later header's struct_size may be: one that was never set is mostly more. */
+enum { RPI_MOST_STRUCT = 4096 };
+
 /* Keeps the sentence for this thread and returns the status. */
 rp_status rpi_fail(rp_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 

@@ -57,6 +57,9 @@ static void test_build_info_sizes(void) {
   rp_build_info info = {.struct_size = 0, .version = "untouched"};
   CHECK_INT(rp_build_info_get(&info), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "struct_size is 0");
+  info.struct_size = 4097; /* more than any will have: it was never set */
+  CHECK_INT(rp_build_info_get(&info), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "struct_size is 4097, expected sizeof(rp_build_info)");
   CHECK_TEXT(info.version, "untouched");
 
   /* A caller of a later version: its own fields come back as zero, and nothing
