@@ -5,6 +5,7 @@
 #include "file/config_metadata.h"
 
 #include <stdbool.h>
+#include <stdio.h>
 #include <string.h>
 
 #define FORMAT_KEY "format"
@@ -23,35 +24,36 @@ rp_status rpi_config_pairs_of(const rp_config *config, rpi_config_pairs *to) {
 
 typedef struct loading {
   rp_config config;
-  bool refused; /* a pair: what was wrong is not the file's form */
-  bool format, seen[RPI_CONFIG_FIELDS];
+  bool seen[RPI_CONFIG_FIELDS];
+  char format[RPI_QUOTE];     /* in quotes; empty: none was met */
+  int counters;               /* of the two that optimizer state has */
+  char problem[RPI_SENTENCE]; /* of the first pair that is no field; empty: there is none */
 } loading;
 
-static rp_status take_pair(loading *l, const char *key, const char *value) {
+/* Fails of no pair: what the file is comes first, and may be said by the last. */
+static rp_status take_pair(void *context, const char *key, const char *value) {
+  loading *const l = context;
   if (strcmp(key, FORMAT_KEY) == 0) {
-    char quoted[RPI_QUOTE];
-    RPI_CHECK(strcmp(value, FORMAT) == 0, RP_ERROR_FILE, "its format is %s, must be '" FORMAT "'",
-              rpi_quote(value, quoted));
-    l->format = true;
+    rpi_quote(value, l->format);
     return RP_OK;
   }
-  RPI_TRY(rpi_config_set(&l->config, key, value));
+  if (strcmp(key, "step") == 0 || strcmp(key, "attempt") == 0) l->counters++;
+  if (!l->problem[0] && rpi_config_set(&l->config, key, value) != RP_OK) {
+    snprintf(l->problem, sizeof l->problem, "%s", rp_last_error());
+  }
   for (int i = 0; i < RPI_CONFIG_FIELDS; i++) {
     if (strcmp(rpi_config_field(i), key) == 0) l->seen[i] = true;
   }
   return RP_OK;
 }
 
-static rp_status take_each(void *context, const char *key, const char *value) {
-  loading *const l = context;
-  const rp_status status = take_pair(l, key, value);
-  l->refused = status != RP_OK;
-  return status;
-}
-
 static rp_status check_complete(const loading *l) {
-  RPI_CHECK(l->format, RP_ERROR_FILE,
+  RPI_CHECK(l->format[0], RP_ERROR_FILE,
             "its metadata have no '" FORMAT_KEY "', must have '" FORMAT "'");
+  RPI_CHECK(strcmp(l->format, "'" FORMAT "'") == 0, RP_ERROR_FILE,
+            "its format is %s, must be '" FORMAT "'", l->format);
+  RPI_CHECK(l->counters < 2, RP_ERROR_FILE, "it is optimizer state, no weights");
+  RPI_CHECK(!l->problem[0], RP_ERROR_FILE, "%s", l->problem);
   for (int i = 0; i < RPI_CONFIG_FIELDS; i++) {
     RPI_CHECK(l->seen[i], RP_ERROR_FILE, "its metadata lack '%s'", rpi_config_field(i));
   }
@@ -62,10 +64,9 @@ rp_status rpi_config_load(const char *path, rp_config *config) {
   loading l;
   memset(&l, 0, sizeof l); /* padding too, as in presets */
   l.config.struct_size = sizeof l.config;
-  const rp_status status = rpi_safetensors_metadata(path, take_each, &l);
-  if (status != RP_OK && !l.refused) return status; /* the sentence has the path */
-  RPI_CHECK(status == RP_OK && check_complete(&l) == RP_OK, RP_ERROR_FILE,
-            "cannot read the configuration in '%s': %s", path, rp_last_error());
+  RPI_TRY(rpi_safetensors_metadata(path, take_pair, &l)); /* the sentence has the path */
+  RPI_CHECK(check_complete(&l) == RP_OK, RP_ERROR_FILE, "cannot read the configuration in '%s': %s",
+            path, rp_last_error());
   *config = l.config;
   return RP_OK;
 }

@@ -76,6 +76,10 @@ static void test_what_is_no_configuration(void) {
   fill();
   written.pairs[1].value = "63"; /* a number, but no model: 4 heads */
   load_refused("config: width=63, must be a multiple of heads=4");
+  const rpi_text_pair foreign[] = {{"made_by", "x"}, {"width", "wide"}};
+  pairs_refused(foreign, 2, "its metadata have no 'format', must have 'relpos 1'");
+  const rpi_text_pair later[] = {{"mode", "x"}, {"format", "relpos 2"}};
+  pairs_refused(later, 2, "its format is 'relpos 2', must be 'relpos 1'");
   written.count = 0;
   load_refused("its metadata have no 'format', must have 'relpos 1'");
 }

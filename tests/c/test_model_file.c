@@ -300,6 +300,16 @@ static void test_data_that_are_not_there(void) {
   CHECK_INT(memory.held, 0);
 }
 
+static void test_optimizer_state(void) {
+  reset();
+  rp_model *const model = saved(32);
+  CHECK_INT(rp_model_save(model, path, RP_SAVE_OPTIMIZER), RP_OK);
+  opened(RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "file': it is optimizer state, no weights");
+  rp_model_free(model);
+  CHECK_INT(memory.held, 0);
+}
+
 static void test_arguments(void) {
   reset();
   rp_model_free(saved(32));
@@ -392,6 +402,7 @@ int main(void) {
   test_cut_short_or_too_long(20);
   test_sizes_are_not_believed();
   test_data_that_are_not_there();
+  test_optimizer_state();
   test_arguments();
   /* the header; layout, names and tensors, spans, the header; the model, its offsets and four
    * blocks; names and tensors; spans, the header */
