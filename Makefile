@@ -62,7 +62,8 @@ ABI := $(firstword $(subst ., ,$(VERSION)))
 NAME := core
 SANITIZE_COMMON := -O1 -g -fno-omit-frame-pointer -UNDEBUG
 VARIANT_FLAGS_release :=
-VARIANT_FLAGS_debug := -O0 -g -UNDEBUG
+# Without optimisation intrinsics are macros, and gcc 12 takes their masks for a change of sign.
+VARIANT_FLAGS_debug := -O0 -g -UNDEBUG -Wno-sign-conversion
 VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread
 VARIANT_FLAGS_f64 := -UNDEBUG -DRP_REAL_IS_DOUBLE
 VARIANT_FLAGS_sanitized := $(SANITIZE_COMMON) -fsanitize=address,undefined -fno-sanitize-recover=all

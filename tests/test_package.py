@@ -56,13 +56,11 @@ print(*(f"{value:.6f}" for value in out.flat), sep="\\n")
 
 def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str) -> str:
     """What the command prints; nothing of this process's settings reaches it. Nothing is built with
-    CUDA, which takes minutes: tests/test_cuda_build.py. Warnings of a build without optimisation are no
-    errors."""
+    CUDA, which takes minutes: tests/test_cuda_build.py."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("RELPOS_")
-        and name not in ("PYTHONPATH", "LD_LIBRARY_PATH", "WERROR")
+        if not name.startswith("RELPOS_") and name not in ("PYTHONPATH", "LD_LIBRARY_PATH")
     }
     done = subprocess.run(
         [str(word) for word in command],
@@ -204,6 +202,19 @@ def test_the_package_needs_nothing_but_libc() -> None:
 def test_the_binding_keeps_to_the_stable_abi() -> None:
     if not FREE_THREADED:
         assert Path(relpos._core.__file__).name == "_core.abi3.so"
+
+
+# --------------------------------------------------------------------------------------------------
+# The Makefile
+# --------------------------------------------------------------------------------------------------
+
+
+def make(build: Path, *arguments: str, fails: bool = False) -> str:
+    return run("make", "-s", f"BUILD={build}", *arguments, cwd=ROOT, fails=fails)
+
+
+def test_no_optimisation_brings_no_warning(tmp_path: Path) -> None:
+    make(tmp_path, "VARIANT=debug", "WERROR=1", f"{tmp_path}/csrc/isa/avx512.o")
 
 
 # --------------------------------------------------------------------------------------------------
