@@ -68,6 +68,10 @@ VARIANT_FLAGS_tsan := $(SANITIZE_COMMON) -fsanitize=thread
 VARIANT_FLAGS_f64 := -UNDEBUG -DRP_REAL_IS_DOUBLE
 VARIANT_FLAGS_sanitized := $(SANITIZE_COMMON) -fsanitize=address,undefined -fno-sanitize-recover=all
 VARIANT_FLAGS_sanitized_f64 := $(VARIANT_FLAGS_sanitized) -DRP_REAL_IS_DOUBLE
+KNOWN_VARIANTS := release debug tsan f64 sanitized sanitized_f64 neon
+ifeq ($(filter $(KNOWN_VARIANTS),$(VARIANT)),)
+$(error VARIANT=$(VARIANT): expected one of $(KNOWN_VARIANTS))
+endif
 ifneq ($(filter %f64,$(VARIANT)),)
 NAME := core_f64
 endif

@@ -217,6 +217,11 @@ def test_no_optimisation_brings_no_warning(tmp_path: Path) -> None:
     make(tmp_path, "VARIANT=debug", "WERROR=1", f"{tmp_path}/csrc/isa/avx512.o")
 
 
+def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
+    said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
+    assert "VARIANT=debgu: expected one of release debug" in said
+
+
 # --------------------------------------------------------------------------------------------------
 # Built anew
 # --------------------------------------------------------------------------------------------------
