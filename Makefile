@@ -138,7 +138,9 @@ $(BUILD)/flags: force
 
 $(BUILD)/csrc/base/blas.o: ONE_FLAGS = $(BLAS_FLAGS)
 SHOWN_FLAGS = $(strip $(CFLAGS) $(CORE_CFLAGS) $(VARIANT_FLAGS))
-$(BUILD)/csrc/api.o: ONE_FLAGS = -DRPI_BUILD_FLAGS='"$(SHOWN_FLAGS)"'
+# In a text of C, in quotes of the shell.
+QUOTED_FLAGS = $(subst ','\'',$(subst ",\",$(subst \,\\,$(SHOWN_FLAGS))))
+$(BUILD)/csrc/api.o: ONE_FLAGS = -DRPI_BUILD_FLAGS='"$(QUOTED_FLAGS)"'
 
 $(BUILD)/csrc/%.o: csrc/%.c csrc/core.mk $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -217,6 +217,12 @@ def test_no_optimisation_brings_no_warning(tmp_path: Path) -> None:
     make(tmp_path, "VARIANT=debug", "WERROR=1", f"{tmp_path}/csrc/isa/avx512.o")
 
 
+@pytest.mark.parametrize("flags", ["-I'/my dir'", r'-DPKG="\"x y\""'])
+def test_flags_in_quotes_are_shown_as_given(tmp_path: Path, flags: str) -> None:
+    make(tmp_path, "VARIANT=debug", f"CFLAGS={flags}", f"{tmp_path}/csrc/api.o")
+    assert f"{flags} -std=c11".encode() in (tmp_path / "csrc" / "api.o").read_bytes()
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
