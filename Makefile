@@ -20,7 +20,7 @@
 #                           against tests/emulator; emulated-race and emulated-sanitized: with the
 #                           race checker, under ASan and UBSan
 #   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
-#   make clean
+#   make clean              build/, and no folder that BUILD names
 #
 #   BLAS=auto               the default: at run time the wheel's OpenBLAS where it is found
 #   BLAS=builtin            never anything but our own products
@@ -311,7 +311,9 @@ install: all
 	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in \
 	  > "$(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc"
 
+# In a folder that was named may be more than what make put there.
 clean:
+	$(if $(filter command%,$(origin BUILD)),$(error BUILD=$(BUILD): make clean removes build/ alone))
 	rm -rf build
 
 -include $(OBJECTS:.o=.d) $(EMULATED_OBJECTS:.o=.d) $(TESTS:=.d) $(TWIN:.o=.d) $(EXAMPLES:=.d)

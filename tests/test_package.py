@@ -223,6 +223,11 @@ def test_flags_in_quotes_are_shown_as_given(tmp_path: Path, flags: str) -> None:
     assert f"{flags} -std=c11".encode() in (tmp_path / "csrc" / "api.o").read_bytes()
 
 
+def test_clean_removes_no_folder_that_was_named(tmp_path: Path) -> None:
+    """Of what it would do: the tests' own build/ stays."""
+    assert "make clean removes build/ alone" in make(tmp_path, "-n", "clean", fails=True)
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
