@@ -296,11 +296,21 @@ $(EMULATED_BUILD)/librelpos_cuda.so: $(EMULATED_OBJECTS)
 
 # ---- install ---------------------------------------------------------------
 
-# relpos.pc names them: what is not from the root would be another folder for everyone.
-FROM_ROOT = case "$($(1))" in /*) ;; *) echo "$(1)=$($(1)): must begin with /"; exit 1;; esac
+# relpos.pc names them: what is not from the root would be another folder for everyone. The rest
+# means something to relpos.pc, to sed or to the shell.
+define NEWLINE
+
+
+endef
+UNFIT := & | \ ' " ` $$ \#
+UNFIT_IN = $(foreach one,$(UNFIT),$(findstring $(one),$(subst $(NEWLINE),|,$(1))))
+CHECK_FOLDER = $(if $(filter /%,$(firstword $($(1)))),,$(error $(1)=$($(1)): must begin with /)) \
+  $(if $(strip $(call UNFIT_IN,$($(1)))),$(error $(1)=$($(1)): must have no newline and none of \
+  $(UNFIT)))
+CHECK_FOLDERS = $(foreach one,PREFIX LIBDIR INCLUDEDIR,$(call CHECK_FOLDER,$(one)))
 
 install: all
-	@$(call FROM_ROOT,PREFIX); $(call FROM_ROOT,LIBDIR); $(call FROM_ROOT,INCLUDEDIR)
+	$(CHECK_FOLDERS)
 	install -d "$(DESTDIR)$(LIBDIR)/pkgconfig" "$(DESTDIR)$(INCLUDEDIR)/relpos"
 	install -m 644 $(addprefix csrc/,$(CORE_PUBLIC_HEADERS)) "$(DESTDIR)$(INCLUDEDIR)/relpos"
 	install -m 644 $(STATIC) "$(DESTDIR)$(LIBDIR)"

@@ -228,6 +228,15 @@ def test_clean_removes_no_folder_that_was_named(tmp_path: Path) -> None:
     assert "make clean removes build/ alone" in make(tmp_path, "-n", "clean", fails=True)
 
 
+@pytest.mark.parametrize("character", [*"&|\\'\"`#\n", "$$"])
+def test_install_refuses_what_relpos_pc_cannot_name(tmp_path: Path, character: str) -> None:
+    prefix, folder = f"PREFIX={tmp_path}", f"{tmp_path}/a{character}b"
+    for name in ("PREFIX", "LIBDIR", "INCLUDEDIR"):
+        said = make(tmp_path, "-o", "all", "install", prefix, f"{name}={folder}", fails=True)
+        assert "must have no newline and none of & | \\ ' \" ` $ #" in said
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
