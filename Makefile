@@ -318,8 +318,8 @@ install: all
 	ln -sf $(SONAME) "$(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))"
 	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' \
 	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
-	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in \
-	  > "$(DESTDIR)$(LIBDIR)/pkgconfig/relpos.pc"
+	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in > $(BUILD)/relpos.pc
+	install -m 644 $(BUILD)/relpos.pc "$(DESTDIR)$(LIBDIR)/pkgconfig"
 
 # In a folder that was named may be more than what make put there.
 clean:

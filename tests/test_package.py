@@ -237,6 +237,28 @@ def test_install_refuses_what_relpos_pc_cannot_name(tmp_path: Path, character: s
     assert not any(tmp_path.iterdir())
 
 
+def install(folder: Path, target: str = "install") -> Path:
+    """Libraries that are empty, into the prefix that it gives."""
+    build, prefix = folder / "build", folder / "a prefix"
+    build.mkdir(exist_ok=True)
+    for name in ("libcore.a", "libcore.so.0"):
+        (build / name).touch()
+    make(build, "-o", "all", target, f"PREFIX={prefix}")
+    return prefix
+
+
+def test_install_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0o077)
+    try:
+        prefix = install(tmp_path)
+    finally:
+        os.umask(umask)
+    rights = {path.name: path.stat().st_mode & 0o777 for path in prefix.rglob("*.*")}
+    assert rights.pop("libcore.so.0") == rights.pop("libcore.so") == 0o755
+    assert rights.pop("relpos.pc") == 0o644 and set(rights.values()) == {0o644}
+    assert f"prefix={prefix}\n" in (prefix / "lib" / "pkgconfig" / "relpos.pc").read_text()
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
