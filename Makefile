@@ -20,6 +20,7 @@
 #                           against tests/emulator; emulated-race and emulated-sanitized: with the
 #                           race checker, under ASan and UBSan
 #   make install            PREFIX (/usr/local), LIBDIR, INCLUDEDIR, DESTDIR
+#   make uninstall          the same: removes what install put there
 #   make clean              build/, and no folder that BUILD names
 #
 #   BLAS=auto               the default: at run time the wheel's OpenBLAS where it is found
@@ -123,7 +124,8 @@ TESTS += $(BUILD)/tests/test_attention_tiles $(BUILD)/tests/test_attention_terms
 endif
 EXAMPLES := $(patsubst examples/c/%.c,$(BUILD)/examples/%,$(sort $(wildcard examples/c/*.c)))
 
-.PHONY: all programs names test test-f64 asan tsan sanitized isas neon f64 examples install clean force
+.PHONY: all programs names test test-f64 asan tsan sanitized isas neon f64 examples install \
+  uninstall clean force
 .DELETE_ON_ERROR:
 
 all: $(STATIC) $(SHARED)
@@ -320,6 +322,14 @@ install: all
 	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
 	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in > $(BUILD)/relpos.pc
 	install -m 644 $(BUILD)/relpos.pc "$(DESTDIR)$(LIBDIR)/pkgconfig"
+
+# The folder of the headers goes where nothing else is in it.
+uninstall:
+	$(CHECK_FOLDERS)
+	rm -f $(foreach one,$(notdir $(CORE_PUBLIC_HEADERS)),"$(DESTDIR)$(INCLUDEDIR)/relpos/$(one)")
+	rm -f $(foreach one,$(notdir $(STATIC) $(SHARED)) $(SONAME) pkgconfig/relpos.pc,\
+	  "$(DESTDIR)$(LIBDIR)/$(one)")
+	@rmdir "$(DESTDIR)$(INCLUDEDIR)/relpos" 2>/dev/null || true
 
 # In a folder that was named may be more than what make put there.
 clean:

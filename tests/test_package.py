@@ -259,6 +259,18 @@ def test_install_whatever_the_umask(tmp_path: Path) -> None:
     assert f"prefix={prefix}\n" in (prefix / "lib" / "pkgconfig" / "relpos.pc").read_text()
 
 
+def test_uninstall_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    prefix = install(tmp_path)
+    others = {prefix / "include" / "relpos" / "other.h", prefix / "lib" / "libother.a"}
+    for path in others:
+        path.touch()
+    install(tmp_path, "uninstall")
+    assert set(prefix.rglob("*.*")) == others
+    (prefix / "include" / "relpos" / "other.h").unlink()
+    install(tmp_path, "uninstall")
+    assert not (prefix / "include" / "relpos").exists()
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
