@@ -9,8 +9,8 @@
  * The chosen are kept in a heap whose first is the one furthest behind, in the place of the result
  * itself. A block of classes is looked at one by one only where its highest is ahead of that first:
  * after some thousands of classes hardly any block is. Classes are met in rising order, so that the
- * first of equals is never replaced. Sums run over CHOOSE_PART numbers in vectors of `real`, and
- * over the parts in double.
+ * first of equals is never replaced. Where all are asked for they are put in order by parts. Sums
+ * run over CHOOSE_PART numbers in vectors of `real`, and over the parts in double.
  */
 #include <math.h>
 
@@ -22,6 +22,7 @@
 
 #define CHOOSE_PART 1024
 #define CHOOSE_LOOK 256   /* classes whose highest is compared with the heap */
+#define CHOOSE_FEW 16     /* entries that are put in order one by one */
 #define CHOOSE_BLOCK 8192 /* numbers in a block of rows */
 #define CHOOSE_ALONE 8192 /* fewer are not worth waking the pool for */
 
@@ -88,6 +89,85 @@ static void choose_sort(choose_heap h, int64_t count) {
   }
 }
 
+/* ---- all of them ----------------------------------------------------------- */
+
+RPI_INLINE bool choose_before(double logit, int32_t token, double other, int32_t other_token) {
+  return logit > other || (logit == other && token < other_token);
+}
+
+/* The order that choose_sort gives, of entries in any, in a third of the time: those before one of
+ * them and those behind it are ordered by themselves, the fewer first, so that calls do not pile
+ * up. Which one looks like chance, so that no order that occurs is a bad one. All are written
+ * where they may belong, and what says whether they do moves a place: a processor that had to
+ * guess would be wrong every other time. */
+static void choose_order(choose_heap h, int64_t count) {
+  while (count > CHOOSE_FEW) {
+    const uint64_t chance = (uint64_t)count * 0x9E3779B97F4A7C15u >> 32;
+    const int64_t chosen = (int64_t)(chance % (uint64_t)count);
+    const double logit = h.logits[chosen];
+    const int32_t token = h.tokens[chosen];
+    h.logits[chosen] = h.logits[0];
+    h.tokens[chosen] = h.tokens[0];
+    int64_t before = 0; /* entries from 1 on that are before the chosen one */
+    for (int64_t i = 1; i < count; i++) {
+      const double own = h.logits[i];
+      const int32_t own_token = h.tokens[i];
+      h.logits[i] = h.logits[before + 1];
+      h.tokens[i] = h.tokens[before + 1];
+      h.logits[before + 1] = own;
+      h.tokens[before + 1] = own_token;
+      before += (own > logit) | ((own == logit) & (own_token < token));
+    }
+    h.logits[0] = h.logits[before];
+    h.tokens[0] = h.tokens[before];
+    h.logits[before] = logit;
+    h.tokens[before] = token;
+    const int64_t behind = count - before - 1;
+    const choose_heap rest = {h.logits + before + 1, h.tokens + before + 1};
+    if (before < behind) {
+      choose_order(h, before);
+      h = rest;
+      count = behind;
+    } else {
+      choose_order(rest, behind);
+      count = before;
+    }
+  }
+  for (int64_t i = 1; i < count; i++) {
+    const double logit = h.logits[i];
+    const int32_t token = h.tokens[i];
+    int64_t at = i;
+    for (; at > 0 && choose_before(logit, token, h.logits[at - 1], h.tokens[at - 1]); at--) {
+      h.logits[at] = h.logits[at - 1];
+      h.tokens[at] = h.tokens[at - 1];
+    }
+    h.logits[at] = logit;
+    h.tokens[at] = token;
+  }
+}
+
+/* Every class that has a probability. */
+static void choose_all(const real *x, int64_t classes, choose_heap to) {
+  int64_t count = 0;
+  for (int64_t c = 0; c < classes; c++) {
+    if (!(x[c] > (real)-INFINITY)) continue;
+    to.logits[count] = (double)x[c];
+    to.tokens[count++] = (int32_t)c;
+  }
+  choose_order(to, count);
+}
+
+static void choose_some(const real *x, int64_t classes, choose_heap to, int64_t most) {
+  for (int64_t first = 0; first < classes && most > 0; first += CHOOSE_LOOK) {
+    const int64_t end = rpi_min(first + CHOOSE_LOOK, classes);
+    if (!((double)highest_of(x + first, end - first) > to.logits[0])) continue;
+    for (int64_t c = first; c < end; c++) {
+      if ((double)x[c] > to.logits[0]) choose_sink(to, most, (double)x[c], (int32_t)c);
+    }
+  }
+  choose_sort(to, most);
+}
+
 static void choose_row(const rpi_choose_args *a, int64_t row) {
   real *const x = a->logits + row * a->stride;
   const choose_heap heap = {a->log_probabilities + row * a->most, a->tokens + row * a->most};
@@ -109,14 +189,8 @@ static void choose_row(const rpi_choose_args *a, int64_t row) {
   if (a->left && banned < banned_end) {
     a->left[row] = choose_sum(x, a->classes, highest, factor) / sum;
   }
-  for (int64_t first = 0; first < a->classes && a->most > 0; first += CHOOSE_LOOK) {
-    const int64_t end = rpi_min(first + CHOOSE_LOOK, a->classes);
-    if (!((double)highest_of(x + first, end - first) > heap.logits[0])) continue;
-    for (int64_t c = first; c < end; c++) {
-      if ((double)x[c] > heap.logits[0]) choose_sink(heap, a->most, (double)x[c], (int32_t)c);
-    }
-  }
-  choose_sort(heap, a->most);
+  if (a->most == a->classes) choose_all(x, a->classes, heap);
+  else choose_some(x, a->classes, heap, a->most);
   const double log_sum = log(sum);
   for (int64_t i = 0; i < a->most && heap.tokens[i] >= 0; i++) {
     const double log_p = (heap.logits[i] - (double)highest) * inverse - log_sum;

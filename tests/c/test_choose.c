@@ -186,6 +186,33 @@ static void test_whole_order(const rp_ops *ops) {
   if (!is_tiny_run()) test_shape(ops, 2, 20000, 150, 5, 1); /* many of very many */
 }
 
+/* Rows that are in order already, in the opposite one, in both, or all the same. */
+static void test_whole_order_of_ordered_rows(const rp_ops *ops) {
+  enum { CLASSES = 700 };
+  for (int what = 0; what < 5; what++) {
+    real x[CLASSES];
+    int32_t tokens[CLASSES];
+    double log_p[CLASSES], left;
+    const int64_t none[] = {0, 0};
+    for (int i = 0; i < CLASSES; i++) {
+      const int steps[] = {i, CLASSES - i, i < CLASSES - i ? i : CLASSES - i, 0, i % 7};
+      x[i] = (real)steps[what] / 64;
+    }
+    rpi_choose_args args = {.rows = 1,
+                            .classes = CLASSES,
+                            .logits = x,
+                            .stride = CLASSES,
+                            .temperature = 1,
+                            .banned_offsets = none,
+                            .most = CLASSES,
+                            .tokens = tokens,
+                            .log_probabilities = log_p,
+                            .left = &left};
+    CHECK_INT(ops->choose(&args), RP_OK);
+    CHECK(is_row_right(ops, &args, x, 0));
+  }
+}
+
 static void test_not_finite(const rp_ops *ops, int64_t most) {
   enum { MOST = 200 };
   for (int what = 0; what < 5; what++) {
@@ -369,6 +396,7 @@ int main(void) {
     const rp_ops *const ops = table_at(t);
     test_shapes(ops);
     test_whole_order(ops);
+    test_whole_order_of_ordered_rows(ops);
     for (int64_t most = 2; most <= 200; most += 198) { /* a few, and more than there are */
       test_not_finite(ops, most);
       test_zeros(ops, most < 9 ? 9 : most);
