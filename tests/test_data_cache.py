@@ -361,6 +361,16 @@ def test_pairs_that_are_refused(tmp_path: Path, pairs: Any, error: Any, sentence
     check_old(tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [[3.7, 4.2], ["5", "6"], "345", [True], {5, 6}])
+def test_tokens_that_are_none(tmp_path: Path, tokens: Any) -> None:
+    class Odd(Numbers):
+        def encode(self, text: str) -> Any:
+            return tokens
+
+    with pytest.raises(TypeError, match=r"^subwords: encode_many\(\): expected integers, got "):
+        TokenCache.build(tmp_path, PAIRS[:9], Odd())
+
+
 def test_a_vocabulary_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="subwords: expected SentencePiece.* got object; .*Wrapped"):
         TokenCache.build(tmp_path, PAIRS, object())  # type: ignore[arg-type]

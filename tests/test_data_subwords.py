@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import relpos
@@ -270,8 +271,42 @@ def test_wrapping_that_is_refused() -> None:
         Wrapped(object(), size=9, bos=1, eos=2)
     with pytest.raises(ValueError, match="eos: expected a token below size=9, got 9"):
         Wrapped(Letters(), size=9, bos=1, eos=9)
-    with pytest.raises(ValueError, match="tokens: expected 0 to 27, the vocabulary's, got -32"):
+    with pytest.raises(ValueError, match=r"^tokenizer: encode\(\): expected 0 to 27, .* got -32"):
         letters().encode("A")
+
+
+class Odd(Letters):
+    """Gives what it is told to."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def encode(self, text: str) -> Any:
+        return self._given
+
+    def decode(self, tokens: list[int]) -> Any:
+        return self._given
+
+
+@pytest.mark.parametrize("given", [[3.7, 4.2], ["5", "6"], "345", [3, True], {3, 4}, 3, None])
+def test_what_is_no_token_is_not_made_one(given: Any) -> None:
+    subwords = Wrapped(Odd(given), size=30, bos=1, eos=2)
+    with pytest.raises(TypeError, match=r"^tokenizer: encode\(\): expected integers, got "):
+        subwords.encode_many(["a"])
+    with pytest.raises(TypeError, match="^tokens: expected integers, got "):
+        Words(["a", "b", "c"]).decode(given)
+
+
+def test_integers_of_any_kind() -> None:
+    for given in ((3, 4), np.array([3, 4], np.uint16), b"\3\4", iter([3, 4])):
+        assert Wrapped(Odd(given), size=30, bos=1, eos=2).encode("a") == [3, 4]
+
+
+@pytest.mark.parametrize("given", [None, b"ab", ["a"]])
+def test_what_is_no_text_is_not_made_one(given: Any) -> None:
+    got = type(given).__name__
+    with pytest.raises(TypeError, match=rf"^tokenizer: decode\(\): expected str, got {got}"):
+        Wrapped(Odd(given), size=30, bos=1, eos=2).decode([3])
 
 
 @pytest.mark.parametrize("subwords", [Words.train(LINES), letters()], ids=["words", "wrapped"])

@@ -28,9 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
-from relpos.data.subwords import Side, of_side
+from relpos.data.pieces import SentencePiece
+from relpos.data.subwords import Side, Words, Wrapped, of_side
 from relpos.data.text import Item, Lines, Pairs, Report, check_text, has_sides
-from relpos.data.vocabulary import Subwords
+from relpos.data.vocabulary import Subwords, integers
 
 FORMAT = 1
 META = "meta.json"
@@ -291,7 +292,7 @@ class _Writer:
     def add(self, block: Sequence[Item]) -> None:
         sides = self._texts(block)
         subwords = self._subwords[-len(sides) :]
-        encoded = [own.encode_many(texts) for own, texts in zip(subwords, sides, strict=True)]
+        encoded = [_encoded(own, texts) for own, texts in zip(subwords, sides, strict=True)]
         lengths = np.array([[len(tokens) for tokens in side] for side in encoded], np.int64)
         kept = np.asarray((lengths > 0).all(axis=0))
         if not kept.all():
@@ -343,6 +344,14 @@ class _Writer:
         if self.sides == 1:
             return [[str(item) for item in block]]
         return [[item[side] for item in block] for side in range(2)]
+
+
+def _encoded(subwords: Subwords, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts; those of a vocabulary of the user's are looked at."""
+    encoded = subwords.encode_many(texts)
+    if isinstance(subwords, SentencePiece | Words | Wrapped):
+        return encoded
+    return [integers("subwords: encode_many()", tokens) for tokens in encoded]
 
 
 def _of_each(lengths: Integers, values: Sequence[int]) -> Integers:

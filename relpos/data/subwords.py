@@ -259,14 +259,17 @@ class Wrapped:
 
     def encode(self, text: str) -> list[int]:
         tokens = self._tokenizer.encode(text)
-        return within(getattr(tokens, "ids", tokens), self._size)
+        return within(getattr(tokens, "ids", tokens), self._size, "tokenizer: encode()")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         said = within(tokens, self._size)
-        return str(self._tokenizer.decode([x for x in said if x not in (self._bos, self._eos)]))
+        text = self._tokenizer.decode([x for x in said if x not in (self._bos, self._eos)])
+        if not isinstance(text, str):
+            raise TypeError(f"tokenizer: decode(): expected str, got {type(text).__name__}")
+        return text
 
     def fingerprint(self) -> str:
         numbers = [self._size, self._bos, self._eos, self._unknown]

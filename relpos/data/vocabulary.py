@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,9 +76,21 @@ def save_vocabulary(
     write_json(path / DESCRIPTION, description_of(kind, subwords))
 
 
-def within(tokens: Iterable[int], size: int) -> list[int]:
-    numbers = [int(token) for token in tokens]
+def within(tokens: Iterable[int], size: int, name: str = "tokens") -> list[int]:
+    numbers = integers(name, tokens)
     if numbers and not (0 <= min(numbers) and max(numbers) < size):
         wrong = next(token for token in numbers if not 0 <= token < size)
-        raise ValueError(f"tokens: expected 0 to {size - 1}, the vocabulary's, got {wrong}")
+        raise ValueError(f"{name}: expected 0 to {size - 1}, the vocabulary's, got {wrong}")
     return numbers
+
+
+def integers(name: str, tokens: Iterable[int]) -> list[int]:
+    """As int each. What int() would make some of, as 3.7, "5" and True, is refused."""
+    if isinstance(tokens, Iterable) and not isinstance(tokens, Set):  # which has no order
+        given = list(tokens)
+        try:  # suppress() takes as long as twenty tokens
+            if bool not in map(type, given):
+                return list(map(operator.index, given))
+        except TypeError:
+            pass
+    raise TypeError(f"{name}: expected integers, got {tokens!r:.80}")
