@@ -7,13 +7,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import relpos
-from relpos.data import SentencePiece, Subwords, Words, Wrapped, check_vocabulary, load_subwords
+from relpos.data import (
+    SentencePiece,
+    Sides,
+    Subwords,
+    Words,
+    Wrapped,
+    check_vocabulary,
+    load_subwords,
+)
 from small_data import Numbers
 
 # Ours: enough different words for a vocabulary of some hundreds.
@@ -142,6 +151,32 @@ def test_a_wrapped_object_is_wanted_again(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="fingerprint: expected"):
         load_subwords(tmp_path, tokenizer=Other())
+
+
+def test_objects_that_refuse_sentences_are_told_apart(tmp_path: Path) -> None:
+    def of(letters: str) -> Wrapped:
+        own = SimpleNamespace(encode=lambda text: [letters.index(x) for x in text], decode=str)
+        return Wrapped(own, size=6, bos=4, eos=5)
+
+    of("ACGT").save(tmp_path)
+    assert load_subwords(tmp_path, tokenizer=of("ACGT")).encode("CAT") == [1, 0, 3]
+    with pytest.raises(ValueError, match="fingerprint: expected"):
+        load_subwords(tmp_path, tokenizer=of("GATC"))
+
+
+def test_a_fingerprint_of_sentences_alone(tmp_path: Path) -> None:
+    """As folders have it that were saved before characters were asked too."""
+    path = tmp_path / "subwords.json"
+    sides = Sides(letters(), Words(["a"]))
+    for subwords, before in (
+        (letters(), "1ce4ea0a5d9a1c241b44c1580151cf7e46c0a77e81f841929489e5dae4e4f594"),
+        (sides, "b9f1586951954d651cd2f9b56a7f5f5824bb94e21f66c659f85ec5e299ca1e9d"),
+    ):
+        subwords.save(tmp_path)
+        told = json.loads(path.read_text())
+        assert told["fingerprint"] != before
+        path.write_text(json.dumps(told | {"fingerprint": before}))
+        assert load_subwords(tmp_path, tokenizer=subwords).fingerprint() == subwords.fingerprint()
 
 
 # ---- refused -------------------------------------------------------------------------------------
