@@ -228,7 +228,7 @@ def test_a_run_with_two_of_its_own(run: SimpleNamespace, capsys: Capture, tmp_pa
     made = found_own.config.source_vocabulary, found_own.config.target_vocabulary
     assert made == (9, 12)
     # One vocabulary is none of two, whoever says it.
-    with pytest.raises(ValueError, match="subwords: not those of"):
+    with pytest.raises(ValueError, match="^subwords: another vocabulary than that of"):
         relpos.Trainer(
             None, relpos.data.read_pairs(run.files[1], words), folder=output, resume=True,
             subwords=Words(NUMBERS), progress="none",

@@ -179,6 +179,18 @@ def test_a_fingerprint_of_sentences_alone(tmp_path: Path) -> None:
         assert load_subwords(tmp_path, tokenizer=subwords).fingerprint() == subwords.fingerprint()
 
 
+def test_a_vocabulary_that_is_there_wants_no_other(tmp_path: Path) -> None:
+    words = Words(["a", "b"])
+    words.save(tmp_path)
+    assert load_subwords(tmp_path, tokenizer=Words(["a", "b"])).size == words.size
+    for other in (Letters(), (1, 2, 3)):
+        with pytest.raises(TypeError, match="^tokenizer: expected None, as .* itself, got "):
+            load_subwords(tmp_path, tokenizer=other)
+    for subwords in (Words(["b", "a"]), letters(), Sides(words, words)):
+        with pytest.raises(ValueError, match=f"^tokenizer: another .* than that of {tmp_path}"):
+            load_subwords(tmp_path, tokenizer=subwords)
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 

@@ -414,7 +414,7 @@ def test_a_folder_with_checkpoints(tmp_path: Path, capsys: Any) -> None:
     make(tmp_path, config=text_files.config(steps=2)).train()
     with pytest.raises(ValueError, match="has checkpoints already: resume goes on"):
         make(tmp_path)
-    with pytest.raises(ValueError, match=f"^subwords: not those of {tmp_path}"):
+    with pytest.raises(ValueError, match=f"^subwords: another vocabulary than that of {tmp_path}"):
         make(tmp_path, resume=True, subwords=relpos.data.Words(["a", "b"]))
     capsys.readouterr()
     with pytest.raises(ValueError, match="^.*/step-000000002: seed: it was 1, is 5 now"):
@@ -475,7 +475,7 @@ def test_what_cannot_be_started_with(tmp_path: Path) -> None:
     start, folder = tmp_path / "first", tmp_path / "second"
     with pytest.raises(FileNotFoundError, match="nowhere: there is no such model"):
         make(folder, start=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=f"^subwords: not those of {start}"):
+    with pytest.raises(ValueError, match=f"^subwords: another vocabulary than that of {start}"):
         make(folder, start=start, subwords=relpos.data.Words(["a", "b"]))
     wider = config.replace({"width": 2 * config.width})
     with pytest.raises(ValueError, match=f"^config: not that of start: width={wider.width}, and "):

@@ -412,6 +412,8 @@ def test_an_ensemble(models: SimpleNamespace, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "other", random_model(), tokenizer=other)
     with pytest.raises(ValueError, match="other: has another vocabulary than .*step-000000002"):
         Translator.load([paths[0], tmp_path / "other"])
+    with pytest.raises(ValueError, match="^tokenizer: another vocabulary than that of "):
+        Translator.load(paths[0], tokenizer=other)
 
 
 def cut_short(folder: Path) -> str:

@@ -43,7 +43,8 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
 
     folder: str or PathLike, as the `tokenizer` of a checkpoint.
     tokenizer: the object itself, where it is one of your own that was wrapped; it is checked to be
-        the same. Of `Sides` a pair of them, or of one of them and None.
+        the same, and so are Subwords of any kind. Of `Sides` a pair of them, or of one of them and
+        None.
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
@@ -58,12 +59,19 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
         subwords: Subwords = _wrapped_again(path, told, tokenizer)
     elif told["kind"] == Sides.kind:
         subwords = _sides_again(Path(folder), tokenizer)
-    else:
+    elif tokenizer is None or isinstance(tokenizer, Subwords):
         subwords = kinds[told["kind"]].load(folder)
+    else:
+        raise TypeError(
+            f"tokenizer: expected None, as {os.fspath(folder)} has the vocabulary itself, got "
+            f"{tokenizer!r:.80}"
+        )
     before = _fingerprint_before(subwords)
     for name, value in description_of(told["kind"], subwords).items():
         if told.get(name) not in ((value, before) if name == "fingerprint" else (value,)):
             raise ValueError(f"{path}: {name}: expected {told.get(name)!r}, got {value!r}")
+    if isinstance(tokenizer, Subwords) and tokenizer.fingerprint() != subwords.fingerprint():
+        raise ValueError(f"tokenizer: another vocabulary than that of {os.fspath(folder)}")
     return subwords
 
 
@@ -391,7 +399,7 @@ def _fingerprint_before(subwords: Subwords) -> str:
 def _sides_again(folder: Path, tokenizer: Any) -> Sides:
     if isinstance(tokenizer, Sides):
         tokenizer = tokenizer.source, tokenizer.target
-    elif isinstance(tokenizer, Subwords):  # another vocabulary: the caller compares
+    elif isinstance(tokenizer, Subwords):  # another vocabulary: load_subwords compares
         tokenizer = None
     pair = (None, None) if tokenizer is None else tokenizer
     if not isinstance(pair, tuple | list) or len(pair) != 2:

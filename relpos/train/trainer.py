@@ -633,7 +633,6 @@ def _check_minutes(name: str, value: float) -> float:
 def _subwords_of(folder: Path, given: Subwords | Callable[[], Subwords] | None) -> Subwords:
     """Those that were saved, which what is given must not contradict."""
     own = given if isinstance(given, Subwords) else None
-    subwords = load_subwords(folder, tokenizer=own)
-    if own is not None and own.fingerprint() != subwords.fingerprint():
-        raise ValueError(f"subwords: not those of {folder}")
+    with called("subwords", "tokenizer"):
+        subwords = load_subwords(folder, tokenizer=own)
     return subwords if own is None else own
