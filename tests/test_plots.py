@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -425,9 +426,27 @@ def test_curves(tmp_path: Path) -> None:
     assert raw.get_ydata()[:2].tolist() == [2.0, 1.0] and smooth.get_ydata()[-1] == 1.5
     assert validation.get_xydata().tolist() == [[40, 1.25]]
     np.testing.assert_allclose(below.lines[0].get_ydata()[-1], 4.0)
-    assert (
-        plots.curves(tmp_path).axes[0].get_legend_handles_labels()[1][0].startswith(tmp_path.name)
-    )
+    assert named(plots.curves(tmp_path))[0] == f"{tmp_path.name}, training"
+
+
+def named(figure: Any) -> list[str]:
+    return [each.get_text() for each in figure.axes[0].get_legend().get_texts()]
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # where no font has it
+def test_a_run_is_called_by_its_folder(tmp_path: Path) -> None:
+    """Whatever that has in its name, with what is above it where there is another of that name."""
+    strange = os.fsdecode(b"a\xff")
+    names = ("_hidden", "lr=$3e-4$", r"a$\frac{$b", strange, "日本", "e1/run", "e2/run")
+    for name in names:
+        (tmp_path / name).mkdir(parents=True)
+        Log(tmp_path / name).write("train", {"step": 10, "nll": 1.0, "learning_rate": 0.1})
+    figure = plots.curves([tmp_path / name for name in names])
+    plots.save(figure, tmp_path / "curves.svg")
+    said = ("_hidden", r"lr=\$3e-4\$", r"a\$\frac{\$b", "a·", *names[-3:])
+    assert named(figure) == [f"{each}, training" for each in said]
+    family = figure.axes[0].get_legend().get_texts()[0].get_fontfamily()
+    assert family == canvas.families_for("日本")
 
 
 def test_bleu_has_a_curve_where_a_run_has_it(tmp_path: Path) -> None:

@@ -134,13 +134,13 @@ def tokens_along(axis: Any, tokens: Sequence[str], size: float = LABEL) -> None:
     axis.set_tick_params(length=0, pad=2, labelsize=size, labelfontfamily=families, **turned)
 
 
-def readable(token: str) -> str:
-    """A token as a label: one line, not too long, no formula."""
+def readable(token: str, longest: int = _LONGEST) -> str:
+    """A token, or a name, as a label: one line, not too long, no formula."""
     text = "".join(each if each.isprintable() else "·" for each in token)
     if token and not text.strip():
         text = "␣" * len(text)
-    if len(text) > _LONGEST:
-        text = text[: _LONGEST - 1] + "…"
+    if len(text) > longest:
+        text = text[: longest - 1] + "…"
     return text.replace("$", r"\$")
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relpos.evaluation import Evaluation
 
 _WIDTH = 50  # points over which the training curve is smoothed, at most
+_LONGEST = 80  # characters of a run's name that are shown
 
 
 def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = None) -> Canvas:
@@ -26,28 +27,33 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
     """
     if isinstance(runs, str | os.PathLike):
         runs = [runs]
-    logs = [(name_of(run), read_log(run)) for run in runs]
-    for run, (_, lines) in zip(runs, logs, strict=True):
+    logs = [read_log(run) for run in runs]
+    for run, lines in zip(runs, logs, strict=True):
         if not curve(lines, "train", "nll")[0]:
             raise ValueError(f"{os.fspath(run)}: no training step in this log")
     figure = canvas.figure_of(figure, (8, 6))
-    has_bleu = any(curve(lines, "validation", "bleu")[0] for _, lines in logs)
+    has_bleu = any(curve(lines, "validation", "bleu")[0] for lines in logs)
     heights = (3, 1.5, 1) if has_bleu else (3, 1)
     above, *between, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    for i, (name, lines) in enumerate(logs):
+    drawn: list[tuple[Any, str]] = []
+    for i, (name, lines) in enumerate(zip(names_of(runs), logs, strict=True)):
         hue = canvas.colour(i, len(logs))
         steps, values = curve(lines, "train", "nll")
         mark = "o" if len(steps) == 1 else ""  # a line of one point is not to be seen
         above.plot(steps, values, mark, color=hue, alpha=0.25, linewidth=1)
-        above.plot(steps, smoothed(values), "-" + mark, color=hue, label=f"{name}, training")
+        [line] = above.plot(steps, smoothed(values), "-" + mark, color=hue)
+        drawn.append((line, f"{name}, training"))
         steps, values = curve(lines, "validation", "nll")
         if steps:
-            above.plot(steps, values, "o--", markersize=3.5, color=hue, label=f"{name}, validation")
+            [line] = above.plot(steps, values, "o--", markersize=3.5, color=hue)
+            drawn.append((line, f"{name}, validation"))
         for ax in between:
             ax.plot(*curve(lines, "validation", "bleu"), "o--", markersize=3.5, color=hue)
         below.plot(*curve(lines, "train", "learning_rate"), "-" + mark, color=hue)
     above.set_ylabel("-log p of a token")
-    above.legend(fontsize=canvas.LABEL + 1, frameon=False)
+    handles, labels = zip(*drawn, strict=True)  # given, or it leaves out what begins with _
+    font = {"family": canvas.families_for("".join(labels)), "size": canvas.LABEL + 1}
+    above.legend(handles, labels, prop=font, frameon=False)
     for ax in between:
         ax.set_ylabel("BLEU")
     below.set_ylabel("learning rate")
@@ -78,10 +84,20 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [(sums[i + 1] - sums[first[i]]) / (i + 1 - first[i]) for i in range(len(values))]
 
 
-def name_of(run: str | os.PathLike[str]) -> str:
-    """What a run is called in the legend."""
-    path = Path(run).resolve()
-    return path.parent.name if path.name == LOG else path.name
+def names_of(runs: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """What runs are called in the legend: by their folders, with those above where they are needed
+    to tell one from another."""
+    paths = [Path(run).resolve() for run in runs]
+    folders = [path.parent if path.name == LOG else path for path in paths]
+    return [canvas.readable(_name_among(each, folders), _LONGEST) for each in folders]
+
+
+def _name_among(folder: Path, folders: Sequence[Path]) -> str:
+    others = [each.parts for each in folders if each != folder]
+    count = 1
+    while any(each[-count:] == folder.parts[-count:] for each in others):
+        count += 1
+    return str(Path(*folder.parts[-count:]))
 
 
 def bleu_by_length(evaluation: Evaluation, *, ax: Axes | None = None) -> Axes:
