@@ -272,6 +272,33 @@ def test_what_a_run_began_with_stays(
     )
 
 
+def test_the_folder_above_a_link_is_that_of_what_it_means(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """link/../x is not x: the files are as they were named, from the root."""
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "far" / "away"
+    there.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(there)
+    shutil.copy(run.files[1], tmp_path / "far" / "lines")
+    shutil.copytree(run.made, tmp_path / "far" / "made")
+    shutil.copytree(Path(run.made) / "tokenizer", tmp_path / "far" / "voc")
+    files = ("train", "--source", "link/../lines", "--target", "link/../lines", "--steps")
+    started = (*files, 1, "--tokens", 256, "--progress", "none", "--start", "link/../made")
+    relpos_says(capsys, *started, "--output", "from")
+    given = [each for each in SMALL if each not in ("--subwords", "words")]
+    relpos_says(capsys, *files, 1, *given, "--subwords", "link/../voc", "--output", "own")
+    for name, line in (("from", 'start = "{}/made"'), ("own", 'subwords = "{}/voc"')):
+        text = (tmp_path / name / told.RUN_FILE).read_text()
+        assert line.format(tmp_path / "link" / "..") in text
+        assert f'source = ["{tmp_path}/link/../lines"]' in text
+    # Named in another way it is the same.
+    going_on = ("train", "--resume", "--output", "own", "--steps", 2, "--subwords")
+    relpos_says(capsys, *going_on, "far/voc")
+    said = relpos_says(capsys, *going_on, "voc", status=1)
+    assert said.startswith(f"relpos: --subwords: this run was begun with {tmp_path}/link/../voc, ")
+
+
 def test_what_was_meant_may_be_said(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     """The kind of subwords that a run has by default; and a folder without a name is none."""
     short = ("--preset", "tiny", "--set", "max_length=16", "--tokens", 256, "--progress", "none")

@@ -215,7 +215,8 @@ def _check_had(name: str, had: Any, given: Any) -> None:
     """Refuses what a run that goes on was not begun with."""
     if given is None or given == had or (not given and not had):
         return
-    if isinstance(given, str) and os.path.abspath(given) == had:
+    paths = isinstance(given, str) and isinstance(had, str) and os.path.isabs(had)
+    if paths and os.path.realpath(given) == os.path.realpath(had):
         return
     began = "without it" if had is None else f"with {had}"
     raise ValueError(f"--{name}: this run was begun {began}, got {given}; a new one may have it")
@@ -371,7 +372,7 @@ def _lines(what: Told) -> Iterator[str]:
 
     yield f"preset = {_as_toml(what.preset)}"
     if what.start is not None:
-        yield f"start = {_as_toml(os.path.abspath(what.start))}"
+        yield f"start = {_as_toml(str(Path(what.start).absolute()))}"
     preset = Config.preset(what.preset)
     without = ("steps",) if "steps" in what.loop else ()
     yield from _differences(what.config, preset, without)
@@ -382,9 +383,9 @@ def _lines(what: Told) -> Iterator[str]:
     data = dict(what.data)
     for name in FILES:
         if name in data:
-            data[name] = [os.path.abspath(each) for each in data[name]]
+            data[name] = [str(Path(each).absolute()) for each in data[name]]
     if data.get("subwords", SUBWORDS) not in KINDS:
-        data["subwords"] = os.path.abspath(data["subwords"])
+        data["subwords"] = str(Path(data["subwords"]).absolute())
     for name, table in (("data", data), ("train", what.loop)):
         if table:
             yield from ("", f"[{name}]", *(f"{key} = {_as_toml(x)}" for key, x in table.items()))
