@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,6 +415,24 @@ def test_a_name_that_toml_cannot_have(
     assert cli.main([str(x) for x in (*given, *SMALL, "--steps", 1)]) == 0
     assert f"{own}: not written: a file's name is not UTF-8" in capsys.readouterr().err
     assert not own.exists() and newest(own.parent) is not None
+
+
+def test_a_locale_without_unicode(run: SimpleNamespace, tmp_path: Path) -> None:
+    """Names with its letters are written as ever, and read."""
+    (tmp_path / "wö").mkdir()
+    shutil.copy(run.files[1], tmp_path / "wö" / "sö")
+    given = ["train", "--source", "sö", "--target", "sö", *SMALL, "--output", "lö c", "--steps"]
+    going_on = ["train", "--resume", "--output", "lö c", "--progress", "none", "--steps"]
+    package = str(Path(told.__file__).parents[2])
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": package}
+    for command, steps in ((given, 1), (going_on, 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "relpos", *command, str(steps)],
+            capture_output=True, text=True, cwd=tmp_path / "wö", env=os.environ | locale, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+        text = (tmp_path / "wö" / "lö c" / told.RUN_FILE).read_text()
+        assert f'source = ["{tmp_path}/wö/sö"]' in text and f"steps = {steps}\n" in text
 
 
 @pytest.mark.parametrize(

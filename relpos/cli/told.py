@@ -137,22 +137,21 @@ def keep(what: Told) -> None:
     from relpos.data.files import write_file
 
     path = what.output / RUN_FILE
-    text = "\n".join(
-        [
-            _HEAD,
-            "# `relpos train --resume --output FOLDER` goes on with it, and with",
-            "# `relpos train --config FOLDER/run.toml --output OTHER` it is done again.",
-            *_lines(what),
-            "",
-        ]
-    )
     try:
-        content = text.encode()
-    except UnicodeEncodeError:
+        text = "\n".join(
+            [
+                _HEAD,
+                "# `relpos train --resume --output FOLDER` goes on with it, and with",
+                "# `relpos train --config FOLDER/run.toml --output OTHER` it is done again.",
+                *_lines(what),
+                "",
+            ]
+        )
+    except UnicodeDecodeError:
         warnings.warn(f"{path}: not written: a file's name is not UTF-8", stacklevel=2)
         path.unlink(missing_ok=True)
         return
-    write_file(path, content)
+    write_file(path, text.encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ def _read(path: Path) -> _Layer:
     model: dict[str, str] = {}
     for name in ("preset", "start"):
         if name in table:
-            model[name] = _checked(f"{where}{name}", "a name", str, table.pop(name))
+            model[name] = _as_given(_checked(f"{where}{name}", "a name", str, table.pop(name)))
     data = _table(path, table, "data", {**dict.fromkeys(FILES, _as_files), **_VOCABULARY})
     loop = {name: check for name, (check, _, _) in LOOP.items()}
     train = _table(path, table, "train", {**loop, **COMPUTED})
@@ -291,7 +290,7 @@ def _table(path: Path, whole: dict[str, Any], table: str, known: dict[str, Any])
 
 def _as(name: str, kind: Any, value: Any) -> Any:
     if kind is str:
-        return _checked(name, "text in quotes", str, value)
+        return _as_given(_checked(name, "text in quotes", str, value))
     if kind is bool:
         return _checked(name, "true or false", bool, value)
     if isinstance(kind, tuple):
@@ -319,7 +318,12 @@ def _as_files(name: str, value: Any) -> list[str]:
     several = [value] if isinstance(value, str) else value
     if not (isinstance(several, list) and several and all(isinstance(x, str) for x in several)):
         raise ValueError(f'{name}: expected a file, "train.en", or several, got {value!r}')
-    return several
+    return [*map(_as_given, several)]
+
+
+def _as_given(text: str) -> str:
+    """As the command line gives it, where a path has other letters if the locale is not UTF-8's."""
+    return os.fsdecode(text.encode())
 
 
 def _before(resume: bool, output: Path, start: str | None) -> Path | None:
@@ -372,7 +376,7 @@ def _lines(what: Told) -> Iterator[str]:
 
     yield f"preset = {_as_toml(what.preset)}"
     if what.start is not None:
-        yield f"start = {_as_toml(str(Path(what.start).absolute()))}"
+        yield f"start = {_as_toml(_as_written(what.start))}"
     preset = Config.preset(what.preset)
     without = ("steps",) if "steps" in what.loop else ()
     yield from _differences(what.config, preset, without)
@@ -383,12 +387,17 @@ def _lines(what: Told) -> Iterator[str]:
     data = dict(what.data)
     for name in FILES:
         if name in data:
-            data[name] = [str(Path(each).absolute()) for each in data[name]]
+            data[name] = [_as_written(each) for each in data[name]]
     if data.get("subwords", SUBWORDS) not in KINDS:
-        data["subwords"] = str(Path(data["subwords"]).absolute())
+        data["subwords"] = _as_written(data["subwords"])
     for name, table in (("data", data), ("train", what.loop)):
         if table:
             yield from ("", f"[{name}]", *(f"{key} = {_as_toml(x)}" for key, x in table.items()))
+
+
+def _as_written(path: str) -> str:
+    """From the root, in Unicode; a name that is not UTF-8 is a UnicodeDecodeError."""
+    return os.fsencode(Path(path).absolute()).decode()
 
 
 def _differences(config: Any, preset: Any, without: tuple[str, ...] = ()) -> Iterator[str]:
