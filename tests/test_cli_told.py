@@ -300,6 +300,29 @@ def test_the_folder_above_a_link_is_that_of_what_it_means(
     assert said.startswith(f"relpos: --subwords: this run was begun with {tmp_path}/link/../voc, ")
 
 
+@pytest.mark.parametrize("sides", [("source", "target"), ("source",), ("target",)])
+def test_the_vocabulary_of_a_run_has_its_size(
+    run: SimpleNamespace, capsys: Capture, sides: tuple[str, ...]
+) -> None:
+    """Another one is refused as --vocabulary is, with a text and without."""
+    found = newest(run.made)
+    assert found is not None
+    had = found.config.target_vocabulary
+
+    def going_on(*files: str, size: int) -> list[str]:
+        sizes = (x for side in sides for x in ("--set", f"{side}_vocabulary={size}"))
+        return ["train", "--resume", "--output", str(run.made), *files, *sizes]
+
+    for files in ((), run.files):
+        said = relpos_says(capsys, *going_on(*files, size=300), status=1)
+        assert said == (
+            f"relpos: {sides[0]}_vocabulary: this run has {had}, got 300; a new one may have it\n"
+        )
+        for size in (had, 256):  # what it has, and what the preset asked for
+            config = told.told(parsed(*going_on(*files, size=size))).config
+            assert (config.source_vocabulary, config.target_vocabulary) == (256, 256)
+
+
 def test_what_was_meant_may_be_said(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     """The kind of subwords that a run has by default; and a folder without a name is none."""
     short = ("--preset", "tiny", "--set", "max_length=16", "--tokens", 256, "--progress", "none")

@@ -17,6 +17,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,7 @@ FILES = (*_TRAINED_ON, "validation_source", "validation_target", "validation_tex
 _VOCABULARY: dict[str, type | Callable[[str], Any]] = {
     "subwords": str, "vocabulary": count, "separate": bool,
 }  # fmt: skip
+_SIZES = ("source_vocabulary", "target_vocabulary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,17 @@ def told(options: argparse.Namespace) -> Told:
     output = Path(folder)
     own = _own(output)
     named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
-    before = _read(own) if options.resume and own is not None and not named else None
-    if before is not None:
-        files.insert(0, before)
-    layers = [*files, line]
+    goes_on = own if options.resume and _has_checkpoints(output) else None
+    layers, before = [*files, line], None
+    if options.resume and own is not None and not named:
+        before = _read(own)
+    elif goes_on is not None:
+        with suppress(ImportError):  # Python 3.10 without tomli: the command says everything itself
+            before = _read(goes_on)
+    if goes_on is not None and before is not None:
+        _drop_sizes(layers, before, output)
+    if before is not None and not named:
+        layers.insert(0, before)
     preset = _last([each.model for each in layers], "preset")
     start = _last([each.model for each in layers], "start")
     if preset is None and (weights := _before(options.resume, output, start)) is not None:
@@ -127,8 +136,8 @@ def told(options: argparse.Namespace) -> Told:
             raise ValueError("share_embeddings: expected false with --separate, got true")
         config = config.replace({"share_embeddings": False})
     found = Told(preset or _PRESET, config, start, output, data, loop, begun=False)
-    if options.resume and own is not None and _has_checkpoints(output):
-        return _as_begun(found, own, before)
+    if goes_on is not None and before is not None:
+        return _as_begun(found, before)
     return found
 
 
@@ -183,15 +192,9 @@ def _has_checkpoints(output: Path) -> bool:
     return bool(checkpoints(output))
 
 
-def _as_begun(what: Told, own: Path, before: _Layer | None) -> Told:
+def _as_begun(what: Told, before: _Layer) -> Told:
     """With the vocabulary and the start that the run has had from its beginning. before: its own
-    file, where that is read already."""
-    from relpos.config import Config
-
-    try:
-        before = before or _read(own)
-    except ImportError:  # Python 3.10 without tomli: the command has said everything itself
-        return what
+    file."""
     data, begins = dict(what.data), before.model.get("start")
     for name in _VOCABULARY:
         had = before.data.get(name)
@@ -202,12 +205,32 @@ def _as_begun(what: Told, own: Path, before: _Layer | None) -> Told:
             data[name] = had
     _check_had("start", begins, what.start)
     preset = before.model.get("preset", _PRESET)
-    # Sizes that were asked for: text may have given fewer, which is what a checkpoint knows.
-    sizes = ("source_vocabulary", "target_vocabulary")
-    asked = {x: before.fields.get(x, getattr(Config.preset(preset), x)) for x in sizes}
+    config = what.config.replace(_sizes_asked(before))
     return dataclasses.replace(
-        what, preset=preset, config=what.config.replace(asked), start=begins, data=data, begun=True
+        what, preset=preset, config=config, start=begins, data=data, begun=True
     )
+
+
+def _sizes_asked(before: _Layer) -> dict[str, int]:
+    """Those of the vocabulary: text may have given fewer, which is what a checkpoint knows."""
+    from relpos.config import Config
+
+    preset = Config.preset(before.model.get("preset", _PRESET))
+    return {x: before.fields.get(x, getattr(preset, x)) for x in _SIZES}
+
+
+def _drop_sizes(layers: list[_Layer], before: _Layer, output: Path) -> None:
+    """Of a run that goes on: what is said of them now may be what was asked for or is had, no more."""
+    from relpos.config import Config
+
+    for each in layers:
+        for name in sorted(each.fields.keys() & _SIZES):
+            given = str(each.fields.pop(name))
+            had = getattr(Config.load(_newest(output)), name)
+            if given not in (str(had), str(_sizes_asked(before)[name])):
+                raise ValueError(
+                    f"{each.where}{name}: this run has {had}, got {given}; a new one may have it"
+                )
 
 
 def _check_had(name: str, had: Any, given: Any) -> None:
@@ -331,10 +354,16 @@ def _before(resume: bool, output: Path, start: str | None) -> Path | None:
     from relpos.saved import find_model
 
     if resume and _has_checkpoints(output):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
-            return find_model(output).weights[-1]
+        return _newest(output)
     return None if start is None else find_model(start).weights[-1]
+
+
+def _newest(output: Path) -> Path:
+    from relpos.saved import find_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
+        return find_model(output).weights[-1]
 
 
 def read_toml(path: Path) -> dict[str, Any]:
