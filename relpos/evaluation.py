@@ -211,10 +211,10 @@ def by_length(
 def likelihood_of(
     translator: Translator, sources: Sequence[str], references: Sequence[str]
 ) -> Likelihood | None:
-    """Perplexity and accuracy of a model; pairs of which a side is empty don't count."""
+    """Perplexity and accuracy of a model; pairs of which a side gives no token don't count, as in
+    training."""
     scores = translator.score(sources, references)  # of all: what it warns of has a line's number
-    there = zip(scores, sources, references, strict=True)
-    whole = [each for each, x, y in there if x.strip() and y.strip() and not each.failed]
+    whole = [x for x in scores if x.source_tokens > 0 and x.tokens.size > 1 and not x.failed]
     tokens = sum(each.tokens.size for each in whole)
     if tokens == 0:
         return None

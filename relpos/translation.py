@@ -80,12 +80,14 @@ class Score:
     log_probability: float. Of the whole.
     tokens: float32 (n + 1,). log p of each token.
     hits: bool (n + 1,). Whether it had the highest score of all; of an ensemble in its first model.
+    source_tokens: int. Of the source; 0 if it says nothing, and of a decoder alone.
     """
 
     line: int
     log_probability: float
     tokens: Array
     hits: npt.NDArray[np.bool_]
+    source_tokens: int
 
     @property
     def failed(self) -> bool:

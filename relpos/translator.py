@@ -381,9 +381,8 @@ class Translator:
         sources, targets: str each, as many; sources None for a decoder alone.
         """
         lines = self._given(sources, targets)
-        found: list[Score] = [Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool))] * len(
-            lines
-        )
+        nothing = Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool), 0)
+        found = [nothing] * len(lines)
         done = 0
         for batch in self._batches(lines, self._budget(batch_tokens), 1):
             packed = self._packed(batch)
@@ -394,7 +393,8 @@ class Translator:
                     tokens = np.logaddexp(tokens, other[b][0])
                 tokens = tokens - np.float32(np.log(len(several)))
                 total = float(tokens.sum(dtype=np.float64))
-                found[line.line - 1] = Score(line.line, total, tokens, several[0][b][1])
+                hits = several[0][b][1]
+                found[line.line - 1] = Score(line.line, total, tokens, hits, len(line.source))
             done += len(batch)
             if progress is not None:
                 progress(done)

@@ -18,7 +18,7 @@ import pytest
 import no_matplotlib
 import text_files
 from relpos import Search, Translator, cli, evaluation
-from relpos.data import InOrder, TokenCache, read_lines, read_pairs
+from relpos.data import InOrder, TokenCache, Words, read_lines, read_pairs
 from relpos.translation import TranslationWarning
 from saved_models import VOCABULARY, random_model, save, spoil
 
@@ -180,6 +180,22 @@ def test_perplexity_is_that_of_training(run: Path, tmp_path: Path) -> None:
     assert found.perplexity == pytest.approx(math.exp(found.nll))
     assert found.accuracy == pytest.approx(hits / count)
     assert evaluation.likelihood_of(Translator.load(run), [""], ["da"]) is None
+
+
+class Pieces(Words):
+    """As sentencepiece makes no token of what has no width."""
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text.replace("\u200b", ""))
+
+
+def test_pairs_without_a_token_do_not_count() -> None:
+    """Training drops them, whatever a side is written with."""
+    translator = Translator(random_model(), Pieces(text_files.WORDS))
+    found = evaluation.likelihood_of(translator, ["ba", "\u200b", "do"], ["ku", "ku", "\u200b"])
+    alone = evaluation.likelihood_of(translator, ["ba"], ["ku"])
+    assert found is not None and alone is not None and found.tokens == alone.tokens == 2
+    assert found.nll == pytest.approx(alone.nll, rel=1e-5)
 
 
 def test_a_model_is_evaluated(run: Path, capsys: Capture, tmp_path: Path) -> None:

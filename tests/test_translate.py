@@ -662,14 +662,19 @@ def test_a_gzip_file_cut_short(models: SimpleNamespace, capsys: Capture, tmp_pat
 
 
 def test_an_empty_line_has_no_score(
-    models: SimpleNamespace, capsys: Capture, tmp_path: Path
+    models: SimpleNamespace, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor one of which the vocabulary makes no token, as sentencepiece of what has no width."""
     (tmp_path / "target").write_text("ba\nba\n\n")
     given = ("translate", models.run, "--target", tmp_path / "target", "--score")
     rows = relpos_says(capsys, *given, stdin=b"ba be\n\n \n").out.splitlines()
     assert float(rows[0]) < 0 and rows[1:] == ["", ""]
     rows = relpos_says(capsys, *given, "--align", stdin=b"ba be\n\n \n").out.splitlines()
     assert rows[0].endswith("\t" + rows[0].split("\t")[1]) and rows[1:] == ["\t", "\t"]
+    encode = Words.encode
+    monkeypatch.setattr(Words, "encode", lambda self, x: encode(self, x.replace("\u200b", "")))
+    unseen = "ba be\n\u200b\n \n".encode()
+    assert relpos_says(capsys, *given, "--align", stdin=unseen).out.splitlines() == rows
 
 
 def test_a_line_that_is_not_finite_has_no_score(

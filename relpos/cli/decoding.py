@@ -400,9 +400,9 @@ def _with_targets(
         if options.score or not options.align:
             scores = translator.score(sources, targets, progress=tell)
             failed = any(each.failed for each in scores)
-            for column, source, each in zip(columns, sources, scores, strict=True):
-                blank = not source or source.isspace()  # an empty line gives an empty line
-                column.append("" if blank or each.failed else f"{each.log_probability:.4f}")
+            for column, each in zip(columns, scores, strict=True):
+                there = each.source_tokens > 0 and not each.failed  # none gives an empty line
+                column.append(f"{each.log_probability:.4f}" if there else "")
         if options.align:
             links = translator.align(sources, targets, layer=layer, head=options.align_head)
             failed |= any(each.failed for each in links)
