@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relpos.train.progress import perplexity
+
 if TYPE_CHECKING:
     from relpos.translator import Translator
 
@@ -59,8 +61,9 @@ class Range:
 class Likelihood:
     """What a model thinks of the references, each token given those before it.
 
-    nll: float. The mean of -log p. perplexity: float, its exponential. accuracy: float. The share
-        of tokens that had the highest score. tokens: int, the ends counted.
+    nll: float. The mean of -log p. perplexity: float, its exponential, infinite where that is too
+        large. accuracy: float. The share of tokens that had the highest score. tokens: int, the ends
+        counted.
     """
 
     nll: float
@@ -79,8 +82,11 @@ class Evaluation:
     by_length: tuple[Range, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """As plain lists and dictionaries."""
-        return asdict(self)
+        """As plain lists and dictionaries; an infinite perplexity is None, as JSON has none."""
+        told = asdict(self)
+        if self.likelihood is not None and math.isinf(self.likelihood.perplexity):
+            told["likelihood"]["perplexity"] = None
+        return told
 
     def __str__(self) -> str:
         rows = [f"{self.sentences:,} {'sentence' if self.sentences == 1 else 'sentences'}", ""]
@@ -220,7 +226,7 @@ def likelihood_of(
         return None
     nll = -sum(each.log_probability for each in whole) / tokens
     hits = sum(int(each.hits.sum()) for each in whole)
-    return Likelihood(nll, math.exp(min(nll, 700.0)), hits / tokens, tokens)
+    return Likelihood(nll, perplexity(nll), hits / tokens, tokens)
 
 
 def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import no_matplotlib
 import text_files
 from relpos import Search, Translator, cli, evaluation
 from relpos.data import InOrder, TokenCache, Words, read_lines, read_pairs
-from relpos.translation import TranslationWarning
+from relpos.translation import Score, TranslationWarning
 from saved_models import VOCABULARY, random_model, save, spoil
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -180,6 +181,16 @@ def test_perplexity_is_that_of_training(run: Path, tmp_path: Path) -> None:
     assert found.perplexity == pytest.approx(math.exp(found.nll))
     assert found.accuracy == pytest.approx(hits / count)
     assert evaluation.likelihood_of(Translator.load(run), [""], ["da"]) is None
+
+
+def test_a_perplexity_beyond_numbers() -> None:
+    score = Score(1, -1500.0, np.full(2, -750, np.float32), np.zeros(2, bool), 1)
+    translator: Any = SimpleNamespace(score=lambda *_: [score])
+    found = evaluation.likelihood_of(translator, ["ba"], ["ku"])
+    assert found is not None and (found.nll, found.perplexity) == (750, math.inf)
+    result = evaluation.Evaluation(1, (evaluation.Metric("BLEU", 0, ""),), found, ())
+    assert "\nperplexity inf, accuracy 0.00% of 2 tokens" in str(result)
+    assert '"perplexity": null' in json.dumps(result.as_json(), allow_nan=False)
 
 
 class Pieces(Words):
