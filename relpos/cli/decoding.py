@@ -352,11 +352,25 @@ class Bad:
 
     seen = False
 
-    def __call__(self, said: str) -> None:
+    def __call__(self, said: str) -> str:
         from relpos.translation import TranslationWarning
 
         self.seen = True
         warnings.warn(f"{said}: an empty line instead", TranslationWarning, stacklevel=2)
+        return _Unread()
+
+
+class _Unread(str):
+    """An empty line that stands for one that cannot be read."""
+
+
+def _noting(windows: Iterator[list[str]], unread: set[int]) -> Iterator[list[str]]:
+    """The windows as they are; the numbers of lines that cannot be read go into `unread`."""
+    read = 0
+    for window in windows:
+        unread.update(i for i, x in enumerate(window, read + 1) if isinstance(x, _Unread))
+        read += len(window)
+        yield window
 
 
 def _lines_of(translation: Translation, options: argparse.Namespace) -> list[str]:
@@ -446,6 +460,7 @@ def _generate(options: argparse.Namespace) -> int:
         print(_GENERATE_NEXT, file=sys.stderr)
         return USAGE
     from relpos.cli.lines import STANDARD, windows_of, written
+    from relpos.translation import Translation
     from relpos.translator import WINDOW
 
     if options.beam is None:
@@ -463,15 +478,17 @@ def _generate(options: argparse.Namespace) -> int:
     options.sample = options.beam is None
     options.score = options.align = False
     search = search_of(options, translator)
-    bad = Bad()
+    bad, unread = Bad(), set[int]()
     failed = False
     with (
         written(options.output, chain(files or (STANDARD,), files_of(models))) as write,
         shown(options.progress, quiet=_talks(options, files)) as tell,
     ):
-        windows = windows_of(files, WINDOW, bad)
+        windows = _noting(windows_of(files, WINDOW, bad), unread)
         for each in translator.in_windows(windows, search=search, progress=tell):
-            failed |= each.failed
-            for line in _lines_of(each, options):
+            # It goes on from an empty line, and from one that cannot be read says nothing.
+            said = Translation(each.line) if each.line in unread else each
+            failed |= said.failed
+            for line in _lines_of(said, options):
                 write(line)
     return FAILED if failed or bad.seen else 0

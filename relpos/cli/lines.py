@@ -20,8 +20,8 @@ STANDARD = "-"  # standard input
 _CHUNK = 1 << 16
 
 
-# Is told of a line that is not UTF-8, which is empty then. None: it is an error.
-Bad = Callable[[str], object]
+# Is told of a line that is not UTF-8, and gives what stands for it. None: it is an error.
+Bad = Callable[[str], str]
 
 
 def windows_of(files: Sequence[str], most: int, bad: Bad | None = None) -> Iterator[list[str]]:

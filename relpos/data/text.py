@@ -172,10 +172,10 @@ def check_files(name: str, files: Files) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def lines_of(path: str, bad: Callable[[str], object] | None = None) -> Generator[str, None, None]:
+def lines_of(path: str, bad: Callable[[str], str] | None = None) -> Generator[str, None, None]:
     """Every line of a file, the empty ones too.
 
-    bad: is told of a line that is not UTF-8, which is empty then; None: it is an error.
+    bad: is told of a line that is not UTF-8, and gives what stands for it; None: it is an error.
     """
     number = 0
     with open(path, "rb") as plain:
@@ -188,7 +188,7 @@ def lines_of(path: str, bad: Callable[[str], object] | None = None) -> Generator
             raise ValueError(f"{path}: not a whole gzip file: {error}, line {number + 1}") from None
 
 
-def text_of(line: bytes, number: int, name: str, bad: Callable[[str], object] | None = None) -> str:
+def text_of(line: bytes, number: int, name: str, bad: Callable[[str], str] | None = None) -> str:
     """A line without its end, the first of them being number 1."""
     try:
         text = line.decode().removesuffix("\r")
@@ -199,8 +199,7 @@ def text_of(line: bytes, number: int, name: str, bad: Callable[[str], object] | 
         )
         if bad is None:
             raise ValueError(said) from None
-        bad(said)
-        return ""
+        return bad(said)
     return text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
 
 
