@@ -168,6 +168,17 @@ def test_it_is_used_again_as_long_as_nothing_changes(tmp_path: Path) -> None:
         assert TokenCache.build(folder, pairs, words).sides == sides  # of the same files
 
 
+def test_tokens_that_are_damaged_are_made_anew(tmp_path: Path) -> None:
+    paths, folder = write_pairs(tmp_path, PAIRS), tmp_path / "cache"
+    built = TokenCache.build(folder, read_pairs(*paths), Numbers())
+    [file] = folder.glob("tokens.*")
+    damaged = bytearray(file.read_bytes())
+    damaged[100] ^= 1
+    file.write_bytes(damaged)
+    again = TokenCache.build(folder, read_pairs(*paths), Numbers())
+    assert content(again) == tokens_of(PAIRS) and again.checksum == built.checksum
+
+
 def test_other_iterables_have_a_key(tmp_path: Path) -> None:
     def built_by(**keys: Any) -> str:
         TokenCache.build(tmp_path, PAIRS, Numbers(), **keys)

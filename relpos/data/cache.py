@@ -116,8 +116,8 @@ class TokenCache:
         progress: called with the number of lines read, now and then.
 
         What comes from files is used again as long as the content of the files is what it was,
-        and the vocabulary. A build that fails or is killed leaves the folder as it was; memory does
-        not grow with the number of lines.
+        and the vocabulary; tokens that have been damaged are made anew. A build that fails or is
+        killed leaves the folder as it was; memory does not grow with the number of lines.
         """
         if isinstance(pairs, str) or not isinstance(pairs, Iterable):
             raise TypeError(f"pairs: expected several, as read_pairs gives, got {pairs!r:.80}")
@@ -136,7 +136,8 @@ class TokenCache:
                 with suppress(FileNotFoundError, ValueError):
                     cache = cls(folder)
                     other = Pairs if cache.sides == 1 else Lines  # of the same files
-                    if cache._identity == identity and not isinstance(pairs, other):
+                    same = cache._identity == identity and not isinstance(pairs, other)
+                    if same and zlib.crc32(cache.tokens.data) == cache.checksum:
                         return cache
             _build(folder, pairs, subwords, identity, progress)
             return cls(folder)
