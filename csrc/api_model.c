@@ -2,6 +2,7 @@
  *
  * api_model.c: the public functions of a model: they check, lock, and call inward.
  */
+#include <stdio.h>
 #include <string.h>
 
 #include "api_model.h"
