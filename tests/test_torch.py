@@ -13,6 +13,7 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import math
 import subprocess
 import sys
@@ -524,6 +525,15 @@ def test_compiled(backend: str) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         pytest.skip(f"torch cannot compile here: {str(error)[:200]}")
+
+
+def test_names_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers begin anew, and inductor finds the graphs of this one: other shapes, other names."""
+    names = set()
+    for layout in ("bhnd", "bnhd"):
+        monkeypatch.setattr(relpos.torch.calls, "_numbers", itertools.count(1))
+        names.add(relpos.torch.Attention(layout=layout)._training.name)
+    assert len(names) == 2
 
 
 EDGES = relpos.EdgeList([0, 1, 3], [1, 1, 0], [2, 0, 1], [0, 1, 1])

@@ -62,8 +62,9 @@ class Spec:
 
 
 class Kept(Spec):
-    """The schemes and the options themselves, under a number, which is the name. Known for as long
-    as somebody holds it."""
+    """The schemes and the options themselves, under a number. Known for as long as somebody holds it.
+    The name has also what shapes are made by: inductor keeps graphs on the disk by what is in them,
+    and another process gives the same numbers to other schemes."""
 
     def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
         schemes_of(position)
@@ -73,7 +74,7 @@ class Kept(Spec):
         tables = tables_of(position)
         self.tensors = {name: x for name, x in tables.items() if isinstance(x, Tensor)}
         self.arrays = {name: x for name, x in tables.items() if not isinstance(x, Tensor)}
-        self.name = str(next(_numbers))
+        self.name = f"{next(_numbers)} {self.layout}"
         _kept[self.name] = self
 
     def over(self, tables: Sequence[Tensor], numbers: Numbers) -> Call:
