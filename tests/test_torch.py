@@ -644,6 +644,55 @@ def test_backward_compiled_has_the_labels_and_numbers_of_its_call() -> None:
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("form", ["function", "module", "compiled", "compiled module"])
+def test_what_backward_reads_again_may_not_change(form: str) -> None:
+    """Labels and masks that are tensors: autograd counts their changes, as those of q, k and v."""
+    x, table = tensor(5, H, D, grad=False), tensor(3, D)
+    numbers, starts = torch.ones(25, dtype=torch.int8), torch.tensor([0])
+    padded = torch.zeros(N, N, dtype=torch.int32)
+    graph = relpos.ShawGraph(table, labels=padded)
+    module = relpos.torch.Attention(graph)
+
+    def of_labels() -> Any:
+        q = tensor(B, H, N, D, grad=False)
+        return (
+            module(q, q, q) if "module" in form else relpos.torch.attention(q, q, q, position=graph)
+        )
+
+    def of_flat_labels() -> Any:
+        flat = relpos.ShawGraph(table, labels=(numbers, starts))
+        return relpos.torch.attention(x, x, x, position=flat, offsets=[0, 5])
+
+    def of_a_flat_mask() -> Any:
+        mask = (numbers.view(torch.bool), starts)
+        return relpos.torch.attention(
+            x, x, x, position=relpos.Shaw(table), offsets=[0, 5], mask=mask
+        )
+
+    call = torch.compile(of_labels, backend="aot_eager") if "compiled" in form else of_labels
+    given = [(call, padded)]
+    if form == "function":
+        given += [(of_flat_labels, numbers), (of_a_flat_mask, numbers)]
+    for call, changed in given:
+        [expected] = torch.autograd.grad(call().sum(), table)
+        before, after = call(), call()
+        assert torch.equal(torch.autograd.grad(before.sum(), table)[0], expected)
+        changed.add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            after.sum().backward()
+    assert torch.equal(of_labels(), copy.deepcopy(module)(*3 * [tensor(B, H, N, D, grad=False)]))
+
+
+def test_labels_of_inference_mode() -> None:
+    """Torch does not count their changes."""
+    with torch.inference_mode():
+        labels = torch.zeros(N, N, dtype=torch.int32)
+    q, table = qkv()[0], tensor(3, D)
+    out = relpos.torch.attention(q, q, q, position=relpos.ShawGraph(table, labels=labels))
+    out.sum().backward()
+    assert table.grad.any()
+
+
 @pytest.mark.parametrize("scale", [np.float64(0.3), np.float32(0.3), torch.tensor(0.3)], ids=str)
 def test_numbers_of_numpy_compiled(scale: Any) -> None:
     def call(q: Any, k: Any, v: Any) -> Any:

@@ -114,7 +114,8 @@ class ShawGraph(Scheme):
     labels: int8, int16 or int32, from 0 to T - 1 or -1, used where it lies: (N, M) for all, or
         (B, N, M), or (B|1, H|1, N, M). For packed arrays a list of one (n, m) or (H|1, n, m) per
         sequence (copied into one), or (flat, starts): the matrices end to end, (count,) or
-        (H|1, count), and int (B,) where each begins.
+        (H|1, count), and int (B,) where each begins. Backward reads them again: they must still be
+        what forward saw. Of tensors torch sees to that, in relpos.torch.
     edges: `EdgeList(query, key, label, sequence)` instead of labels.
     """
 
@@ -180,6 +181,11 @@ class Pairs(NamedTuple):
     numbers: Any  # (B|1, H|1, N, M); where there are starts (count,) or (H|1, count)
     starts: Any = None  # int64 (B,)
     sizes: tuple[tuple[int, ...], ...] | None = None  # of the matrices of a list
+    tensor: Any = None  # of torch, the same memory and axes: it counts how often that changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies have memory of their own, which no tensor is."""
+        return Pairs, (self.numbers, self.starts, self.sizes)
 
     def check(self, name: str, shape: Shape) -> None:
         """Refuses a list whose matrices have not the shapes of their sequences: laid end to end
@@ -214,7 +220,8 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
         starts = check_integers(f"{name} starts", given[1], "(B,)", (1,)).astype(np.int64)
         flat = on_host(name, given[0])
         axes = "(count,) or (H|1, count)"
-        return Pairs(_typed(name, flat, types, axes, (1, 2)), starts)
+        numbers = _typed(name, flat, types, axes, (1, 2))
+        return Pairs(numbers, starts, tensor=_counting(given[0]))
     if isinstance(given, list):
         names = [f"{name}[{b}]" for b in range(len(given))]
         parts = [
@@ -224,11 +231,14 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
         return _end_to_end(names, parts, types)
     axes = "(N, M), (B, N, M) or (B|1, H|1, N, M)"
     matrix = _typed(name, on_host(name, given), types, axes, (2, 3, 4))
-    if matrix.ndim == 2:
-        matrix = matrix[None, None]
-    elif matrix.ndim == 3:
-        matrix = matrix[:, None]
-    return Pairs(matrix)
+    index = {2: (None, None), 3: (slice(None), None), 4: ()}[matrix.ndim]
+    tensor = _counting(given)
+    return Pairs(matrix[index], tensor=None if tensor is None else tensor[index])
+
+
+def _counting(given: Any) -> Any:
+    """A tensor of torch whose changes are counted, as those of inference mode are not."""
+    return given if hasattr(given, "new_tensor") and not given.is_inference() else None
 
 
 def _end_to_end(names: list[str], parts: list[Any], types: tuple[str, ...]) -> Pairs:

@@ -38,7 +38,8 @@ def write(x: Any, parts: Parts) -> Any:
     if isinstance(x, float):
         return _left_out("real", parts.reals, x)
     if isinstance(x, Pairs):
-        return (Pairs, ("numbers", write(x.numbers, parts)), ("starts", write(x.starts, parts)),
+        numbers = x.numbers if x.tensor is None else x.tensor
+        return (Pairs, ("numbers", write(numbers, parts)), ("starts", write(x.starts, parts)),
                 ("sizes", write(x.sizes, parts)))  # fmt: skip
     if isinstance(x, tuple | list):
         return ("list" if isinstance(x, list) else "tuple", *[write(part, parts) for part in x])

@@ -124,6 +124,7 @@ class Attention(torch.nn.Module):
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
         check_devices([*zip(spec.tensors, tables, strict=True), *zip(PER_CALL, host, strict=True)])
+        host = host + spec.others
         out: Tensor = OPERATION(q, k, v, tables, host, [], [], seed, spec.name)[0]
         return out
 
@@ -203,6 +204,7 @@ def attention(
         tables = list(kept.tensors.values())
         check_devices(kept.tensors.items())
         check_tangents(q, k, v, *tables)
+        host = host + kept.others
         found = OPERATION(q, k, v, tables, host, [], [], seed, kept.name)
     out: Tensor = found[0]
     return out

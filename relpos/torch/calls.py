@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relpos.position.combine import Position, schemes_of, tables_of, with_tables
+from relpos.position.graph import ShawGraph, matrices
 from relpos.position.terms import Lowered, Shape
 from relpos.position.written import Parts, read
 from relpos.torch.tensors import check_table, table_of
@@ -67,13 +68,17 @@ class Kept(Spec):
     and another process gives the same numbers to other schemes."""
 
     def __init__(self, position: Position, options: Mapping[str, Any]) -> None:
-        schemes_of(position)
+        schemes = schemes_of(position)
         self.position = position
-        self.options = dict(options)
+        mask = options["mask"]
+        read = None if mask is None else matrices("mask", mask, ("bool",))
+        self.options = {**options, "mask": read}
         self.layout = self.options["layout"]
         tables = tables_of(position)
         self.tensors = {name: x for name, x in tables.items() if isinstance(x, Tensor)}
         self.arrays = {name: x for name, x in tables.items() if not isinstance(x, Tensor)}
+        pairs = [x.labels for x in schemes if isinstance(x, ShawGraph)] + [self.options["mask"]]
+        self.others = [x.tensor for x in pairs if x is not None and x.tensor is not None]
         self.name = f"{next(_numbers)} {self.layout}"
         _kept[self.name] = self
 
@@ -113,13 +118,13 @@ class Written(Spec):
 class Numbers(NamedTuple):
     """What of a call changes from one to the next, as the operation takes it."""
 
-    host: Sequence[Tensor | None]  # those of PER_CALL, then others of Written
+    host: Sequence[Tensor | None]  # those of PER_CALL, then others of the call
     integers: Sequence[int]
     reals: Sequence[float]
     seed: int
 
     def others(self) -> list[Tensor]:
-        """Labels, positions and masks of Written, of which terms are made too."""
+        """Labels and masks, of Written positions too, of which terms are made."""
         return [x for x in self.host[len(PER_CALL) :] if x is not None]
 
     def per_call(self) -> dict[str, Any]:
