@@ -315,6 +315,36 @@ def test_the_array_interfaces_of_numpy() -> None:
         relpos.attention(q, Elsewhere(), v)  # type: ignore[arg-type]
 
 
+class Nowhere(torch.Tensor):
+    """A tensor without storage, as DTensor and FakeTensor are."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...]) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> bool:
+        return False  # is_pinned
+
+
+def test_tensors_that_numpy_would_read_wrongly() -> None:
+    """Of one without storage it takes new memory, of one to be negated the numbers as they lie."""
+    q, k, v = (x.detach() for x in qkv())
+    nowhere = "expected an array that can be read, got Nowhere, which has no memory of its own$"
+    other = r"the numbers in memory have the other sign; use \w+.resolve_neg\(\)$"
+    table = tensor(5, D, grad=False)
+    for x, t, said in (
+        (Nowhere(q.shape), Nowhere((5, D)), nowhere),
+        (torch._neg_view(q), torch._neg_view(table), other),
+    ):
+        with pytest.raises(TypeError, match=f"^q: {said}"):
+            relpos.attention(x, k, v)
+        with pytest.raises(TypeError, match=f"^key_table: {said}"):
+            relpos.attention(q, k, v, position=relpos.Shaw(t))
+    expected = relpos.torch.attention(-q, k, v)
+    assert torch.equal(relpos.torch.attention(torch._neg_view(q), k, v), expected)
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [

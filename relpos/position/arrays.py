@@ -43,12 +43,22 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
     if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "__dlpack__"):
+        if hasattr(x, "is_neg") and x.is_neg():  # of torch: DLPack has no word for it
+            raise TypeError(
+                f"{name}: the numbers in memory have the other sign; use {name}.resolve_neg()"
+            )
         if place_of(name, x) is not None:
             return from_dlpack(name, x, stream)
         try:
-            return np.from_dlpack(x)
+            found = np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise TypeError(f"{name}: no array to read without a copy: {error}") from error
+        if found.size > 0 and found.flags.owndata:  # for a null pointer NumPy takes new memory
+            raise TypeError(
+                f"{name}: expected an array that can be read, got {type(x).__name__}, which has no "
+                "memory of its own"
+            )
+        return found
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     return x
