@@ -506,6 +506,16 @@ def test_a_table_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^key_table: expected float32, got float64; use .float"):
         module(q, k, v)
     module.float()(q, k, v)
+    table = torch.nn.Parameter(tensor(5, D))
+    position = relpos.Shaw(table)
+    table.data = table.data.bfloat16()
+
+    def call() -> Any:
+        return relpos.torch.attention(q, k, v, position=position)
+
+    for each in (call, torch.compile(call, backend="aot_eager")):
+        with pytest.raises(TypeError, match=r"^key_table: expected float32, got bfloat16; use .f"):
+            each()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -111,8 +111,12 @@ class Written(Spec):
         others = [x.cpu().numpy() for x in numbers.host[len(PER_CALL) :] if x is not None]
         parts = Parts(own, others, list(numbers.integers), list(numbers.reals))
         position, options = read(self.written, parts)
-        names = {id(x): name for name, x in tables_of(position).items()}
-        return Call(position, options | numbers.per_call(), [names.get(id(x), "") for x in own])
+        known = {id(x): name for name, x in tables_of(position).items()}
+        names = [known.get(id(x), "") for x in own]  # "": a number of NumPy, as scale may be
+        for name, x in zip(names, tables, strict=True):
+            if name:
+                check_table(name, x)
+        return Call(position, options | numbers.per_call(), names)
 
 
 class Numbers(NamedTuple):
