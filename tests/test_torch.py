@@ -853,6 +853,30 @@ def test_exported() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_the_number_of_axes_where_torch_asks_for_shapes(compiled: bool) -> None:
+    """In compiled code within torch's own sentence."""
+    q, flat = torch.zeros(B, H, N, D), torch.zeros(N, D)
+    for given, layout, said in (
+        (
+            (flat, flat, flat),
+            "bhnd",
+            r"q: expected \(B, H, N, D\), or packed \(tokens, H, D\), got",
+        ),
+        ((q, q, flat), "bnhd", r"v: expected \(B, M, H, Dv\), or packed \(tokens, H, Dv\), got"),
+    ):
+
+        class Function(torch.nn.Module):
+            def forward(self, q: Any, k: Any, v: Any, layout: Any = layout) -> Any:
+                return relpos.torch.attention(q, k, v, layout=layout)
+
+        with pytest.raises(Exception, match=rf"{said} float32 \(4, 2\)"):
+            if compiled:
+                torch.compile(Function(), backend="aot_eager")(*given)
+            else:
+                torch.export.export(Function(), given)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_what_lies_nowhere_is_refused(compiled: bool) -> None:
     """Of meta tensors torch takes the shapes alone: the result would be memory as it comes."""
     q, k, v = (x.detach() for x in qkv())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from relpos.attention import attention_backward, attention_forward, context_of
+from relpos.position.arrays import describe
 from relpos.request import read_request
 from relpos.torch.calls import Lowering, Numbers, spec_of, versions_of
 from relpos.torch.tensors import array_of, stream_of, tensor_of
@@ -82,6 +83,13 @@ def _backward(
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     layout = spec_of(rest[-1]).layout
+    for name, x, rows, width in (("q", q, "N", "D"), ("v", v, "M", "Dv")):
+        if x.ndim not in (3, 4):
+            axes = f"H, {rows}" if layout == "bhnd" else f"{rows}, H"
+            raise ValueError(
+                f"{name}: expected (B, {axes}, {width}), or packed (tokens, H, {width}), "
+                f"got {describe(x)}"
+            )
     if q.ndim == 3:  # packed
         numbers = [q.shape[1], q.shape[0]]
     else:
