@@ -459,6 +459,16 @@ def test_forward_mode_is_refused() -> None:
         torch.func.jvp(lambda x: relpos.torch.attention(x, k, v), (q,), (q,))
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    """When they are asked for; a graph for them may be made."""
+    q, k, v = qkv()
+    out = relpos.torch.attention(q, k, v).square().sum()
+    [found] = torch.autograd.grad(out, q, create_graph=True)
+    assert found.requires_grad
+    with pytest.raises(RuntimeError, match="^relpos.torch: has no gradients of gradients"):
+        found.sum().backward()
+
+
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["function", "module", "compiled"])
 def test_within_autocast(form: str, half: Any) -> None:

@@ -125,6 +125,10 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
     return (*found[:3], list(found[3:]), *ctx.nothing, None)
 
 
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("relpos.torch: has no gradients of gradients (double backward)")
+
+
 # What the host stages for a call is not there again when a CUDA graph is replayed. Older versions of
 # torch have no word for that.
 _unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
@@ -135,3 +139,4 @@ OPERATION.register_fake(_forward_shapes)
 OPERATION.register_autograd(_differentiate, setup_context=_save)
 _backward_operation: Any = torch.library.custom_op("relpos::attention_backward", **_how)(_backward)
 _backward_operation.register_fake(_backward_shapes)
+_backward_operation.register_autograd(_refuse)
