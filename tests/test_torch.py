@@ -355,6 +355,10 @@ def test_tensors_that_numpy_would_read_wrongly() -> None:
             "q: expected a dense tensor, got torch.sparse_coo; use q.to_dense()",
         ),
         (
+            lambda x: torch.nested.nested_tensor([*x.detach()]),
+            "q: expected a dense tensor, got a nested one; use q.to_padded_tensor(0)",
+        ),
+        (
             lambda x: x.to("meta"),
             "q: lies on meta, relpos computes on the CPU and on NVIDIA GPUs; use q.cpu()",
         ),
@@ -388,6 +392,22 @@ def test_refused(spoil: Any, sentence: str) -> None:
             lambda: {"position": relpos.Shaw(tensor(5, D).double())},
             "key_table: expected float32 (T, d) or (H, T, d), got float64 (5, 2); "
             "use key_table.to(torch.float32)",
+        ),
+        (
+            lambda: {"position": relpos.Shaw(tensor(5, D).to_mkldnn())},
+            "key_table: expected a dense tensor, got torch._mkldnn; use key_table.to_dense()",
+        ),
+        (
+            lambda: {"position": relpos.ALiBi(torch.ones(H).to_sparse())},
+            "slopes: expected a dense tensor, got torch.sparse_coo; use slopes.to_dense()",
+        ),
+        (
+            lambda: {"mask": torch.ones(N, N, dtype=torch.bool).to_sparse()},
+            "mask: expected a dense tensor, got torch.sparse_coo; use mask.to_dense()",
+        ),
+        (
+            lambda: {"lengths": torch.tensor([N, N]).to_sparse()},
+            "lengths: expected a dense tensor, got torch.sparse_coo; use lengths.to_dense()",
         ),
         (
             lambda: {"query_start": 1 << 70},
@@ -516,6 +536,9 @@ def test_a_table_of_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^key_table: expected float32, got float64; use .float"):
         module(q, k, v)
     module.float()(q, k, v)
+    module.key_table = None
+    with pytest.raises(TypeError, match="^key_table: expected a tensor, got NoneType$"):
+        module(q, k, v)
     table = torch.nn.Parameter(tensor(5, D))
     position = relpos.Shaw(table)
     table.data = table.data.bfloat16()

@@ -30,14 +30,15 @@ from relpos.position.written import Parts, as_text, write
 from relpos.request import Layout, Mask, Window
 from relpos.torch.arguments import (
     as_autocast,
-    check_devices,
+    check_host,
     check_mask,
+    check_parameters,
     check_seed,
     check_tangents,
     check_tensors,
     host_of,
 )
-from relpos.torch.calls import PER_CALL, Kept
+from relpos.torch.calls import Kept
 from relpos.torch.operation import OPERATION
 
 __all__ = ["Attention", "attention"]
@@ -121,9 +122,10 @@ class Attention(torch.nn.Module):
         check_mask(mask)
         seed = check_seed(seed)
         spec, tables = self._training if self.training else self._evaluation, self._tables()
+        check_parameters(zip(spec.tensors, tables, strict=True))
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
-        check_devices([*zip(spec.tensors, tables, strict=True), *zip(PER_CALL, host, strict=True)])
+        check_host(host)
         host = host + spec.others
         out: Tensor = OPERATION(q, k, v, tables, host, [], [], seed, spec.name)[0]
         return out
@@ -188,7 +190,7 @@ def attention(
         "mask": mask if dense is None else None,
     }
     host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [dense]
-    check_devices(zip(PER_CALL, host, strict=True))
+    check_host(host)
     for name, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if isinstance(number, Tensor):
             check_constant(name, number)
@@ -197,12 +199,12 @@ def attention(
         parts = Parts([], [], [], [])
         spec = _as_text(write((schemes_of(position), options), parts))
         tables, host = parts.tables, host + parts.arrays
-        check_devices([("position", x) for x in tables])
+        check_parameters([("position", x) for x in tables])
         found = OPERATION(q, k, v, tables, host, parts.integers, parts.reals, seed, spec)
     else:
         kept = Kept(position, options)
         tables = list(kept.tensors.values())
-        check_devices(kept.tensors.items())
+        check_parameters(kept.tensors.items())
         check_tangents(q, k, v, *tables)
         host = host + kept.others
         found = OPERATION(q, k, v, tables, host, [], [], seed, kept.name)

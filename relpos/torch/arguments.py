@@ -37,11 +37,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(
-                f"{name}: expected a dense tensor, got {x.layout}; use {name}.to_dense()"
-            )
-        check_devices([(name, x)])
+        check_tensor(name, x)
         if x.device != q.device:
             raise TypeError(f"{name}: lies on {x.device}, q on {q.device}; use {name}.to(q.device)")
         _check_type(name, x, q)
@@ -52,14 +48,35 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             )
 
 
-def check_devices(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Of meta tensors torch would take the shapes, and give what nobody has computed."""
+def check_tensor(name: str, x: Tensor) -> None:
+    """Whether its numbers lie in memory, each at its place. Of meta tensors torch would take the
+    shapes, and give what nobody has computed."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got a nested one; use {name}.to_padded_tensor(0)"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {x.layout}; use {name}.to_dense()")
+    if x.device.type not in ("cpu", "cuda"):
+        raise TypeError(
+            f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
+            f"use {name}.cpu()"
+        )
+
+
+def check_parameters(named: Iterable[tuple[str, Any]]) -> None:
+    """Tables: those of a module may be replaced, by None too."""
     for name, x in named:
-        if x is not None and x.device.type not in ("cpu", "cuda"):
-            raise TypeError(
-                f"{name}: lies on {x.device}, relpos computes on the CPU and on NVIDIA GPUs; "
-                f"use {name}.cpu()"
-            )
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        check_tensor(name, x)
+
+
+def check_host(host: Iterable[Tensor | None]) -> None:
+    """What the host reads, in the order of PER_CALL."""
+    for name, x in zip(PER_CALL, host, strict=True):
+        if x is not None:
+            check_tensor(name, x)
 
 
 def host_of(*counts: Any) -> list[Tensor | None]:
