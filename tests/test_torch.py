@@ -416,6 +416,7 @@ def test_refused(spoil: Any, sentence: str) -> None:
         (lambda: {"lengths": "all"}, "lengths: expected integers, got text ()"),
         (lambda: {"seed": 1 << 63}, f"seed: expected an integer from 0 to 2^63 - 1, got {1 << 63}"),
         (lambda: {"seed": -1}, "seed: expected an integer from 0 to 2^63 - 1, got -1"),
+        (lambda: {"seed": True}, "seed: expected an integer from 0 to 2^63 - 1, got True"),
         (lambda: {"seed": 1.5}, "seed: expected an integer from 0 to 2^63 - 1, got 1.5"),
         (lambda: {"seed": None}, "seed: expected an integer from 0 to 2^63 - 1, got None"),
         (
@@ -766,13 +767,25 @@ def test_labels_of_inference_mode() -> None:
     assert table.grad.any()
 
 
-@pytest.mark.parametrize("scale", [np.float64(0.3), np.float32(0.3), torch.tensor(0.3)], ids=str)
-def test_numbers_of_numpy_compiled(scale: Any) -> None:
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return relpos.torch.attention(q, k, v, scale=scale)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"scale": np.float64(0.3)},
+        {"scale": np.float32(0.3)},
+        {"scale": torch.tensor(0.3)},
+        {"seed": np.int64(5)},
+        {"seed": torch.tensor(5)},
+        {"causal": np.bool_(True)},
+        {"window": np.int64(1)},
+    ],
+    ids=str,
+)
+def test_numbers_of_numpy_compiled(given: Any) -> None:
+    def call(q: Any, k: Any, v: Any, given: Any) -> Any:
+        return relpos.torch.attention(q, k, v, dropout=0.5, **given)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*qkv()), call(*qkv()))
+    torch.testing.assert_close(compiled(*qkv(), given), call(*qkv(), given))
 
 
 def test_compiled_code_holds_no_tables() -> None:

@@ -107,10 +107,13 @@ def check_mask(mask: Any) -> None:
 
 def check_seed(seed: Any) -> int:
     """seed as torch takes it: below 2^63."""
-    if torch.compiler.is_compiling():
-        return seed  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling() and not isinstance(seed, bool):
+        # an int stays a variable, which operator.index and a sentence would make a constant of
+        return seed if isinstance(seed, int) else operator.index(seed)
     expected = f"seed: expected an integer from 0 to 2^63 - 1, got {seed!r}"
     try:
+        if isinstance(seed, bool):
+            raise TypeError
         number = operator.index(seed)
     except TypeError:
         raise TypeError(expected) from None

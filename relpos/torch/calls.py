@@ -108,7 +108,7 @@ class Written(Spec):
 
     def over(self, tables: Sequence[Tensor], numbers: Numbers) -> Call:
         own = [table_of(x) for x in tables]
-        others = [x.cpu().numpy() for x in numbers.host[len(PER_CALL) :] if x is not None]
+        others = [x.cpu().numpy()[()] for x in numbers.others()]  # single ones as NumPy's scalars
         parts = Parts(own, others, list(numbers.integers), list(numbers.reals))
         position, options = read(self.written, parts)
         known = {id(x): name for name, x in tables_of(position).items()}
