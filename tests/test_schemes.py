@@ -391,6 +391,25 @@ def test_integers_of_numpy_are_those_of_python(kind: type) -> None:
     assert learned.table(kind(100), offset=kind(120)).shape == (100, 4)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_tables_that_are_matrices() -> None:
+    """np.matrix has products and axes of its own, for the schemes that compute with tables."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 2, 4, 6)).astype(np.float32)
+    bias, weight, u = (rng.standard_normal(s).astype(np.float32) for s in ((8, 2), (12, 4), (2, 6)))
+    for make, tables in (
+        (lambda t: relpos.T5Bias(t, bias_scale=0.5), (bias,)),
+        (lambda w, u: relpos.TransformerXL(w, u), (weight, u)),
+    ):
+        found = []
+        for kind in (np.asarray, np.asmatrix):
+            out, ctx = relpos.attention_forward(q, q, q, position=make(*map(kind, tables)))
+            gradients = relpos.attention_backward(ctx, out)
+            found.append([out, *gradients.values()])
+        for own, plain in zip(*found, strict=True):
+            np.testing.assert_array_equal(own, plain)
+
+
 def test_learned_positions() -> None:
     table = np.arange(12, dtype=np.float32).reshape(6, 2)
     learned = relpos.LearnedAbsolute(table)

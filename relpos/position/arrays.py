@@ -80,7 +80,7 @@ def through(name: str, table: Any, change: Callable[[Any], Any]) -> Any:
     relpos.torch. `change` uses what both have, and the functions below."""
     if isinstance(table, DeviceArray):
         return table.through(name, change)
-    return change(table)
+    return change(np.asarray(table))  # plain: products of np.matrix are float64
 
 
 def contiguous(x: Any) -> Any:
