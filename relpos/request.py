@@ -277,7 +277,9 @@ def _window(window: Window) -> tuple[int, int] | None:
         try:
             bound = -1 if side is None else operator.index(side)
         except TypeError:
-            raise TypeError(f"window: expected integers or None, got {window!r}") from None
+            bound = None
+        if bound is None or isinstance(side, bool):
+            raise TypeError(f"window: expected integers or None, got {window!r}")
         if side is not None and bound < 0:
             raise ValueError(f"window: expected 0 or more on each side, or None, got {window!r}")
         if bound > MAX_WINDOW:

@@ -522,6 +522,12 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "window: expected a number or (left, right), got (1, 2, 3)",
     ),
     (
+        "window, truth",
+        {"window": True},
+        T,
+        "window: expected integers or None, got True",
+    ),
+    (
         "window, negative",
         {"window": (-1, 2)},
         V,
