@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good translations are: BLEU and chrF by sacrebleu, perplexity, and BLEU by length.
+"""How good translations are: BLEU and chrF by sacrebleu, perplexity, and BLEU by length; and what a
+language model thinks of a text.
 
 result = relpos.evaluation.evaluate(translations, [references], sources)
 print(result)
+print(relpos.evaluation.evaluate_text(language_model, texts))
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from relpos.train.progress import perplexity
 
 if TYPE_CHECKING:
-    from relpos.translator import Translator
+    from relpos.translator import Progress, Translator
 
 LENGTHS = (10, 20, 30, 40, 50)
+PLACES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,16 @@ class Range:
 
     @property
     def name(self) -> str:
-        return f"{self.least} and more" if self.most is None else f"{self.least} to {self.most}"
+        return _name_of(self.least, self.most)
+
+
+def _name_of(least: int, most: int | None) -> str:
+    return f"{least} and more" if most is None else f"{least} to {most}"
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """What a model thinks of the references, each token given those before it.
+    """What a model thinks of a text, each token given those before it.
 
     nll: float. The mean of -log p. perplexity: float, its exponential, infinite where that is too
         large. accuracy: float. The share of tokens that had the highest score. tokens: int, the ends
@@ -70,6 +79,64 @@ class Likelihood:
     perplexity: float
     accuracy: float
     tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        """An infinite perplexity is None, as JSON has none."""
+        return asdict(self) | ({"perplexity": None} if math.isinf(self.perplexity) else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a language model thinks of tokens that are the `least`th to the `most`th (None: and
+    later) of their lines."""
+
+    least: int
+    most: int | None
+    likelihood: Likelihood
+
+    @property
+    def name(self) -> str:
+        return _name_of(self.least, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvaluation:
+    """What `evaluate_text` found; `str` is a table of it.
+
+    lines: int. Those that have tokens. failed: int. Those of them that the model's numbers are not
+        finite of; they don't count.
+    """
+
+    lines: int
+    failed: int
+    likelihood: Likelihood
+    by_place: tuple[Places, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain lists and dictionaries; an infinite perplexity is None, as JSON has none."""
+        places = [
+            {"least": x.least, "most": x.most, **x.likelihood.as_json()} for x in self.by_place
+        ]
+        return {
+            "lines": self.lines, "failed": self.failed, "likelihood": self.likelihood.as_json(),
+            "by_place": places,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        it = self.likelihood
+        rows = [
+            f"{self.lines:,} {'line' if self.lines == 1 else 'lines'}",
+            "",
+            f"perplexity {it.perplexity:.4g}, accuracy {it.accuracy:.2%} of {it.tokens:,} tokens",
+            "",
+            f"{'token of its line':>17}  {'tokens':>10}  {'perplexity':>10}  accuracy",
+        ]
+        for part in self.by_place:
+            it = part.likelihood
+            rows.append(
+                f"{part.name:>17}  {it.tokens:10,}  {it.perplexity:10.4g}  {it.accuracy:8.2%}"
+            )
+        return "\n".join(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +150,8 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         """As plain lists and dictionaries; an infinite perplexity is None, as JSON has none."""
-        told = asdict(self)
-        if self.likelihood is not None and math.isinf(self.likelihood.perplexity):
-            told["likelihood"]["perplexity"] = None
-        return told
+        it = self.likelihood
+        return asdict(self) | {"likelihood": None if it is None else it.as_json()}
 
     def __str__(self) -> str:
         rows = [f"{self.sentences:,} {'sentence' if self.sentences == 1 else 'sentences'}", ""]
@@ -194,9 +259,7 @@ def by_length(
     tokenize: str = "13a",
 ) -> tuple[Range, ...]:
     """BLEU of the sentences of each range of lengths, where there are any."""
-    if any(one >= other for one, other in pairwise((0, *lengths))):
-        got = ", ".join(map(str, lengths))
-        raise ValueError(f"lengths: expected rising numbers from 1 on, got {got}")
+    _check_ends("lengths", lengths)
     metric = _sacrebleu().metrics.BLEU(tokenize=tokenize, force=True)
     words = [len(source.split()) for source in sources]
     ranges = []
@@ -229,11 +292,61 @@ def likelihood_of(
     return Likelihood(nll, perplexity(nll), hits / tokens, tokens)
 
 
-def plot(evaluation: Evaluation, path: str | os.PathLike[str]) -> Path:
-    """Draws BLEU by length into a file, whose ending says its kind."""
+def evaluate_text(
+    translator: Translator,
+    texts: Sequence[str],
+    *,
+    places: Sequence[int] = PLACES,
+    progress: Progress | None = None,
+) -> TextEvaluation:
+    """What a language model thinks of lines of text, and by where in its line a token stands.
+
+    translator: Translator of a decoder alone.
+    texts: str each. Lines that give no token don't count, as in training; of those that are too
+        long the beginning does.
+    places: int each, rising. Where ranges of places end, the first token of a line being at 1.
+    progress: called with the number of lines that are done.
+    """
+    _check_lines("texts", texts)
+    _check_ends("places", places)
+    if not translator.generates:
+        raise ValueError("translator: expected one of a decoder alone, got one with an encoder")
+    scores = translator.score(None, texts, progress=progress)
+    there = [each for each in scores if each.tokens.size > 1]
+    whole = [each for each in there if not each.failed]
+    if not whole:
+        raise ValueError(f"texts: {len(texts):,} lines, none of which has tokens to be looked at")
+    log_p = np.concatenate([each.tokens for each in whole]).astype(np.float64)
+    hits = np.concatenate([each.hits for each in whole])
+    at = np.concatenate([np.arange(1, each.tokens.size + 1) for each in whole])
+    parts = []
+    for above, most in pairwise((0, *places, math.inf)):
+        chosen = (at > above) & (at <= most)
+        if chosen.any():
+            last = None if most == math.inf else int(most)
+            parts.append(Places(int(above) + 1, last, _mean_of(log_p[chosen], hits[chosen])))
+    failed = len(there) - len(whole)
+    return TextEvaluation(len(there), failed, _mean_of(log_p, hits), tuple(parts))
+
+
+def _mean_of(log_p: Any, hits: Any) -> Likelihood:
+    nll = -float(log_p.mean())
+    return Likelihood(nll, perplexity(nll), float(hits.mean()), log_p.size)
+
+
+def plot(evaluation: Evaluation | TextEvaluation, path: str | os.PathLike[str]) -> Path:
+    """Draws BLEU by length, or a text by place, into a file, whose ending says its kind."""
     plots = _plots()
-    figure = plots.canvas.without_display((8, 4.5))
-    return Path(plots.save(plots.bleu_by_length(evaluation, ax=figure.subplots()), path))
+    ax = plots.canvas.without_display((8, 4.5)).subplots()
+    by_place = isinstance(evaluation, TextEvaluation)
+    draw = plots.perplexity_by_place if by_place else plots.bleu_by_length
+    return Path(plots.save(draw(evaluation, ax=ax), path))
+
+
+def _check_ends(name: str, ends: Sequence[int]) -> None:
+    if any(one >= other for one, other in pairwise((0, *ends))):
+        got = ", ".join(map(str, ends))
+        raise ValueError(f"{name}: expected rising numbers from 1 on, got {got}")
 
 
 def check_counts(references: Sequence[Sequence[str]], **others: Sequence[str]) -> None:
@@ -272,6 +385,10 @@ def _check_lines(name: str, lines: Sequence[str]) -> None:
 def check_asked(tokenize: str, plot: str | os.PathLike[str] | None) -> None:
     """Says what is missing, or cannot be had, before hours of work."""
     _check_tokenize(tokenize)
+    check_picture(plot)
+
+
+def check_picture(plot: str | os.PathLike[str] | None) -> None:
     if plot is not None:
         _plots().canvas.check_ending("plot", plot)
 

@@ -183,6 +183,74 @@ def test_perplexity_is_that_of_training(run: Path, tmp_path: Path) -> None:
     assert evaluation.likelihood_of(Translator.load(run), [""], ["da"]) is None
 
 
+def test_what_a_language_model_thinks(capsys: Capture, tmp_path: Path) -> None:
+    """The figures of validation; by place the same tokens, each counted once."""
+    changes = {"encoder.layers": 0}
+    folder = save(tmp_path / "run", random_model(**changes))
+    lines = text_files.sentences(40, seed=5)
+    text = tmp_path / "text"
+    text.write_text("\n".join(["", *lines, " "]) + "\n")
+    cache = TokenCache.build(tmp_path / "cache", read_lines(text), VOCABULARY)
+    nll, hits, count = 0.0, 0.0, 0
+    for batch in InOrder(cache, tokens=256, sentences=64, max_length=16):
+        result = random_model(**changes).forward(batch)
+        nll += result.nll * result.tokens
+        hits += result.accuracy * result.tokens
+        count += result.tokens
+    told = json.loads(
+        relpos_says(capsys, "evaluate", folder, "--text", text, "--lengths", "3,5", "--json")
+    )
+    assert (told["lines"], told["failed"]) == (40, 0)
+    found = told["likelihood"]
+    assert found["tokens"] == count and found["nll"] == pytest.approx(nll / count, rel=1e-5)
+    assert found["accuracy"] == pytest.approx(hits / count)
+    assert found["perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    places = told["by_place"]
+    assert [(x["least"], x["most"]) for x in places] == [(1, 3), (4, 5), (6, None)]
+    assert places[0]["tokens"] == 3 * 40  # two words and the end, at least
+    assert sum(x["tokens"] for x in places) == count
+    assert sum(x["nll"] * x["tokens"] for x in places) == pytest.approx(nll, rel=1e-5)
+    scores = Translator.load(folder).score(None, lines)
+    by_hand = -np.concatenate([x.tokens[5:] for x in scores]).mean(dtype=np.float64)
+    assert places[2]["nll"] == pytest.approx(by_hand)
+
+
+def test_a_language_model_is_told_as_a_table_and_drawn(capsys: Capture, tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", random_model(**{"encoder.layers": 0}))
+    text = tmp_path / "text"
+    text.write_text("ba be bi\n\n")
+    picture = tmp_path / "places.png"
+    said = relpos_says(capsys, "evaluate", folder, "--text", text, "--plot", picture)
+    assert said.startswith("1 line\n\nperplexity ") and "% of 4 tokens\n" in said
+    assert re.search(r"^ +1 to 8 +4 +[\d.]+ +\d", said, flags=re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_of_language_models_that_are_refused(
+    run: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    language, text, empty = tmp_path / "run", tmp_path / "text", tmp_path / "empty"
+    save(language, random_model(**{"encoder.layers": 0}))
+    text.write_text("ba\n")
+    empty.write_text("\n\n")
+    for given, status, sentence in (
+        (("--text", text), 2, "missing is a model"),
+        ((run, "--text", text), 1, "this model has an encoder; give --source and --reference"),
+        ((language, "--text", empty), 1, "texts: 2 lines, none of which has tokens"),
+        ((language, "--text", text, "--beam", "2"), 1, "--beam: is of translations, --text of"),
+        ((language, "--text", text, "--source", text), 1, "--source: is of translations"),
+        ((language, "--source", text, "--reference", text), 1, "--text FILE is for it"),
+    ):
+        assert sentence in relpos_says(capsys, "evaluate", *given, status=status)
+    for call, message in (
+        (lambda: evaluation.evaluate_text(Translator.load(run), ["ba"]), "^translator: expected"),
+        (lambda: evaluation.evaluate_text(Translator.load(language), ["ba"], places=(3, 2)),
+         "^places: expected rising numbers"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_a_perplexity_beyond_numbers() -> None:
     score = Score(1, -1500.0, np.full(2, -750, np.float32), np.zeros(2, bool), 1)
     translator: Any = SimpleNamespace(score=lambda *_: [score])

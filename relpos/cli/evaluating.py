@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relpos.cli.arguments import FAILED, USAGE, add_command
 from relpos.cli.decoding import (
@@ -25,6 +25,9 @@ from relpos.cli.decoding import (
     shown,
 )
 
+if TYPE_CHECKING:
+    from relpos.evaluation import Evaluation, TextEvaluation
+
 _EVALUATE_NEXT = """\
 relpos evaluate: what is missing is {missing}. To translate and compare,
 
@@ -33,6 +36,10 @@ relpos evaluate: what is missing is {missing}. To translate and compare,
 and to compare a translation that is there,
 
   relpos evaluate --hypothesis output.de --reference test.de
+
+and what a language model thinks of a text
+
+  relpos evaluate run --text test.txt
 
 `relpos evaluate --help` lists the rest."""
 
@@ -47,7 +54,8 @@ def add_commands(commands: Any) -> None:
         "BLEU, chrF and perplexity of a model, or of a translation that is there",
         "Translates --source and compares with --reference. BLEU and chrF are sacrebleu's, with\n"
         "their signatures; perplexity and accuracy are those of the reference's tokens, each given\n"
-        "the ones before it. BLEU by the length of the source tells what becomes of long sentences.",
+        "the ones before it. BLEU by the length of the source tells what becomes of long sentences.\n"
+        "With --text: perplexity and accuracy of a language model, and by the place in a line.",
         _evaluate,
         usage="relpos evaluate [MODEL...] --source FILE --reference FILE [options]",
     )
@@ -60,6 +68,9 @@ def add_commands(commands: Any) -> None:
     data.add_argument(
         "--hypothesis", metavar="FILE", help="a translation that is there, instead of a new one"
     )
+    data.add_argument(
+        "--text", metavar="FILE", help="for a language model: what it is to think something of"
+    )
     scores = command.add_argument_group("scores")
     scores.add_argument("--lowercase", action="store_true", help="BLEU of lower case beside it")
     scores.add_argument(
@@ -68,11 +79,16 @@ def add_commands(commands: Any) -> None:
     scores.add_argument(
         "--lengths",
         type=_lengths,
-        default=(10, 20, 30, 40, 50),
         metavar="N,N,...",
-        help="where ranges of words of the source end (10,20,30,40,50)",
+        help="where ranges of words of the source end (10,20,30,40,50), or of places in a line of "
+        "--text (8,16,32,64,...)",
     )
-    scores.add_argument("--plot", type=Path, metavar="FILE", help="a picture of BLEU by length")
+    scores.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="a picture of BLEU by length, or of --text by place",
+    )
     scores.add_argument("--json", action="store_true", help="all of it as JSON")
     command.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="where the translations go (nowhere)"
@@ -93,6 +109,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    if options.text is not None:
+        return _evaluate_text(options)
     if options.models and options.hypothesis is not None:
         print("relpos evaluate: give a model or --hypothesis, not both", file=sys.stderr)
         return USAGE
@@ -125,7 +143,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         evaluation.check_counts(references, **({} if sources is None else {"sources": sources}))
         translator = load(options.models, options)
         if translator.generates:
-            raise ValueError("this model has no encoder, there is nothing to compare")
+            raise ValueError(
+                "this model has no encoder, there is nothing to compare; --text FILE is for it"
+            )
         search = search_of(options, translator)
     with nullcontext() if options.output is None else written(options.output, inputs) as write:
         if translator is None:
@@ -141,12 +161,42 @@ def _evaluate(options: argparse.Namespace) -> int:
                 write(line)
     result = evaluation.evaluate(
         said, references, sources, translator=translator,
-        lowercase=options.lowercase, tokenize=options.tokenize, lengths=options.lengths,
+        lowercase=options.lowercase, tokenize=options.tokenize,
+        lengths=options.lengths or evaluation.LENGTHS,
     )  # fmt: skip
+    _tell(result, options)
+    return FAILED if failed else 0
+
+
+def _evaluate_text(options: argparse.Namespace) -> int:
+    """A language model, on text that is there."""
+    if not options.models:
+        print(_EVALUATE_NEXT.format(missing="a model"), file=sys.stderr)
+        return USAGE
+    others = ("source", "reference", "hypothesis", *SAYING, "lowercase", "tokenize", "output")
+    refuse(options, others, "is of translations, --text of what a language model thinks")
+    from relpos import evaluation
+    from relpos.cli.lines import lines_in
+
+    evaluation.check_picture(options.plot)
+    lines = lines_in([options.text])
+    translator = load(options.models, options)
+    if not translator.generates:
+        raise ValueError("--text: this model has an encoder; give --source and --reference")
+    with shown(options.progress, quiet=False) as tell:
+        result = evaluation.evaluate_text(
+            translator, lines, places=options.lengths or evaluation.PLACES, progress=tell
+        )
+    _tell(result, options)
+    return FAILED if result.failed else 0
+
+
+def _tell(result: Evaluation | TextEvaluation, options: argparse.Namespace) -> None:
+    from relpos import evaluation
+
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
         print(result)
     if options.plot is not None:
         evaluation.plot(result, options.plot)
-    return FAILED if failed else 0

@@ -15,7 +15,7 @@ and heads are counted from 0, as everywhere. docs/maps.md shows what there is.
     maps.py     attention maps
     offsets.py  attention by offset
     tables.py   tables of relations
-    curves.py   training, and BLEU by length
+    curves.py   training, BLEU by length, perplexity by place
 """
 
 try:
@@ -24,7 +24,7 @@ except ImportError:
     raise ImportError("plots: takes matplotlib, `pip install 'relpos[viz]'`") from None
 
 from relpos.plots.canvas import save
-from relpos.plots.curves import bleu_by_length, curves
+from relpos.plots.curves import bleu_by_length, curves, perplexity_by_place
 from relpos.plots.maps import (
     content_and_relation,
     head,
@@ -51,6 +51,7 @@ __all__ = [
     "heads",
     "heat_map",
     "moved",
+    "perplexity_by_place",
     "save",
     "table_components",
     "table_norms",

@@ -13,7 +13,7 @@ from relpos.plots.canvas import Axes, Canvas
 from relpos.train.log import LOG, read_log
 
 if TYPE_CHECKING:
-    from relpos.evaluation import Evaluation
+    from relpos.evaluation import Evaluation, TextEvaluation
 
 _WIDTH = 50  # points over which the training curve is smoothed, at most
 _LONGEST = 80  # characters of a run's name that are shown
@@ -108,26 +108,45 @@ def bleu_by_length(evaluation: Evaluation, *, ax: Axes | None = None) -> Axes:
     ranges = evaluation.by_length
     if not ranges:
         raise ValueError("plot: there is no BLEU by length without sources")
-    ax = canvas.plain(canvas.axes_of(ax, (8, 4.5)))
-    bars = ax.bar(
+    ax = _bars(
         [each.name for each in ranges],
         [each.bleu for each in ranges],
-        color=canvas.LINES[0],
-        width=0.7,
-        zorder=2,
-    )
-    ax.bar_label(
-        bars,
         [f"{each.bleu:.1f}\n{_counted(each.sentences)}" for each in ranges],
-        fontsize=canvas.LABEL,
-        padding=2,
+        ax,
     )
-    ax.grid(False, axis="x")
-    ax.margins(y=0.15)
-    ax.set_ylim(bottom=0, top=max(1.0, ax.get_ylim()[1]))  # all of them may be 0
     ax.set_xlabel("words of the source")
     ax.set_ylabel("BLEU")
     canvas.title(ax, f"BLEU {evaluation.metrics[0].value:.2f}, by length")
+    return ax
+
+
+def perplexity_by_place(evaluation: TextEvaluation, *, ax: Axes | None = None) -> Axes:
+    """-log p of tokens by where in their lines they stand, and their perplexity.
+
+    evaluation: TextEvaluation, as `relpos.evaluation.evaluate_text` returns it.
+    """
+    parts = [each.likelihood for each in evaluation.by_place]
+    ax = _bars(
+        [each.name for each in evaluation.by_place],
+        [each.nll for each in parts],
+        [f"{each.perplexity:.4g}\n{each.tokens:,} tokens" for each in parts],
+        ax,
+    )
+    ax.set_xlabel("token of its line")
+    ax.set_ylabel("-log p of a token")
+    canvas.title(ax, f"perplexity {evaluation.likelihood.perplexity:.4g}, by place")
+    return ax
+
+
+def _bars(
+    names: Sequence[str], heights: Sequence[float], labels: Sequence[str], ax: Axes | None
+) -> Axes:
+    ax = canvas.plain(canvas.axes_of(ax, (8, 4.5)))
+    bars = ax.bar(names, heights, color=canvas.LINES[0], width=0.7, zorder=2)
+    ax.bar_label(bars, labels, fontsize=canvas.LABEL, padding=2)
+    ax.grid(False, axis="x")
+    ax.margins(y=0.15)
+    ax.set_ylim(bottom=0, top=max(1.0, ax.get_ylim()[1]))  # all of them may be 0
     return ax
 
 
