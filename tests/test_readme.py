@@ -149,7 +149,8 @@ def test_inline_commands_name_what_exists() -> None:
 
 
 def test_the_tests_that_pages_name_exist() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*"))
+    paths = [path for kind in ("py", "c") for path in (ROOT / "tests").rglob(f"test_*.{kind}")]
+    sources = "".join(path.read_text() for path in paths)
     for page in PAGES:
         for name in re.findall(r"\btest_\w+(?!\w*\.)", page.read_text()):
             assert f"def {name}" in sources, f"{page.name}: {name}"
