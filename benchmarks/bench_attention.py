@@ -424,7 +424,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--worker", metavar="SIDE", help=argparse.SUPPRESS)
     add("--json", action="store_true", help="last line: one JSON object of flat figures")
-    add("--quick", action="store_true", help="n = 256 and 1024, a second each")
+    add("--quick", action="store_true", help="n = 256 and 1024, three seconds a case")
     add("--causal", action="store_true", help="causal; torch with is_causal")
     add("--per-head", action="store_true", help="a table for every head")
     add("--packed", action="store_true", help="mixed lengths; torch at its fastest of three ways")

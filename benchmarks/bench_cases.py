@@ -78,6 +78,8 @@ def main() -> int:
     if options.worker:
         turns.serve(build)
         return 0
+    if not LIBRARY.exists():
+        parser.error(f"there is no {LIBRARY}: make it by `make`")
     isas = options.isa or capi.Core(LIBRARY).build_info()["isa_available"].split()
     sides = [isa + plain for isa in isas for plain in ("", PLAIN)]
     for text in options.cases or [str(timed.case()) for timed in TIMED]:

@@ -2,9 +2,10 @@
  *
  * gemm.c: C[rows, columns] = A . B (+ C) (+ bias), the matrix product of every layer.
  *
- *   rows <= 32, B given as [columns, inner]   dots: our own, B read once and in order
+ *   rows <= 5, B given as [columns, inner]    stream: our own, B is one stream of memory
+ *   rows <= 32, the same                      dots: our own, B read once and in order
  *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows
- *                                             (both: gemm_few.h)
+ *                                             (all three: gemm_few.h)
  *   more                                      blocks of our own (gemm_kernel.h), or of BLAS
  *                                             (base/blas.h) where that is faster: GEMM_OURS;
  *                                             or of tiles (gemm_tiles.c)

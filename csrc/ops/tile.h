@@ -17,9 +17,8 @@
  * An instruction set defines RPI_LANES (reals in a vector) and RPI_VECTORS before it
  * includes this file: RPI_STRIP x RPI_VECTORS accumulators, the vectors of one row of
  * B and one scalar of A must fit its registers. The vector type is GCC's and clang's
- * own: here alone, because the same kernel in plain loops reached 105 Gflop/s
- * against 117 (one core, AVX-512), and fell to 40 when the row of B was named in
- * a local array. Everything else is plain C.
+ * own, because the same kernel in plain loops reached 105 Gflop/s against 117
+ * (one core, AVX-512), and fell to 40 when the row of B was named in a local array.
  */
 #ifndef RPI_TILE_H
 #define RPI_TILE_H
