@@ -120,10 +120,13 @@ static void carve_map(rpi_arena *arena, int workers, map_call *call) {
   }
 }
 
-/* bytes given: counts the workspace and does nothing else. */
+/* bytes given: counts the workspace, of all sequences where b is -1, and does nothing else. */
 static rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
-  call.n = bounds_of(&call.shape, false, false);
+  /* of its sequence alone: a batch of many has a map for each */
+  const bool all = args->b < 0;
+  call.n = bounds_between(&call.shape, all ? 0 : args->b, all ? args->shape->B : args->b + 1, false,
+                          false);
   call.forward = (rpi_attention_args){.shape = &call.shape, .q = args->q, .k = args->k};
   const int workers = args->workers;
   rpi_arena arena =

@@ -210,9 +210,11 @@ static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
 }
 
 /* tiles: there are such as multiply bf16. */
-static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
+/* What the sequences from `first` to before `end` need. */
+static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, bool backward,
+                             bool tiles) {
   int64_t queries = 0, keys = 0;
-  for (int64_t b = 0; b < s->B; b++) {
+  for (int64_t b = first; b < end; b++) {
     const rpi_sequence seq = sequence_of(s, b);
     queries = rpi_max(queries, query_chunks(s, &seq).rows);
     keys = rpi_max(keys, backward ? key_chunks(s, &seq).rows : keys_walked(s, &seq));
@@ -238,6 +240,10 @@ static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
       .tiles = tiled,
       .moved = moved,
   };
+}
+
+static bounds bounds_of(const rp_attention *s, bool backward, bool tiles) {
+  return bounds_between(s, 0, s->B, backward, tiles);
 }
 
 /* ---- backward: phases ---------------------------------------------------- */

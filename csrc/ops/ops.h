@@ -86,7 +86,8 @@ typedef struct rpi_attention_backward_args {
   const rp_attention_gradients *gradients;
 } rpi_attention_backward_args;
 
-/* Rows of one head's scores or probabilities; what: RP_SHOW_... */
+/* Rows of one head's scores or probabilities; what: RP_SHOW_...; b: -1 where a workspace is asked
+ * for that is large enough for every sequence. */
 typedef struct rpi_attention_map_args {
   const rp_attention *shape;
   rp_rows q, k;
