@@ -91,8 +91,9 @@ def read_log(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 continue
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 continue
-            if line.get("kind") == "resume":
-                lines = [each for each in lines if each["step"] <= line["step"]]
+            if line.get("kind") == "resume":  # steps rise from one resume to the next
+                while lines and lines[-1]["step"] > line["step"]:
+                    lines.pop()
             lines.append(line)
     return lines
 
