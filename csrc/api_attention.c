@@ -365,8 +365,9 @@ static rp_status map(const rp_attention *a, rp_rows q, rp_rows k, int what, int6
                                  .to_stride = to_stride,
                                  .workers = rp_get_threads()};
   RPI_TRY(ops->attention_map(&args, &args.workspace_bytes));
-  RPI_CHECK(ops->allocate(args.workspace_bytes, &args.workspace) == RP_OK, RP_ERROR_MEMORY,
-            "attention: no memory for a workspace of %lld bytes", (rpi_wide)args.workspace_bytes);
+  RPI_TRY_MEMORY(ops->allocate(args.workspace_bytes, &args.workspace),
+                 "attention: no memory for a workspace of %lld bytes",
+                 (rpi_wide)args.workspace_bytes);
   const rp_status status = ops->attention_map(&args, NULL);
   ops->release(args.workspace);
   return status;

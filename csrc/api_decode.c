@@ -3,10 +3,10 @@
  * api_decode.c: the public functions of decode.h: they check, lock the models, and call inward.
  */
 #include <math.h>
-#include <string.h>
 
 #include "api_model.h"
 #include "decode/search.h"
+#include "isa/devices.h"
 
 /* ---- a decoder ------------------------------------------------------------- */
 
@@ -38,7 +38,7 @@ static rp_status check_model(rp_model *const *models, int64_t k) {
   RPI_CHECK(m->config.encoder.relations == first->config.encoder.relations, RP_ERROR_ARGUMENT,
             "decoder: models[%lld] has encoder.relations=%lld, but models[0] has %lld", (rpi_wide)k,
             (rpi_wide)m->config.encoder.relations, (rpi_wide)first->config.encoder.relations);
-  RPI_CHECK(strcmp(models[k]->device, models[0]->device) == 0, RP_ERROR_ARGUMENT,
+  RPI_CHECK(rpi_device_same(models[k]->device, models[0]->device), RP_ERROR_ARGUMENT,
             "decoder: models[%lld] is on %s, models[0] on %s; they must be on one device",
             (rpi_wide)k, models[k]->device, models[0]->device);
   return RP_OK;

@@ -86,8 +86,11 @@ thread_local State *selected;
 
 int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
 
+constexpr int least_major = 8; /* cp.async, and mma.sync with bf16 */
+
 rp_status make_ready(State &s, int device) {
   int value = 0;
+  RPI_TRY(check_capability(device));
   s.context.device = device;
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device));
   s.context.multiprocessors = value;
@@ -317,6 +320,15 @@ rp_status blas_handle(cublasHandle_t *handle) {
   *handle = static_cast<cublasHandle_t>(c.cublas);
   CUBLAS_TRY(cublasSetStream(*handle, c.stream));
   return RP_OK;
+}
+
+rp_status check_capability(int device) {
+  int major = 0, minor = 0;
+  CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  CUDA_TRY(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  if (major >= least_major) return RP_OK;
+  return fail(RP_ERROR_DEVICE, "its compute capability is %d.%d, expected %d.0 or more", major,
+              minor, least_major);
 }
 
 void use(const rpc_host *given) { host = given; }

@@ -69,6 +69,9 @@ rp_status stage(const T *from, int64_t count, const T **to, const void *key = nu
   return RP_OK;
 }
 
+/* Fails for a GPU that our code is not for. */
+rp_status check_capability(int device);
+
 /* Has everything before the event been done? wait_for waits only where it has not. */
 bool has_passed(cudaEvent_t event);
 rp_status wait_for(cudaEvent_t event);

@@ -24,8 +24,9 @@ struct Driver {
 Driver driver;
 std::once_flag once;
 
-/* Of the oldest driver there is for the runtime we build with (driver_problem in table.cu). A driver
- * refuses to look up what is of a later version than its own, and the compiler's may be later. */
+/* Of the oldest driver there is for the runtime we build with (driver_problem in table.cu). A
+ * driver refuses to look up what is of a later version than its own, and the compiler's may be
+ * later. */
 constexpr unsigned oldest_driver = 13000;
 
 template <class Function>

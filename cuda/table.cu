@@ -62,8 +62,6 @@ const rp_ops ops = {
     Entry<zero>::call,
 };
 
-constexpr int least_major = 8; /* cp.async, and mma.sync with bf16 */
-
 /* "13.0" of 13000. */
 struct Version {
   char text[16];
@@ -101,10 +99,7 @@ rp_status describe(int index, char *title, int64_t title_bytes, int64_t *memory,
   std::snprintf(title, static_cast<size_t>(title_bytes), "%s", properties.name);
   *memory = static_cast<int64_t>(properties.totalGlobalMem);
   *memory_free = 0;
-  if (properties.major < least_major) {
-    return fail(RP_ERROR_DEVICE, "its compute capability is %d.%d, expected %d.0 or more",
-                properties.major, properties.minor, least_major);
-  }
+  RPI_TRY(check_capability(index));
   /* Asking for it would open a context: the driver is asked where there is one. */
   if (!has_primary(index)) return RP_OK;
   void *primary = nullptr;

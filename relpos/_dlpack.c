@@ -53,14 +53,22 @@ static const char plain_owner[] = "relpos.dltensor",
 
 /* ---- taking -------------------------------------------------------------------------- */
 
+/* An array may be let go while an exception is on its way up; a deleter that is written in Python
+ * cannot run in its sight. */
 static void delete_plain(PyObject *owner) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
   dl_plain *const array = PyCapsule_GetPointer(owner, plain_owner);
   if (array->deleter != NULL) array->deleter(array);
+  PyErr_Restore(type, value, trace);
 }
 
 static void delete_versioned(PyObject *owner) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
   dl_versioned *const array = PyCapsule_GetPointer(owner, versioned_owner);
   if (array->deleter != NULL) array->deleter(array);
+  PyErr_Restore(type, value, trace);
 }
 
 /* "float32", "int64", "bfloat16"; of several lanes "float32x4". */

@@ -266,6 +266,8 @@ def from_dlpack(name: str, x: Any, stream: int | None = None) -> DeviceArray:
         owner, _, _, address, dtype, shape, strides, writable = _core.dlpack_take(capsule)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name}: no array to read without a copy: {error}") from error
+    if any(step < 0 for step, count in zip(strides, shape, strict=True) if count > 1):
+        raise ValueError(f"{name}: strides must be whole elements forward, got strides {strides}")
     if dtype not in BYTES:
         raise TypeError(
             f"{name}: {dtype} {shape} on {device}; of what lies on a GPU relpos takes float32 and "

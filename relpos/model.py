@@ -239,7 +239,7 @@ class Transformer:
 
     @property
     def device(self) -> str:
-        """Where it lies: "cpu", "cuda:0", ..."""
+        """Where it lies, as it was said: "cpu", "cuda" (which is "cuda:0"), "cuda:1", ..."""
         return self._core.limits()[3]
 
     @property
@@ -606,6 +606,8 @@ def _described(
         raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}")
     if not isinstance(device, str):
         raise TypeError(f"device: expected str, got {type(device).__name__}")
+    if "\0" in device:
+        raise ValueError(f"device: expected a text without NUL, got {device!r}")
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
     for name, number in zip(("tokens", "sentences"), most, strict=True):
         if number >= 1 << 31:

@@ -227,7 +227,8 @@ class Decoder:
         """
         said = check_integers("tokens", tokens, "(rows,)", (1,))
         if said.size > 0 and not 0 <= int(said.min()) <= int(said.max()) < _TOKENS:
-            raise ValueError("tokens: expected tokens of the vocabulary")
+            wrong = said[(said < 0) | (said >= _TOKENS)][0]
+            raise ValueError(f"tokens: expected tokens of the vocabulary, from 0 on, got {wrong}")
         rows = None
         if parents is not None:
             rows = check_integers("parents", parents, "(rows,)", (1,)).astype(np.int64)

@@ -341,6 +341,17 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == ["cuda:0"] * 5
 
 
+def test_strides_that_run_backwards_are_refused_by_name() -> None:
+    q, k, v = (Foreign(x) for x in qkv())
+    out = Foreign(np.zeros((B, H, N, E), np.float32)).part(lambda x: x[:, :, ::-1])
+    for call in (
+        lambda: relpos.attention(q, k, v, out=out),
+        lambda: relpos.rotate(q, relpos.RoPE(), out=Foreign(qkv()[0]).part(lambda x: x[:, ::-1])),
+    ):
+        with pytest.raises(ValueError, match="^out: strides must be whole elements forward, got "):
+            call()
+
+
 def test_whose_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every array of another stream than the call's, tables and `out` among them."""
     q, k, v, table, turned = (Foreign(x) for x in (*qkv(), np.zeros((T, D), np.float32), qkv()[0]))

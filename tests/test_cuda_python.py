@@ -184,3 +184,29 @@ def test_what_is_refused() -> None:
         model_on("cuda:9", config)
     with pytest.raises(ValueError, match="one device"):
         relpos.Decoder(model_on("cpu", config), model_on("cuda", config))
+    with pytest.raises(ValueError, match="device is 'cuda:00', expected cpu, cuda or cuda:N"):
+        model_on("cuda:00", config)
+    with pytest.raises(ValueError, match=r"^device: expected a text without NUL, got 'cuda\\x00'$"):
+        model_on("cuda\0", config)
+
+
+def test_cuda_is_its_first_device() -> None:
+    config = config_of(SCHEMES["shaw"])
+    relpos.Decoder(model_on("cuda", config), model_on("cuda:0", config))
+
+
+def test_a_fault_is_no_lack_of_memory(
+    emulated_device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for memory may be the first to hear of a kernel that failed before."""
+    if emulated_device == Path("gpu"):
+        pytest.skip("the emulator is told to fail")
+    config = config_of(SCHEMES["shaw"])
+    decoder = relpos.Decoder(model_on("cuda", config))
+    monkeypatch.setenv("EMU_FAULT", "1")
+    for call in (
+        lambda: model_on("cuda", config),
+        lambda: decoder.begin(relpos.Batch([5], [0, 1], [BOS], [0, 1]), most_rows=6),
+    ):
+        with pytest.raises(relpos.DeviceError, match="^CUDA: "):
+            call()

@@ -153,6 +153,8 @@ def test_a_gpu_that_is_too_old(gpu: Any) -> None:
     [_, line] = gpu("tell(devices())", EMU_CAPABILITY="75")
     assert line[1] == "Emulated GPU"
     assert line[4] == "its compute capability is 7.5, expected 8.0 or more"
+    told = gpu("tell([allocate(b'cuda', 8)[0], error()])", EMU_CAPABILITY="75")
+    assert told == [50, f"device 'cuda': {line[4]}"]
 
 
 def test_names(gpu: Any) -> None:

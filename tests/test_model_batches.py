@@ -393,6 +393,8 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
     cases: list[tuple[Any, type[Exception], str]] = [
         (model.update, RuntimeError, "model: nothing is accumulated; backward comes before update"),
         (model.result, RuntimeError, "model: there is no result to ask for; a step or an update .*"),
+        (lambda: decoder.step([3, 3, -1]), ValueError,
+         "tokens: expected tokens of the vocabulary, from 0 on, got -1"),
         (lambda: decoder.step([1]), RuntimeError,
          "decoder: nothing was begun; begin comes before step"),
         (lambda: model.step(many), ValueError,

@@ -33,6 +33,14 @@ const char *rpi_quote(const char *text, char quoted[RPI_QUOTE]);
     if (!(condition)) return rpi_fail((status), __VA_ARGS__);                                      \
   } while (0)
 
+/* Hands a failure up, but says a lack of memory in a sentence of its own. */
+#define RPI_TRY_MEMORY(expression, ...)                                                            \
+  do {                                                                                             \
+    const rp_status rpi_try_status = (expression);                                                 \
+    RPI_CHECK(rpi_try_status != RP_ERROR_MEMORY, RP_ERROR_MEMORY, __VA_ARGS__);                    \
+    if (rpi_try_status != RP_OK) return rpi_try_status;                                            \
+  } while (0)
+
 /* Hands a failure of the called function up. */
 #define RPI_TRY(expression)                                                                        \
   do {                                                                                             \

@@ -65,8 +65,8 @@ static rp_status need_numbers(const rpi_cache *c, rpi_room *room, int64_t count,
             RP_ERROR_SHAPE, "decoder: its memory overflows");
   if (wanted <= room->bytes) return RP_OK;
   void *memory = NULL;
-  RPI_CHECK(c->ops->allocate(wanted, &memory) == RP_OK, RP_ERROR_MEMORY,
-            "decoder: no memory for %lld bytes on %s", (rpi_wide)wanted, c->model->device);
+  RPI_TRY_MEMORY(c->ops->allocate(wanted, &memory), "decoder: no memory for %lld bytes on %s",
+                 (rpi_wide)wanted, c->model->device);
   c->ops->release(room->memory);
   *room = (rpi_room){memory, wanted};
   return RP_OK;

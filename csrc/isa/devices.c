@@ -104,7 +104,8 @@ static int index_of(const char *device) {
   if (strncmp(device, "cuda:", 5) != 0) return -1;
   const char *const digits = device + 5;
   const size_t length = strspn(digits, "0123456789");
-  return length >= 1 && length <= 4 && digits[length] == '\0' ? atoi(digits) : -1;
+  const bool padded = digits[0] == '0' && length > 1; /* "cuda:00" would be another name of one */
+  return length >= 1 && length <= 4 && digits[length] == '\0' && !padded ? atoi(digits) : -1;
 }
 
 /* Selects a GPU for this thread. */
@@ -129,6 +130,11 @@ static rp_status select_gpu(const char *device) {
 }
 
 static bool is_cpu(const char *device) { return device == NULL || strcmp(device, "cpu") == 0; }
+
+bool rpi_device_same(const char *one, const char *other) {
+  return is_cpu(one) || is_cpu(other) ? is_cpu(one) == is_cpu(other)
+                                      : index_of(one) == index_of(other);
+}
 
 rp_status rpi_device_ops(const char *device, const rp_ops **ops) {
   if (is_cpu(device)) return rpi_ops_get(ops);

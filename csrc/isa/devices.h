@@ -6,6 +6,8 @@
 #ifndef RPI_DEVICES_H
 #define RPI_DEVICES_H
 
+#include <stdbool.h>
+
 #include "isa/dispatch.h" /* the table of the CPU */
 
 #ifdef __cplusplus
@@ -19,6 +21,9 @@ rp_status rpi_device_ops(const char *device, const rp_ops **ops);
 
 /* Everything that the device has been asked to do is done. */
 rp_status rpi_device_wait(const char *device);
+
+/* Do two names, both of devices, mean one? "cuda" is "cuda:0". */
+bool rpi_device_same(const char *one, const char *other);
 
 /* ---- the door: librelpos_cuda.so exports rpc_open and nothing else ----------- */
 

@@ -38,8 +38,9 @@ static rp_status lend(tour *t, rpi_attention_map_args *args) {
     ops->release(t->workspace);
     t->workspace = NULL;
     t->workspace_bytes = 0;
-    RPI_CHECK(ops->allocate(bytes, &t->workspace) == RP_OK, RP_ERROR_MEMORY,
-              "model: no memory for %lld bytes that attention maps are made with", (rpi_wide)bytes);
+    RPI_TRY_MEMORY(ops->allocate(bytes, &t->workspace),
+                   "model: no memory for %lld bytes that attention maps are made with",
+                   (rpi_wide)bytes);
     t->workspace_bytes = bytes;
   }
   args->workspace = t->workspace;
@@ -207,7 +208,7 @@ static rp_status look_for_means(tour *t, int64_t s) {
   if (times == 0) return RP_OK;
   rp_attention a;
   rpi_attention_map_args args = {
-      .shape = &a, .what = RP_SHOW_PROBABILITIES, .workers = t->run.workers};
+      .shape = &a, .what = RP_SHOW_PROBABILITIES, .b = -1, .workers = t->run.workers};
   RPI_TRY(rpi_stored_heads(&t->run, s, &a, &args.q, &args.k));
   RPI_TRY(lend(t, &args));
   args.to = wanted->one;

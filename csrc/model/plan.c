@@ -242,9 +242,9 @@ rp_status rpi_model_reserve(rpi_run *run) {
   RPI_TRY(workspace_of(run, &bytes));
   if (bytes <= m->workspace_bytes) return RP_OK;
   void *workspace = NULL;
-  RPI_CHECK(m->ops->allocate(bytes, &workspace) == RP_OK, RP_ERROR_MEMORY,
-            "model: no memory for attention's workspace of %lld bytes on %s", (rpi_wide)bytes,
-            m->device);
+  RPI_TRY_MEMORY(m->ops->allocate(bytes, &workspace),
+                 "model: no memory for attention's workspace of %lld bytes on %s", (rpi_wide)bytes,
+                 m->device);
   m->ops->release(m->workspace);
   m->workspace = workspace;
   m->workspace_bytes = bytes;
@@ -340,17 +340,20 @@ static rp_status make_ledger(rp_model *m) {
   return m->limits.training ? rpi_outcomes_make(m) : RP_OK;
 }
 
+static rp_status allocate_all(rp_model *m, const rp_memory *memory) {
+  RPI_TRY(m->ops->allocate(m->numbers_bytes, &m->numbers));
+  RPI_TRY(m->ops->allocate(memory->activations, &m->step_memory));
+  return m->ops->allocate(memory->workspace, &m->workspace);
+}
+
 static rp_status make(rp_model *m) {
   RPI_TRY(rpi_device_ops(m->device, &m->ops));
   rp_memory memory = {.struct_size = sizeof memory};
   RPI_TRY(make_fixed(m, &memory));
   m->workspace_bytes = memory.workspace;
-  const bool made = m->ops->allocate(m->numbers_bytes, &m->numbers) == RP_OK &&
-                    m->ops->allocate(memory.activations, &m->step_memory) == RP_OK &&
-                    m->ops->allocate(memory.workspace, &m->workspace) == RP_OK;
-  RPI_CHECK(made, RP_ERROR_MEMORY,
-            "model: no memory for %lld bytes on %s; rp_model_memory says what they are for",
-            (rpi_wide)memory.total, m->device);
+  RPI_TRY_MEMORY(allocate_all(m, &memory),
+                 "model: no memory for %lld bytes on %s; rp_model_memory says what they are for",
+                 (rpi_wide)memory.total, m->device);
   plan p = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_over(m->numbers, m->numbers_bytes),
             rpi_arena_over(m->step_memory, memory.activations)};
   carve(m, &p, &memory);
@@ -390,8 +393,8 @@ rp_status rpi_model_create_bare(const rp_config *config, const rp_limits *limits
 rp_status rpi_model_own_weights(rp_model *m) {
   const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
   void *memory = NULL;
-  RPI_CHECK(m->ops->allocate(bytes, &memory) == RP_OK, RP_ERROR_MEMORY,
-            "model: no memory for %lld bytes of weights on %s", (rpi_wide)bytes, m->device);
+  RPI_TRY_MEMORY(m->ops->allocate(bytes, &memory),
+                 "model: no memory for %lld bytes of weights on %s", (rpi_wide)bytes, m->device);
   m->weights = m->own_weights = memory;
   return m->ops->zero(m->weights, m->layout.numbers);
 }

@@ -101,7 +101,8 @@ extern void (*start_hook)(bool new_launch);
 extern void (*fill_hook)(const void *, size_t, bool fresh); /* fresh: allocated, else written */
 
 [[noreturn]] void fault(const char *op, const char *file, int line, const std::string &what);
-void run(dim3 grid, dim3 block, size_t bytes, const void *kernel, std::function<void()> body);
+void check_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel);
+void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> body);
 void set_shared_limit(const void *kernel, size_t bytes);
 void barrier(int id, int threads, bool wait, Site at);
 void yield();                                                    /* for loops that spin */

@@ -249,6 +249,22 @@ void run_block() {
   }
 }
 
+}  // namespace
+
+void fault(const char *op, const char *file, int line, const std::string &what) {
+  failure = what + " (" + (current != nullptr ? who(*current) + ", " : "") +
+            place({op, file, line}) + ")";
+  if (current == nullptr) throw Fault(failure);
+  go(&host); /* the fiber is left as it is: a fiber cannot be unwound */
+  std::abort();
+}
+
+bool own_memory(const void *p) {
+  const auto in = [&](const Fiber &f) { return p >= f.stack && p < f.stack + stack_bytes; };
+  if (in(*current) || (p >= fibers.data() && p < fibers.data() + fibers.size())) return true;
+  return std::any_of(fibers.begin(), fibers.end(), in);
+}
+
 void check_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel) {
   if (current != nullptr) throw Fault("launch from a kernel");
   const size_t size = static_cast<size_t>(block.x) * block.y * block.z;
@@ -269,28 +285,10 @@ void check_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel) {
   }
 }
 
-}  // namespace
-
-void fault(const char *op, const char *file, int line, const std::string &what) {
-  failure = what + " (" + (current != nullptr ? who(*current) + ", " : "") +
-            place({op, file, line}) + ")";
-  if (current == nullptr) throw Fault(failure);
-  go(&host); /* the fiber is left as it is: a fiber cannot be unwound */
-  std::abort();
-}
-
-bool own_memory(const void *p) {
-  const auto in = [&](const Fiber &f) { return p >= f.stack && p < f.stack + stack_bytes; };
-  if (in(*current) || (p >= fibers.data() && p < fibers.data() + fibers.size())) return true;
-  return std::any_of(fibers.begin(), fibers.end(), in);
-}
-
 void set_shared_limit(const void *kernel, size_t bytes) { shared_limits[kernel] = bytes; }
 
-void run(dim3 grid, dim3 block, size_t bytes, const void *kernel,
-         std::function<void()> kernel_body) {
+void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> kernel_body) {
   const Open open;
-  check_launch(grid, block, bytes, kernel);
   stats.launches++;
   threads = static_cast<int>(block.x * block.y * block.z);
   body = std::move(kernel_body);

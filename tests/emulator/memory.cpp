@@ -168,10 +168,10 @@ bool find_allocation(const void *p, const char **base, size_t *size) {
   return place < found->first + found->second;
 }
 
-static void run_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
+static void run_launch(dim3 grid, dim3 block, size_t bytes,
                        const std::function<void(const Runner &)> &body) {
   try {
-    body([&](std::function<void()> thread) { run(grid, block, bytes, kernel, std::move(thread)); });
+    body([&](std::function<void()> thread) { run(grid, block, bytes, std::move(thread)); });
   } catch (const Fault &f) {
     last_fault = f.what();
     last_error = failed = cudaErrorLaunchFailure;
@@ -188,7 +188,13 @@ void ask(std::function<void()> work) {
 
 cudaError_t launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
                    std::function<void(const Runner &)> body) {
-  ask([=] { run_launch(grid, block, bytes, kernel, body); });
+  try { /* before it is asked for, as the limits may be others later */
+    check_launch(grid, block, bytes, kernel);
+  } catch (const Fault &f) {
+    last_fault = f.what();
+    return last_error = cudaErrorLaunchFailure;
+  }
+  ask([=] { run_launch(grid, block, bytes, body); });
   return std::exchange(failed, cudaSuccess);
 }
 
