@@ -94,6 +94,12 @@ def test_heat_map_draws_the_numbers() -> None:
     assert plots.heat_map(np.zeros((2, 2)), limit=0.5).images[0].get_clim() == (0.0, 0.5)
 
 
+def test_the_first_row_is_above_whatever_the_settings_are(maps: ModelMaps) -> None:
+    with matplotlib.rc_context({"image.origin": "lower"}):
+        for ax in (plots.heat_map(np.eye(3)), plots.all_by_offset(maps)):
+            assert ax.images[0].origin == "upper" and ax.yaxis_inverted()
+
+
 def test_a_token_is_text() -> None:
     tokens = ["$x^2$", "<script>", "a\nb", " ", "w" * 40, "\\$y$", "日本"]
     with pytest.MonkeyPatch.context() as patch:

@@ -171,6 +171,7 @@ def image(ax: Axes, values: Any, *, low: float, high: float, colours: str) -> An
         vmin=low,
         vmax=high,
         aspect="equal" if alike else "auto",
+        origin="upper",
         interpolation="nearest" if max(rows, columns) <= 150 else "antialiased",
     )
     ax.set_facecolor(BLANK)
