@@ -563,6 +563,22 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
             plot(empty)
 
 
+def test_parts_without_logits_are_refused(maps: ModelMaps) -> None:
+    """Nothing says which keys are hidden, and hidden ones would count as 0."""
+    of = maps.maps["decoder"]
+    blind = AttentionMaps(of.probabilities, None, of.parts)
+    blind = ModelMaps((), TARGET, {"decoder": blind}, (1, 2), (0, 2, 3))
+    for call in (
+        lambda: plots.moved(blind),
+        lambda: plots.head(blind, show="content"),
+        lambda: plots.by_offset(blind, show="relation"),
+        lambda: plots.content_and_relation(blind),
+    ):
+        with pytest.raises(ValueError, match="maps: decoder has parts but no logits; ask"):
+            call()
+    assert plots.heads(blind).axes[0].get_title() == "layer 1, head 0"
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     no_matplotlib.hide(monkeypatch)
     with pytest.raises(

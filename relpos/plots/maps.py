@@ -262,7 +262,8 @@ def _has_terms(maps: ModelMaps, kind: str) -> bool:
 
 
 def _has_relations(maps: ModelMaps, kind: str) -> bool:
-    if "content" not in maps.maps[kind].parts or maps.missing(kind):
+    of_kind = maps.maps[kind]
+    if "content" not in of_kind.parts or of_kind.logits is None or maps.missing(kind):
         return False
     return bool(maps.relation(kind).any())
 

@@ -24,6 +24,10 @@ def shown(maps: ModelMaps, kind: str, show: str) -> Array:
     if show not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise ValueError(f"show: expected one of {names}, which these maps have, got {show!r}")
+    if show != "probabilities" and of_kind.logits is None:  # nothing says what is hidden
+        raise ValueError(
+            f'maps: {kind} has parts but no logits; ask attention_maps for parts="all"'
+        )
     values = maps.relation(kind) if show == "relation" else there[show]
     if values.shape[0] == 0 or values.shape[1] == 0:
         raise ValueError("maps: expected a layer and a head at least, got none")
