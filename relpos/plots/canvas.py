@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from matplotlib import font_manager, patheffects, ticker
+from matplotlib import font_manager, patheffects, rc_context, ticker
 from matplotlib.figure import Figure
 
 from relpos.data.files import write_output
@@ -64,7 +64,7 @@ def use_no_display() -> None:
 def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 120) -> Path:
     """Writes a picture, axes or a figure, into a file whose ending says its kind: .png, .svg, .pdf.
 
-    The same picture gives the same bytes with the same matplotlib.
+    The same picture, drawn anew, gives the same bytes with the same matplotlib.
     """
     figure = picture
     while (above := getattr(figure, "figure", None) or figure) is not figure:
@@ -77,7 +77,8 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
     unsaid = {".png": "Software", ".svg": "Date", ".pdf": "CreationDate"}.get(kind)
     metadata = None if unsaid is None else {unsaid: None}
     drawn = io.BytesIO()
-    figure.savefig(drawn, format=kind[1:], dpi=dpi, metadata=metadata)
+    with rc_context({"svg.hashsalt": "relpos"}):  # else the names of clips are random
+        figure.savefig(drawn, format=kind[1:], dpi=dpi, metadata=metadata)
     write_output(target, drawn.getvalue())
     return target
 
