@@ -278,6 +278,21 @@ def test_relation_by_offset(maps: ModelMaps) -> None:
     np.testing.assert_allclose(line.get_ydata(), expected, rtol=0, atol=1e-6)
 
 
+def test_every_head_counts_the_pairs_that_it_sees() -> None:
+    """Also where heads hide different keys."""
+    each = [attention_of(N, N, causal, 4, 2.0) for causal in (True, False)]
+    both = AttentionMaps(
+        *(np.concatenate([getattr(x, name)[:, :1] for x in each], 1)
+          for name in ("probabilities", "logits")),
+        {name: np.concatenate([x.parts[name][:, :1] for x in each], 1) for name in each[0].parts},
+    )  # fmt: skip
+    maps = ModelMaps(TARGET, (), {"encoder": both}, (1, 2), (0, 1))
+    ax = plots.by_offset(maps, layer=1, show="relation", reach=N - 1)
+    table = less_mean(each[1].parts["key_table"][0, 0])
+    expected = [np.mean(np.diagonal(table, d)) for d in range(1 - N, N)]
+    np.testing.assert_allclose(ax.lines[2].get_ydata(), expected, rtol=0, atol=1e-6)
+
+
 def test_all_by_offset(maps: ModelMaps) -> None:
     ax = plots.all_by_offset(maps, "cross", reach=2)
     mass = maps.mass("cross").reshape(L * H, -1)

@@ -100,11 +100,11 @@ def _by_offset(maps: ModelMaps, kind: str, show: str) -> tuple[Any, Array]:
         return offsets, maps.mass(kind)
     values = shown(maps, kind, show)
     queries, keys = values.shape[2:]
-    sums, pairs = np.zeros((*values.shape[:2], offsets.size)), np.zeros(offsets.size)
+    sums, pairs = np.zeros((2, *values.shape[:2], offsets.size))
     for i in range(queries):
         along = slice(queries - 1 - i, queries - 1 - i + keys)
         sums[..., along] += np.nan_to_num(values[:, :, i])
-        pairs[along] += np.isfinite(values[:1, :1, i]).sum(axis=(0, 1))
+        pairs[..., along] += np.isfinite(values[:, :, i])
     mean: Array = np.where(pairs > 0, sums / np.maximum(pairs, 1), np.nan).astype(np.float32)
     return offsets, mean
 
