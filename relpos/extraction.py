@@ -18,7 +18,7 @@ from relpos.batch import Batch, packed
 from relpos.maps import AttentionMaps, Choice
 from relpos.model import ATTENTIONS, Transformer
 from relpos.model_maps import KINDS, ModelMaps
-from relpos.position.arrays import Array, check_choice, check_integers, describe
+from relpos.position.arrays import Array, check_choice, check_integers, check_truth, describe
 from relpos.position.combine import Position
 from relpos.request import Layout, Mask, Window
 from relpos.translation import why_failed
@@ -368,6 +368,7 @@ class _Wanted:
 
         subwords: how tokens are written; None: as numbers.
         """
+        dropout = check_truth("dropout", dropout)
         heads = np.array(self.heads, np.int64)
         layers = {
             kind: np.array([x for x in self.layers if x < count], np.int64)
@@ -379,7 +380,7 @@ class _Wanted:
             for kind, named in self.parts.items()
             for show in named.values()
         )
-        arrays = iter(model._core.attention_maps(packed(batch), bool(dropout), wanted))
+        arrays = iter(model._core.attention_maps(packed(batch), dropout, wanted))
         read, said = _pieces_of(subwords, "source"), _pieces_of(subwords, "target")
         sources = _pieces(batch.source, batch.source_offsets, batch.sentences, read)
         targets = _pieces(batch.target, batch.target_offsets, batch.sentences, said)

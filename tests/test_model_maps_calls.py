@@ -181,6 +181,7 @@ def test_tokens_of_a_vocabulary_of_ones_own() -> None:
         (([3], [1]), {"layers": 1}, ValueError, "layers: expected numbers from -1 to 0, got 1"),
         (([3], [1]), {"heads": [0, 2]}, ValueError, "heads: expected numbers from -2 to 1, got 2"),
         (([3], [1]), {"heads": 0.5}, TypeError, "heads: expected integers"),
+        (([3], [1]), {"dropout": "no"}, TypeError, "dropout: expected True or False, got str"),
         ((), {}, TypeError, "source"),
     ],
 )  # fmt: skip
