@@ -301,6 +301,14 @@ def test_all_by_offset(maps: ModelMaps) -> None:
     assert labels(ax.yaxis) == ["1.0", "1.2", "1.3", "2.0", "2.2", "2.3"]
 
 
+def test_axes_may_hold_an_image_already(maps: ModelMaps) -> None:
+    _, ax = pyplot.subplots()
+    before = ax.imshow(np.eye(2))
+    plots.all_by_offset(maps, "cross", reach=2, ax=ax)
+    assert before.get_extent() == [-0.5, 1.5, 1.5, -0.5]
+    assert ax.images[-1].get_extent()[:2] == [-2.5, 2.5]
+
+
 def test_one_token_has_no_fractions_of_an_offset() -> None:
     maps = ModelMaps(("x",), (), {"encoder": attention_of(1, 1, False, 1, 2.0)}, (0, 1), (0, 1, 2))
     axes = plots.by_offset(maps).xaxis, plots.all_by_offset(maps).xaxis

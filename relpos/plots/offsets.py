@@ -81,7 +81,8 @@ def all_by_offset(
     heat_map(seen, names, None, ax=ax, signed=show != "probabilities", colour_bar=False)
     ax.set_aspect("auto")
     first, last = offsets[within][[0, -1]]
-    ax.images[0].set_extent((first - 0.5, last + 0.5, len(names) - 0.5, -0.5))
+    drawn = ax.images[-1]
+    drawn.set_extent((first - 0.5, last + 0.5, len(names) - 0.5, -0.5))
     for layer in range(1, layers):
         ax.axhline(layer * count - 0.5, color=canvas.INK, linewidth=0.8)
     ax.axvline(0, color=canvas.FAINT, linewidth=0.8, linestyle=":")
@@ -89,7 +90,7 @@ def all_by_offset(
     ax.set_xlabel("offset j - i", fontsize=canvas.LABEL + 1)
     ax.set_ylabel("layer.head", fontsize=canvas.LABEL + 1)
     canvas.title(ax, f"{kind_name(kind)}, by offset")
-    canvas.colour_bar(ax.images[0], ax, "mean " + unit_of(show))
+    canvas.colour_bar(drawn, ax, "mean " + unit_of(show))
     return ax
 
 
