@@ -221,6 +221,8 @@ def _of_translator(
         if sources is None:
             raise ValueError("source: expected text, got None for it and for target")
         if set(wanted.parts) == {"encoder"}:
+            if search is not None:
+                raise ValueError("search: expected None where kinds is 'encoder'")
             lines = model._given(sources, [""] * len(sources))
         else:
             lines = _said(model, sources, search)

@@ -216,6 +216,12 @@ def test_layers_are_counted_from_the_last_where_that_is_clear() -> None:
         (("ba", 5), {}, TypeError, "target: expected str or several, got int"),
         ((["ba", b"be"],), {}, TypeError, "source: expected str or several, got bytes"),
         (("ba", "be"), {"search": relpos.Search()}, ValueError, "search: expected None where"),
+        (
+            ("ba",),
+            {"search": relpos.Search(), "kinds": "encoder"},
+            ValueError,
+            "search: expected None where kinds is 'encoder'",
+        ),
         ((None, "be"), {}, ValueError, "sources: expected one for each target, got None"),
     ],
 )
