@@ -257,6 +257,17 @@ def test_logits_that_are_no_sum_are_kept() -> None:
     assert np.abs(values - np.where(hidden, 0, capped.maps["decoder"].logits)).max() < 1e-4
 
 
+def test_logits_stay_where_a_relation_was_not_asked_for() -> None:
+    """Relations that are still 0 change nothing, but the model has them."""
+    maps = relpos.attention_maps(
+        small_model(), [3, 4], [1], parts=("probabilities", "content", "logits")
+    )
+    assert maps.missing("encoder")
+    maps = changed(maps, "encoder", logits=maps.maps["encoder"].parts["content"])
+    packed = data_of(AttentionViewer(maps).html())["sentences"][0]["kinds"]["encoder"]
+    assert "content" in packed and "logits" in packed and "relation" not in packed
+
+
 def test_a_part_of_zeros() -> None:
     maps = model_maps()
     parts = {name: np.zeros_like(part) for name, part in maps.maps["encoder"].parts.items()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,4 @@ def changed(maps: ModelMaps, kind: str, **changes: Any) -> ModelMaps:
     old = maps.maps[kind]
     fields = {"probabilities": old.probabilities, "logits": old.logits, "parts": old.parts}
     new = {**maps.maps, kind: AttentionMaps(**(fields | changes))}
-    return ModelMaps(
-        maps.source_tokens, maps.target_tokens, new, maps.layers, maps.heads, maps.predicted_tokens
-    )
+    return replace(maps, maps=new)

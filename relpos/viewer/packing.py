@@ -80,7 +80,8 @@ def _pack_kind(maps: ModelMaps, kind: str, sentence: str) -> dict[str, Any]:
         packed["content"] = pack_logits(content, f"{name}.parts")
     if relation is not None:
         packed["relation"] = pack_logits(relation, f"{name}.parts")
-    if logits is not None and not _is_sum(logits, hidden, content, relation):
+    summed = not maps.missing(kind) and _is_sum(logits, hidden, content, relation)
+    if logits is not None and not summed:
         packed["logits"] = pack_logits(np.where(hidden, 0, logits), f"{name}.logits")
     return packed
 
