@@ -268,6 +268,20 @@ def test_logits_stay_where_a_relation_was_not_asked_for() -> None:
     assert "content" in packed and "logits" in packed and "relation" not in packed
 
 
+def test_a_softcap_of_small_logits_is_kept() -> None:
+    """To what the page promises: 1 / 65534 of a head's largest."""
+    maps = model_maps()
+    of = maps.maps["encoder"]
+    parts = {name: 0.03 * part for name, part in of.parts.items()}
+    logits = np.tanh(0.03 * of.logits / 10) * 10
+    packed = data_of(AttentionViewer(changed(maps, "encoder", parts=parts, logits=logits)).html())
+    packed = packed["sentences"][0]["kinds"]["encoder"]
+    values = unpacked(packed["logits"]["data"], "<i2").reshape(packed["shape"])
+    values = values * np.array(packed["logits"]["steps"])[..., None, None]
+    largest = np.abs(logits).max(axis=(2, 3), keepdims=True)
+    assert (np.abs(values - logits) <= largest / 65534 + 1e-7).all()
+
+
 def test_a_part_of_zeros() -> None:
     maps = model_maps()
     parts = {name: np.zeros_like(part) for name, part in maps.maps["encoder"].parts.items()}

@@ -26,7 +26,6 @@ ONE = 65534  # a probability of 1
 LARGEST = 32767  # a head's largest logit, in its steps
 _DEFLATE = 6
 _OUTSIDE = 1e-4  # how far from [0, 1] rounding may take a probability
-_APART = 1e-4  # how far content + relation may be from the logits, relative to the largest
 
 
 def pack_model_maps(maps: ModelMaps, name: str) -> dict[str, Any]:
@@ -125,12 +124,10 @@ def _is_sum(logits: Any, hidden: Any, content: Any, relation: Any) -> bool:
     """Whether the logits are what the page adds up itself. They are not after softcap."""
     if content is None:
         return False
-    apart = content - np.where(hidden, 0, logits)
-    if relation is not None:
-        apart += relation
-    apart[hidden] = 0
-    limit = max(1.0, float(np.abs(content).max()))
-    return bool(np.abs(apart).max() <= _APART * limit)
+    parts = [content] if relation is None else [content, relation]
+    apart = np.abs(np.where(hidden, 0, sum(parts) - np.where(hidden, 0, logits)))
+    largest = np.max([np.abs(part).max(axis=(2, 3)) for part in parts], axis=0)
+    return bool((apart.max(axis=(2, 3)) <= largest / (2 * LARGEST)).all())
 
 
 def pack_probabilities(probabilities: Any, hidden: Any, name: str) -> str:
