@@ -78,10 +78,10 @@ class ModelMaps:
                 f"relation: {', '.join(missing)} of the logits were not asked for: "
                 'parts="all" gives them'
             )
-        total: Array = np.zeros_like(parts["content"])
+        total: Array = np.zeros(np.shape(parts["content"]), np.float32)
         for name, part in parts.items():
             if name != "content":
-                total += part
+                np.add(total, part, out=total, casting="unsafe")
         return total
 
     def missing(self, kind: str) -> tuple[str, ...]:

@@ -415,6 +415,15 @@ def test_layers_of_each_kind() -> None:
     assert none.layers_of("decoder") == () and none.maps["decoder"].probabilities.shape[0] == 0
 
 
+def test_a_relation_is_float32_whatever_the_parts_are() -> None:
+    parts = {"content": np.ones((1, 1, 2, 2), np.int64), "bias_table": np.full((1, 1, 2, 2), 0.5)}
+    maps = relpos.ModelMaps(
+        ("a", "b"), (), {"encoder": relpos.maps.AttentionMaps(None, None, parts)}, (0,), (0,)
+    )
+    relation = maps.relation("encoder")
+    assert relation.dtype == np.float32 and (relation == 0.5).all()
+
+
 @pytest.mark.parametrize("parts", [("probabilities", "content"), ("content", "key_table")])
 def test_a_relation_of_some_parts_is_refused(parts: tuple[str, ...]) -> None:
     model = small_model(encoder__position="shaw", encoder__relations=5)
