@@ -381,6 +381,16 @@ def test_decoding_steps(viewed: Viewed) -> None:
     assert viewed.text("#step-text") == "all 8 steps" and viewed.page.evaluate(later) == 0
 
 
+def test_a_query_beyond_the_step_is_let_go(viewed: Viewed) -> None:
+    viewed.press("d")
+    for _ in range(6):
+        viewed.press("ArrowDown", shift=True)
+    viewed.press("ArrowRight", shift=True).press("..")
+    assert "“Zwei”" in re.sub(r"[\u2068\u2069]", "", viewed.text("#step-text"))
+    shown = "document.querySelectorAll('#strongest-body tr').length"
+    assert viewed.page.evaluate(shown) == 2  # keys that the second query sees
+
+
 def test_playing(viewed: Viewed) -> None:
     viewed.press("d").press(" ")
     assert viewed.text("#step-text").startswith("step 1 ") and viewed.text("#play") == "❚❚"

@@ -87,6 +87,7 @@ function settle() {
   if (!(raw.content || raw.logits) || state.measure !== "logit") state.measure = "probability";
   if (!VIEWS.includes(state.view)) state.view = "matrix";
   if (state.view === "alignment" && state.kind !== "cross") state.view = "lines";
+  if (state.step && pinned.row >= state.step) pinned.row = pinned.key = null;
   state.zoom = Math.max(1, Math.min(Number(state.zoom) || 1, 8));
   state.root = Boolean(state.root) && state.root !== "false";
   if (!["", "light", "dark"].includes(state.theme)) state.theme = "";
