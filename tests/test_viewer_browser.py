@@ -274,6 +274,10 @@ def test_the_strongest_keys_and_what_is_said(viewed: Viewed, maps: ModelMaps) ->
     assert said.startswith("“run” → “dogs”, probability: ")
     assert abs(number(said.split("probability: ")[1].split(";")[0]) - p[2, 1]) < 6e-4
     assert viewed.head() == (0, 0)
+    viewed.press("ArrowRight")
+    said = viewed.page.evaluate("document.querySelector('#status').textContent")
+    there = maps.maps["encoder"].probabilities[0, 1, 2, 1]
+    assert abs(number(said.split("probability: ")[1].split(";")[0]) - there) < 6e-4
     viewed.press("Escape")
     assert viewed.text("#strongest-name") == "Point at a cell or a token"
 

@@ -175,6 +175,7 @@ function show(kind) {
   showOffsets(kind, head);
   views[view].show(picture);
   mark(pinned.row, pinned.key);
+  announce();
 }
 
 function showControls(kind) {
@@ -297,7 +298,8 @@ function announce() {
     });
     text = `${quoted(kind.queryTokens[row])} looks at ${keys.join(", ")}`;
   }
-  byId("status").textContent = text;
+  const status = byId("status");
+  if (status.textContent !== text) status.textContent = text; // or it is read out again
 }
 
 // ---- steps --------------------------------------------------------------------------------------
