@@ -404,6 +404,8 @@ def test_playing(viewed: Viewed) -> None:
     viewed.press("......")
     viewed.click("#play")  # from the end: begins again
     assert viewed.text("#step-text").startswith("step 1 ")
+    viewed.press("o").press("m")
+    assert viewed.text("#play") == "▶"  # all heads have no steps
     viewed.press("e")
     assert not viewed.page.evaluate("document.querySelector('#steps').checkVisibility()")
 

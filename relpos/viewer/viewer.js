@@ -101,7 +101,7 @@ async function change(changes) {
     pinned.row = pinned.key = null;
     if (!("step" in changes)) state.step = 0;
   }
-  if (state.kind === "encoder" || state.step === 0) stop();
+  if (state.kind === "encoder" || state.view === "overview" || state.step === 0) stop();
   remember();
   const mine = ++turn;
   const kind = await openKind();
