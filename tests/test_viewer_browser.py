@@ -359,6 +359,9 @@ def test_all_heads(viewed: Viewed, maps: ModelMaps) -> None:
     assert labels[6].startswith(f"Layer 1, head 2: mean distance {distance:.1f}, entropy ")
     pictures = "[...document.querySelectorAll('.card canvas')].map((canvas) => canvas.toDataURL())"
     assert len(set(viewed.page.evaluate(pictures))) == 12
+    viewed.page.evaluate("document.querySelectorAll('.card')[6].focus()")
+    viewed.press("s")
+    assert viewed.page.evaluate("document.activeElement.ariaLabel") == labels[6]
     viewed.click(".card:nth-of-type(7)")
     assert viewed.head() == (1, 2) and viewed.shown() == ["matrix"]
 

@@ -36,7 +36,9 @@ class Overview {
         cards.push(this.#card(kind, [l, h], image, map, l === layer && h === head));
       });
     });
+    const focused = [...this.#grid.children].indexOf(document.activeElement);
     this.#grid.replaceChildren(...cards);
+    cards[focused]?.focus({ preventScroll: true });
   }
 
   #card(kind, [l, h], image, map, current) {
