@@ -100,6 +100,13 @@ def test_the_first_row_is_above_whatever_the_settings_are(maps: ModelMaps) -> No
             assert ax.images[0].origin == "upper" and ax.yaxis_inverted()
 
 
+def test_no_grid_runs_through_the_cells() -> None:
+    with pyplot.style.context("ggplot"):
+        ax = plots.heat_map(np.eye(3))
+        ax.figure.canvas.draw()
+    assert not any(line.get_visible() for line in (*ax.get_xgridlines(), *ax.get_ygridlines()))
+
+
 def test_a_token_is_text() -> None:
     tokens = ["$x^2$", "<script>", "a\nb", " ", "w" * 40, "\\$y$", "日本"]
     with pytest.MonkeyPatch.context() as patch:

@@ -175,6 +175,7 @@ def image(ax: Axes, values: Any, *, low: float, high: float, colours: str) -> An
         origin="upper",
         interpolation="nearest" if max(rows, columns) <= 150 else "antialiased",
     )
+    ax.grid(False)
     ax.set_facecolor(BLANK)
     for spine in ax.spines.values():
         spine.set_color(FAINT)
