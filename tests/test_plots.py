@@ -118,6 +118,11 @@ def test_a_token_is_text() -> None:
             ]  # fmt: skip
 
 
+def test_a_token_is_not_escaped_where_no_formula_is_read() -> None:
+    with matplotlib.rc_context({"text.parse_math": False}):
+        assert labels(plots.heat_map([[1.0]], ["$a"]).yaxis) == ["$a"]
+
+
 @pytest.mark.parametrize("count", [3, 30, 200])
 @pytest.mark.parametrize("inches", [2.0, 6.0])
 def test_labels_never_overlap(count: int, inches: float) -> None:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from matplotlib import font_manager, patheffects, rc_context, ticker
+from matplotlib import font_manager, patheffects, rc_context, rcParams, ticker
 from matplotlib.figure import Figure
 
 from relpos.data.files import write_output
@@ -142,7 +142,7 @@ def readable(token: str, longest: int = _LONGEST) -> str:
         text = "␣" * len(text)
     if len(text) > longest:
         text = text[: longest - 1] + "…"
-    return text.replace("$", r"\$")
+    return text.replace("$", r"\$") if rcParams["text.parse_math"] else text
 
 
 def families_for(text: str) -> list[str]:
