@@ -107,6 +107,15 @@ def test_no_grid_runs_through_the_cells() -> None:
     assert not any(line.get_visible() for line in (*ax.get_xgridlines(), *ax.get_ygridlines()))
 
 
+def test_titles_are_seen_where_the_style_is_dark(maps: ModelMaps) -> None:
+    for style, colour in (("default", canvas.INK), ("dark_background", "white")):
+        with pyplot.style.context(style):
+            figure = plots.content_and_relation(maps)
+            assert figure.axes[0].title.get_color() == colour
+            assert {each.get_color() for each in figure.texts} == {colour}
+            assert plots.heads(maps).axes[0].title.get_color() == colour
+
+
 def test_a_token_is_text() -> None:
     tokens = ["$x^2$", "<script>", "a\nb", " ", "w" * 40, "\\$y$", "日本"]
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from matplotlib import font_manager, patheffects, rc_context, rcParams, ticker
+from matplotlib import colors, font_manager, patheffects, rc_context, rcParams, ticker
 from matplotlib.figure import Figure
 
 from relpos.data.files import write_output
@@ -66,9 +66,7 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
 
     The same picture, drawn anew, gives the same bytes with the same matplotlib.
     """
-    figure = picture
-    while (above := getattr(figure, "figure", None) or figure) is not figure:
-        figure = above  # of axes in a subfigure that is not yet the whole
+    figure = _whole(picture)
     if not hasattr(figure, "savefig"):
         raise TypeError(f"picture: expected axes or a figure, got {type(picture).__name__}")
     target = Path(path)
@@ -81,6 +79,13 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
         figure.savefig(drawn, format=kind[1:], dpi=dpi, metadata=metadata)
     write_output(target, drawn.getvalue())
     return target
+
+
+def _whole(picture: Any) -> Any:
+    """The figure that a picture is of, or is."""
+    while (above := getattr(picture, "figure", None) or picture) is not picture:
+        picture = above  # of axes in a subfigure that is not yet the whole
+    return picture
 
 
 def check_ending(name: str, path: str | os.PathLike[str]) -> str:
@@ -209,8 +214,14 @@ def halo() -> list[Any]:
     return [patheffects.withStroke(linewidth=2, foreground="white")]
 
 
+def ink(on: Axes | Canvas) -> Any:
+    """The colour of titles: that of the style where the figure is dark."""
+    *light, alpha = colors.to_rgba(_whole(on).get_facecolor())
+    return rcParams["text.color"] if alpha > 0 and sum(light) < 1.5 else INK
+
+
 def title(ax: Axes, text: str) -> None:
-    ax.set_title(text, fontsize=TITLE, color=INK)
+    ax.set_title(text, fontsize=TITLE, color=ink(ax))
 
 
 def inches(

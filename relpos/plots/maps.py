@@ -154,7 +154,7 @@ def heads(
             ax.set_aspect("auto")
         said = f"layer {maps.layers_of(kind)[i]}, head {maps.heads[j]}"
         said += "" if share is None else f"\n{share[i, j]:.0%} {_MOVED}"
-        ax.set_title(said, fontsize=canvas.LABEL, color=canvas.INK)
+        ax.set_title(said, fontsize=canvas.LABEL, color=canvas.ink(ax))
         ax.label_outer()
     _name_sides(figure, maps, kind)
     bar = canvas.colour_bar(grid[0, 0].images[0], list(grid.flat))
@@ -229,7 +229,7 @@ def content_and_relation(
     figure.suptitle(
         f"{name_of(maps, kind, i, j)}: {said}",
         fontsize=canvas.TITLE + 1,
-        color=canvas.INK,
+        color=canvas.ink(figure),
     )
     return figure
 
@@ -273,5 +273,5 @@ def _rows_of(maps: ModelMaps, kind: str) -> str:
 
 
 def _name_sides(figure: Canvas, maps: ModelMaps, kind: str) -> None:
-    figure.supylabel(_rows_of(maps, kind), fontsize=canvas.LABEL + 1, color=canvas.INK)
-    figure.supxlabel(_COLUMNS, fontsize=canvas.LABEL + 1, color=canvas.INK)
+    figure.supylabel(_rows_of(maps, kind), fontsize=canvas.LABEL + 1, color=canvas.ink(figure))
+    figure.supxlabel(_COLUMNS, fontsize=canvas.LABEL + 1, color=canvas.ink(figure))

@@ -97,7 +97,7 @@ def tables(
         canvas.title(middle, f"cosine of two rows, {which}")
         table_components(table, offsets, head=head or 0, ax=other)
         canvas.title(other, f"principal components, head {head or 0}")
-    figure.suptitle(f"{stack}, layer {layer}", fontsize=canvas.TITLE + 1, color=canvas.INK)
+    figure.suptitle(f"{stack}, layer {layer}", fontsize=canvas.TITLE + 1, color=canvas.ink(figure))
     return figure
 
 
