@@ -349,7 +349,7 @@ class _Wanted:
         counts = {
             kind: (config.encoder if kind == "encoder" else config.decoder).layers for kind in own
         }
-        deepest = max(counts.values(), default=0)
+        numbers = maps.numbers_of("layers", layers, max(counts.values(), default=0))
         if len(set(counts.values())) > 1 and _counts_from_the_last(layers):
             raise ValueError(
                 f"layers: expected 0 or more, as the kinds have different ones ({counts}), "
@@ -357,7 +357,7 @@ class _Wanted:
             )
         return cls(
             own,
-            tuple(maps.numbers_of("layers", layers, deepest)),
+            tuple(numbers),
             tuple(maps.numbers_of("heads", heads, config.heads)),
             counts,
             relations,

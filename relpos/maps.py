@@ -278,7 +278,11 @@ class _Choice:
 def numbers_of(name: str, given: Any, count: int, where: str = "") -> list[int]:
     """The numbers, of 0 to count - 1, that an index chooses."""
     if given is None or isinstance(given, slice):
-        return list(range(count)[given or slice(None)])
+        try:
+            return list(range(count)[given or slice(None)])
+        except (TypeError, ValueError) as error:
+            expected = "a slice of integers, its step not 0"
+            raise type(error)(f"{name}: expected {expected}, got {given}") from None
     numbers = np.atleast_1d(check_integers(name, given, "(), (count,) or a slice", (0, 1)))
     for number in numbers:
         if not -count <= number < count:

@@ -181,6 +181,8 @@ def test_tokens_of_a_vocabulary_of_ones_own() -> None:
         (([3], [1]), {"layers": 1}, ValueError, "layers: expected numbers from -1 to 0, got 1"),
         (([3], [1]), {"heads": [0, 2]}, ValueError, "heads: expected numbers from -2 to 1, got 2"),
         (([3], [1]), {"heads": 0.5}, TypeError, "heads: expected integers"),
+        (([3], [1]), {"heads": slice("a", None)}, TypeError, "heads: expected a slice of integ"),
+        (([3], [1]), {"layers": slice(0, 1, 0)}, ValueError, "layers: expected a slice of integ"),
         (([3], [1]), {"dropout": "no"}, TypeError, "dropout: expected True or False, got str"),
         ((), {}, TypeError, "source"),
     ],
@@ -200,6 +202,11 @@ def test_layers_are_counted_from_the_last_where_that_is_clear() -> None:
             relpos.attention_maps(model, batch, layers=layers)
         [maps, *_] = relpos.attention_maps(model, batch, layers=layers, kinds=["decoder", "cross"])
         assert maps.layers[-1] == 2
+    for wrong in ("x", [[0], [1, 2]], 0.5, [None]):
+        with pytest.raises(TypeError, match="layers: expected integers"):
+            relpos.attention_maps(model, batch, layers=wrong)
+    with pytest.raises(TypeError, match=r"layers: expected a slice .*got slice\('a', None, None\)"):
+        relpos.attention_maps(model, batch, layers=slice("a", None))
     with pytest.raises(TypeError, match="target: expected None beside a Batch"):
         relpos.attention_maps(model, batch, [1])  # type: ignore[call-overload]
 
