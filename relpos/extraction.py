@@ -403,7 +403,11 @@ class _Wanted:
 def _names(name: str, given: Any) -> list[str]:
     if not isinstance(given, Iterable):
         raise TypeError(f"{name}: expected names, got {describe(given)}")
-    return [given] if isinstance(given, str) else list(given)
+    names = [given] if isinstance(given, str) else list(given)
+    for each in names:
+        if not isinstance(each, str):
+            raise TypeError(f"{name}: expected names, got {describe(each)} among them")
+    return names
 
 
 def _counts_from_the_last(chosen: Choice) -> bool:

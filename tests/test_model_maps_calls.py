@@ -178,6 +178,8 @@ def test_tokens_of_a_vocabulary_of_ones_own() -> None:
         (([3], [1]), {"kinds": 3}, TypeError, "kinds: expected names"),
         (([3], [1]), {"parts": "slopes"}, ValueError, "parts: there is no 'slopes' here, only 'all'"),
         (([3], [1]), {"parts": 1}, TypeError, "parts: expected names"),
+        (([3], [1]), {"parts": [["content"]]}, TypeError, "parts: expected names, got list among"),
+        (([3], [1]), {"kinds": [3]}, TypeError, "kinds: expected names, got int among"),
         (([3], [1]), {"layers": 1}, ValueError, "layers: expected numbers from -1 to 0, got 1"),
         (([3], [1]), {"heads": [0, 2]}, ValueError, "heads: expected numbers from -2 to 1, got 2"),
         (([3], [1]), {"heads": 0.5}, TypeError, "heads: expected integers"),
