@@ -595,6 +595,9 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.save(plots.head(maps), tmp_path / "x.doc"), r"path: expected an ending .*doc"),
         (lambda: plots.curves([tmp_path]), "log.jsonl"),
         (lambda: plots.save(maps, tmp_path / "x.png"), "picture: expected axes or a fig.* ModelMaps"),
+        (lambda: plots.heads([maps]), "maps: expected ModelMaps, got list"),
+        (lambda: plots.moved(maps.maps["encoder"]), "maps: expected ModelMaps, got AttentionMaps"),
+        (lambda: plots.by_offset(small_model()), "maps: expected ModelMaps, got Transformer"),
         (lambda: plots.tables(maps), "model: expected relpos.Transformer, got ModelMaps"),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError, OSError), match=message):

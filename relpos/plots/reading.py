@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from relpos.position.arrays import Array
-
-if TYPE_CHECKING:
-    from relpos.model_maps import ModelMaps
+from relpos.model_maps import ModelMaps
+from relpos.position.arrays import Array, describe, integer_of
 
 
 def shown(maps: ModelMaps, kind: str, show: str) -> Array:
@@ -56,6 +54,8 @@ def strongest(values: Any) -> float:
 
 
 def kind_of(maps: ModelMaps, kind: str | None) -> str:
+    if not isinstance(maps, ModelMaps):
+        raise TypeError(f"maps: expected ModelMaps, got {describe(maps)}")
     if kind is None and maps.maps:
         return next(iter(maps.maps))
     maps.tokens(str(kind))  # says what is there if that is not
