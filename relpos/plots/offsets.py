@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from relpos.plots import canvas
 from relpos.plots.canvas import Axes
 from relpos.plots.maps import heat_map
 from relpos.plots.reading import kind_name, kind_of, place_of, shown, unit_of
-from relpos.position.arrays import Array, check_count
+from relpos.position.arrays import Array, check_count, describe
 
 if TYPE_CHECKING:
     from relpos.model_maps import ModelMaps
@@ -39,6 +39,8 @@ def by_offset(
     """
     kind = kind_of(maps, kind)
     chosen = maps.heads if heads is None else heads
+    if not isinstance(chosen, Iterable):
+        raise TypeError(f"heads: expected several int, got {describe(chosen)}")
     places = [place_of(maps, kind, layer, each) for each in chosen]
     offsets, values = _by_offset(maps, kind, show)
     within = np.abs(offsets) <= (_reach_of(maps, kind) if reach is None else _checked(reach))

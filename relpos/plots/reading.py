@@ -71,9 +71,10 @@ def place_of(maps: ModelMaps, kind: str, layer: int | None, head: int | None) ->
 def _index(name: str, wanted: int | None, there: tuple[int, ...]) -> int:
     if wanted is None:
         return 0
-    if wanted not in there:
-        raise ValueError(f"{name}: expected one of {', '.join(map(str, there))}, got {wanted!r}")
-    return there.index(wanted)
+    number = integer_of(name, wanted)
+    if number not in there:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, there))}, got {number}")
+    return there.index(number)
 
 
 def kind_name(kind: str) -> str:
