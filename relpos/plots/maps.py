@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from relpos.plots.reading import (
     tokens_of,
     unit_of,
 )
-from relpos.position.arrays import Array
+from relpos.position.arrays import Array, describe
 
 if TYPE_CHECKING:
     from relpos.model_maps import ModelMaps
@@ -57,11 +57,17 @@ def heat_map(
     limit: float. What has the strongest colour. None: the largest there is.
     signed: bool. From blue through white, which is 0, to red; else from white to blue.
     """
+    if np.iscomplexobj(weights):
+        raise TypeError(f"weights: expected real numbers, got {describe(np.asarray(weights))}")
     values = np.asarray(weights, np.float64)
     if values.ndim != 2 or values.size == 0:
         raise ValueError(f"weights: expected (queries, keys), none of them 0, got {values.shape}")
     for name, tokens, count in zip(("queries", "keys"), (queries, keys), values.shape, strict=True):
-        if tokens is not None and len(tokens) != count:
+        if tokens is None:
+            continue
+        if not isinstance(tokens, Iterable) or not all(isinstance(each, str) for each in tokens):
+            raise TypeError(f"{name}: expected several str, got {describe(tokens)}")
+        if len(tokens) != count:
             raise ValueError(f"{name}: expected {count} as in weights, got {len(tokens)}")
     most = strongest(values) if limit is None else float(limit)
     if not 0 < most < np.inf:
