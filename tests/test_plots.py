@@ -602,6 +602,8 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.table_similarity(table, head=2), "head: expected below 2, got 2"),
         (lambda: plots.save(plots.head(maps), tmp_path / "x.doc"), r"path: expected an ending .*doc"),
         (lambda: plots.curves([tmp_path]), "log.jsonl"),
+        (lambda: plots.head(maps, ax=[0]), "ax: expected axes of matplotlib, got list"),
+        (lambda: plots.heads(maps, figure=pyplot.axes()), "figure: expected a figure or subfigure"),
         (lambda: plots.save(maps, tmp_path / "x.png"), "picture: expected axes or a fig.* ModelMaps"),
         (lambda: plots.heads([maps]), "maps: expected ModelMaps, got list"),
         (lambda: plots.moved(maps.maps["encoder"]), "maps: expected ModelMaps, got AttentionMaps"),

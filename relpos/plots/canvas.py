@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import colors, font_manager, patheffects, rc_context, rcParams, ticker
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes as PlainAxes
+from matplotlib.figure import Figure, FigureBase
 
 from relpos.data.files import write_output
 
@@ -40,12 +41,18 @@ _FONTS = (
 
 def axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """The axes themselves, or those of a new figure of so many inches."""
-    return figure_of(None, size).subplots() if ax is None else ax
+    if ax is None:
+        return figure_of(None, size).subplots()
+    if not isinstance(ax, PlainAxes):
+        raise TypeError(f"ax: expected axes of matplotlib, got {type(ax).__name__}")
+    return ax
 
 
 def figure_of(figure: Canvas | None, size: tuple[float, float]) -> Canvas:
     """The figure itself, or a new one of so many inches; text keeps clear of text in it."""
     if figure is not None:
+        if not isinstance(figure, FigureBase):
+            raise TypeError(f"figure: expected a figure or subfigure, got {type(figure).__name__}")
         return figure
     pyplot = importlib.import_module("matplotlib.pyplot")
     return pyplot.figure(figsize=size, layout="compressed")
