@@ -604,6 +604,8 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.curves([tmp_path]), "log.jsonl"),
         (lambda: plots.head(maps, ax=[0]), "ax: expected axes of matplotlib, got list"),
         (lambda: plots.heads(maps, figure=pyplot.axes()), "figure: expected a figure or subfigure"),
+        (lambda: plots.save(plots.head(maps), tmp_path / "x.png", dpi="x"), "dpi: expected a number"),
+        (lambda: plots.save(plots.head(maps), tmp_path / "x.png", dpi=0), "dpi: expected a positive"),
         (lambda: plots.save(maps, tmp_path / "x.png"), "picture: expected axes or a fig.* ModelMaps"),
         (lambda: plots.heads([maps]), "maps: expected ModelMaps, got list"),
         (lambda: plots.moved(maps.maps["encoder"]), "maps: expected ModelMaps, got AttentionMaps"),

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes as PlainAxes
 from matplotlib.figure import Figure, FigureBase
 
 from relpos.data.files import write_output
+from relpos.position.arrays import check_number
 
 Axes = Any  # of matplotlib
 Canvas = Any  # a Figure or SubFigure of matplotlib
@@ -73,7 +74,7 @@ def save(picture: Axes | Canvas, path: str | os.PathLike[str], *, dpi: float = 1
 
     The same picture, drawn anew, gives the same bytes with the same matplotlib.
     """
-    figure = _whole(picture)
+    figure, dpi = _whole(picture), check_number("dpi", dpi, positive=True)
     if not hasattr(figure, "savefig"):
         raise TypeError(f"picture: expected axes or a figure, got {type(picture).__name__}")
     target = Path(path)
