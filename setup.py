@@ -5,12 +5,9 @@
     relpos/lib/                  libcore.so, libcore.a, librelpos_cuda.so, OpenBLAS, its licence
     relpos/include/relpos/       relpos.h, device.h, model.h, decode.h
 
-Read from the environment, and nothing else:
-    RELPOS_BLAS=builtin          no OpenBLAS, relpos's own matrix products
-    RELPOS_CUDA=1                no nvcc is an error; 0: it is not looked for (cuda/nvcc.py)
-    RELPOS_SYSTEM_CORE=PREFIX    use the libcore that `make install PREFIX=...` put there
-    RELPOS_DEBUG=1               no optimisation, asserts
-    RELPOS_SANITIZE=LIST         as the compiler's -fsanitize, e.g. address,undefined
+Read from the environment, besides what setuptools reads (CC, CFLAGS and so on):
+    csrc/switches.py             RELPOS_BLAS, RELPOS_SYSTEM_CORE, RELPOS_DEBUG, RELPOS_SANITIZE
+    cuda/nvcc.py                 RELPOS_CUDA, NVCC, CUDA_HOME, CUDA_PATH, CXX
 """
 
 import importlib.metadata
@@ -26,19 +23,13 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-sys.path.insert(0, "cuda")
+sys.path[:0] = ["csrc", "cuda"]
 import nvcc  # noqa: E402
+from switches import BLAS, NEEDS_OPENBLAS, SYSTEM_CORE, VARIANT, shown  # noqa: E402
 
 OPENBLAS = "scipy-openblas32==0.3.34.481.3"
-OPENBLAS_MACHINES = ("x86_64", "aarch64", "s390x", "riscv64")  # those it has wheels for
 MK = nvcc.listed("csrc/core.mk")
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))  # has no limited API
-BLAS = os.environ.get("RELPOS_BLAS", "openblas")
-if BLAS not in ("openblas", "builtin"):
-    raise SystemExit(f"RELPOS_BLAS: expected openblas or builtin, got {BLAS}")
-SYSTEM_CORE, SANITIZE = map(os.environ.get, ("RELPOS_SYSTEM_CORE", "RELPOS_SANITIZE"))
-VARIANT = ["-O0", "-g", "-UNDEBUG"] if os.environ.get("RELPOS_DEBUG", "0") != "0" else []
-VARIANT += ["-g", "-UNDEBUG", f"-fsanitize={SANITIZE}"] if SANITIZE else []
 
 
 def copy_openblas(folder):
@@ -91,7 +82,7 @@ class Build(build_ext):
     def compile_core(self, source):
         own = MK.get(f"FLAGS_{platform.machine()}_{Path(source).stem}", [])
         if source == "api.c":
-            own = ['-DRPI_BUILD_FLAGS="' + " ".join(MK["CORE_CFLAGS"] + VARIANT) + '"']
+            own = [f"-DRPI_BUILD_FLAGS={shown(MK['CORE_CFLAGS'] + VARIANT)}"]
         if source == "base/blas.c" and BLAS == "builtin":
             own = ["-DRPI_BLAS_BUILTIN"]
         flags = MK["CORE_CFLAGS"] + MK["CORE_WARNINGS"] + VARIANT + own
@@ -110,11 +101,10 @@ binding = Extension(
     extra_link_args=VARIANT,
 )
 
-needs_openblas = not SYSTEM_CORE and BLAS != "builtin" and platform.machine() in OPENBLAS_MACHINES
 setup(
     version=re.search(r'RP_VERSION "(.*)"', Path("csrc/include/relpos/relpos.h").read_text())[1],
     ext_modules=[binding],
     cmdclass={"build_ext": Build},
-    setup_requires=[OPENBLAS] if needs_openblas else [],
+    setup_requires=[OPENBLAS] if NEEDS_OPENBLAS else [],
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

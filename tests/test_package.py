@@ -277,6 +277,46 @@ def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# The environment of a build
+# --------------------------------------------------------------------------------------------------
+
+
+def switches(code: str, fails: bool = False, **environment: str) -> str:
+    command = (sys.executable, "-c", f"from switches import *; {code}")
+    return run(*command, cwd=ROOT, fails=fails, PYTHONPATH=str(ROOT / "csrc"), **environment)
+
+
+@pytest.mark.parametrize(("given", "flags"), [("", "[]"), ("0", "[]"), ("1", "['-O0', ")])
+def test_debug(given: str, flags: str) -> None:
+    assert switches("print(VARIANT)", RELPOS_DEBUG=given).startswith(flags)
+
+
+@pytest.mark.parametrize("given", ["no", "2", "true"])
+def test_another_debug_is_refused(given: str) -> None:
+    said = switches("", RELPOS_DEBUG=given, fails=True)
+    assert said == f"RELPOS_DEBUG: expected 0 or 1, got {given}\n"
+
+
+def test_a_system_core_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    said = switches("", RELPOS_SYSTEM_CORE="installed", fails=True)
+    assert said == "RELPOS_SYSTEM_CORE=installed: must begin with /\n"
+    for name in ("include/relpos/relpos.h", "lib/libcore.so"):
+        said = switches("", RELPOS_SYSTEM_CORE=str(tmp_path), fails=True)
+        assert said == f"RELPOS_SYSTEM_CORE={tmp_path}: no {name} there\n"
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    said = switches("print(SYSTEM_CORE)", RELPOS_SYSTEM_CORE=str(tmp_path))
+    assert said == f"{tmp_path}\n"
+
+
+def test_the_users_flags_are_shown() -> None:
+    """As a compiler is given them: a text of C."""
+    said = switches("print(shown(['-O3']))", CFLAGS=r'-O1 -DNAME="\"x y\""')
+    assert said == r'''"-O1 -DNAME=\"\\\"x y\\\"\" -O3"''' + "\n"
+    assert switches("print(shown(['-O3']))", CFLAGS="") == '"-O3"\n'
+
+
+# --------------------------------------------------------------------------------------------------
 # Built anew
 # --------------------------------------------------------------------------------------------------
 
