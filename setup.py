@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds libcore, from the list in csrc/core.mk, and the binding on top of it.
 
-    relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib
+    relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib, and nowhere else
     relpos/lib/                  libcore.so, libcore.a, librelpos_cuda.so, OpenBLAS, its licence
     relpos/include/relpos/       relpos.h, device.h, model.h, decode.h
 
@@ -55,6 +55,7 @@ class Build(build_ext):
         self.force, package = True, Path(self.build_lib) / "relpos"  # switches may have changed
         shutil.rmtree(package / "lib", ignore_errors=True)
         shutil.rmtree(package / "include", ignore_errors=True)
+        self.compiler.linker_so = [w for w in self.compiler.linker_so if "-Wl,-rpath" not in w]
         if not SYSTEM_CORE:
             self.build_core(package / "lib", package / "include/relpos")
         binding.library_dirs = [f"{SYSTEM_CORE or package}/lib"]
@@ -98,7 +99,7 @@ binding = Extension(
     libraries=["core"],
     runtime_library_dirs=[f"{SYSTEM_CORE}/lib" if SYSTEM_CORE else "$ORIGIN/lib"],
     extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", *VARIANT],
-    extra_link_args=VARIANT,
+    extra_link_args=["-Wl,--disable-new-dtags", *VARIANT],  # RUNPATH comes after LD_LIBRARY_PATH
 )
 
 setup(

@@ -129,7 +129,21 @@ static PyObject *build_info(PyObject *module, PyObject *args) {
 
 /* ---- the module ------------------------------------------------------------------ */
 
+/* The loader may have been told to take another libcore. */
+static int check_core(void) {
+  rp_build_info core = {.struct_size = sizeof core, .version = "unknown"};
+  rp_status status;
+  Py_BEGIN_ALLOW_THREADS
+  status = rp_build_info_get(&core);
+  Py_END_ALLOW_THREADS
+  if (status == RP_OK && strcmp(core.version, RP_VERSION) == 0) return 0;
+  PyErr_Format(PyExc_ImportError, "libcore's version is %s, expected relpos's own, %s",
+               core.version, RP_VERSION);
+  return -1;
+}
+
 static int module_exec(PyObject *module) {
+  if (check_core() < 0) return -1;
   if (PyArray_ImportNumPyAPI() < 0) return -1;
   module_state *state = PyModule_GetState(module);
   state->device_error = PyErr_NewExceptionWithDoc("relpos.DeviceError",

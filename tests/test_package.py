@@ -75,10 +75,12 @@ def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str
     return done.stdout
 
 
-def run_python(folder: Path, *arguments: str | Path) -> str:
+def run_python(
+    folder: Path, *arguments: str | Path, fails: bool = False, **environment: str
+) -> str:
     """Python with the package under test, wherever it is: installed, or built in place."""
-    package = Path(relpos.__file__).parent.parent
-    return run(sys.executable, *arguments, cwd=folder, PYTHONPATH=str(package))
+    environment["PYTHONPATH"] = str(Path(relpos.__file__).parent.parent)
+    return run(sys.executable, *arguments, cwd=folder, fails=fails, **environment)
 
 
 def compile_and_run(folder: Path, *flags: str) -> str:
@@ -181,6 +183,51 @@ def test_a_program_that_works_elsewhere_loads_nothing_there(tmp_path: Path, star
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = run("sh", "-c", f"{started} elsewhere", cwd=tmp_path, PATH=path)
     assert "foreign" not in said and f"{tmp_path}/librelpos_cuda.so" in said
+
+
+def compile_library(folder: Path, name: str, source: str) -> Path:
+    (folder / "shared.c").write_text(source)
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    run(
+        *compiler,
+        "-shared",
+        "-fPIC",
+        *shlex.split(relpos.cflags()),
+        "shared.c",
+        "-o",
+        name,
+        cwd=folder,
+    )
+    return folder / name
+
+
+def test_python_takes_no_other_libcore(tmp_path: Path) -> None:
+    compile_library(tmp_path, "libcore.so", FOREIGN)
+    assert "foreign" not in run_python(
+        tmp_path, "-c", SAME_IN_PYTHON, LD_LIBRARY_PATH=str(tmp_path)
+    )
+    dynamic = run("readelf", "-d", Path(relpos._core.__file__), cwd=ROOT)
+    assert re.findall(r"\((R\w*PATH)\).*\[(.*?)\]", dynamic) == [("RPATH", "$ORIGIN/lib")]
+
+
+OLDER = """
+#include <relpos/relpos.h>
+
+rp_status rp_build_info_get(rp_build_info *info) {
+  info->version = "0.0.9";
+  return RP_OK;
+}
+"""
+
+
+def test_a_libcore_of_another_version_is_refused(tmp_path: Path) -> None:
+    others = os.environ.get("LD_PRELOAD", "")
+    older = compile_library(tmp_path, "older.so", OLDER)
+    said = run_python(
+        tmp_path, "-c", "import relpos", fails=True, LD_PRELOAD=f"{others} {older}".strip()
+    )
+    expected = f"expected relpos's own, {relpos.__version__}"
+    assert f"ImportError: libcore's version is 0.0.9, {expected}" in said
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
