@@ -64,8 +64,10 @@ class Build(build_ext):
 
     def copy_extensions_to_source(self):  # editable installs
         super().copy_extensions_to_source()
-        for name in () if SYSTEM_CORE else ("lib", "include"):
-            shutil.copytree(f"{self.build_lib}/relpos/{name}", f"relpos/{name}", dirs_exist_ok=True)
+        for name in ("lib", "include"):  # removed first: what is in use may not be written over
+            shutil.rmtree(f"relpos/{name}", ignore_errors=True)
+            if not SYSTEM_CORE:
+                shutil.copytree(f"{self.build_lib}/relpos/{name}", f"relpos/{name}")
 
     def build_core(self, library, include):
         library.mkdir(parents=True)

@@ -454,7 +454,11 @@ def test_a_repaired_wheel(built: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_editable_install(source: Path, tmp_path: Path) -> None:
     fresh = Environment(tmp_path)
+    stale = source / "relpos" / "lib" / "librelpos_cuda.so"  # of a build with CUDA
+    stale.parent.mkdir(exist_ok=True)
+    stale.touch()
     fresh.pip_install("-e", source, RELPOS_DEBUG="1")  # seconds, not a minute
+    assert not stale.exists()
     where = fresh.python("-c", "import relpos; print(relpos.__file__)").strip()
     assert where == str(source / "relpos" / "__init__.py")
     fresh.check()
