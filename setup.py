@@ -22,6 +22,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 sys.path[:0] = ["csrc", "cuda"]
 import nvcc  # noqa: E402
@@ -45,6 +46,12 @@ def copy_openblas(folder):
             shutil.copy(file.locate(), folder / file.name)
         elif file.name.startswith("LICENSE"):
             shutil.copy(file.locate(), folder / "LICENSE-openblas.txt")
+
+
+class Modules(build_py):
+    def run(self):  # what has been deleted since the last build goes into no wheel
+        shutil.rmtree(Path(self.build_lib, "relpos"), ignore_errors=True)
+        super().run()
 
 
 class Build(build_ext):
@@ -107,7 +114,7 @@ binding = Extension(
 setup(
     version=re.search(r'RP_VERSION "(.*)"', Path("csrc/include/relpos/relpos.h").read_text())[1],
     ext_modules=[binding],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_py": Modules, "build_ext": Build},
     setup_requires=[OPENBLAS] if NEEDS_OPENBLAS else [],
     options={} if FREE_THREADED else {"bdist_wheel": {"py_limited_api": "cp310"}},
 )

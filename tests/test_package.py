@@ -500,7 +500,12 @@ def test_on_an_installed_core(source: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "a prefix"
     run(*install, f"PREFIX={prefix}", cwd=source)
     fresh = Environment(tmp_path)
+    kept = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    deleted = source / "build" / kept / "relpos" / "deleted.py"  # since the last build
+    deleted.parent.mkdir(parents=True, exist_ok=True)
+    deleted.touch()
     fresh.pip_install(source, RELPOS_SYSTEM_CORE=str(prefix))
+    assert "No module named relpos.deleted" in fresh.python("-m", "relpos.deleted", fails=True)
     out = fresh.python("-c", SAME_IN_PYTHON)
     said = fresh.python("-m", "relpos", "--cflags", fails=True)
     assert "ask `pkg-config --cflags --libs relpos`" in said
