@@ -185,6 +185,25 @@ def test_a_program_that_works_elsewhere_loads_nothing_there(tmp_path: Path, star
     assert "foreign" not in said and f"{tmp_path}/librelpos_cuda.so" in said
 
 
+OPENBLAS_THREADS = """
+import ctypes, os, sys, numpy
+os.environ.pop("OPENBLAS_NUM_THREADS", None)
+os.environ.update(word.split("=") for word in sys.argv[1:])
+before = len(os.listdir("/proc/self/task"))
+import relpos
+relpos.build_info()
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(len(os.listdir("/proc/self/task")) - before, getenv(b"OPENBLAS_NUM_THREADS"))
+"""
+
+
+def test_openblas_starts_no_threads(tmp_path: Path) -> None:
+    assert run_python(tmp_path, "-c", OPENBLAS_THREADS) == "0 None\n"
+    said = run_python(tmp_path, "-c", OPENBLAS_THREADS, "OPENBLAS_NUM_THREADS=3")
+    assert said == "0 b'3'\n"
+
+
 def compile_library(folder: Path, name: str, source: str) -> Path:
     (folder / "shared.c").write_text(source)
     compiler = shlex.split(os.environ.get("CC", "cc"))

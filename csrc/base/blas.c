@@ -87,12 +87,22 @@ static const char *core_for_isa(const char *isa) {
   return NULL;
 }
 
+/* OpenBLAS reads its environment while it is loaded, and starts its threads there. */
 static void *open_pinned(void) {
   const char *const core = core_for_isa(getenv("RELPOS_ISA"));
   const bool pin = core != NULL && getenv("OPENBLAS_CORETYPE") == NULL;
+  const char *const threads = getenv("OPENBLAS_NUM_THREADS");
+  char given[32] = ""; /* what is longer is no number, and stays */
+  const bool fits = snprintf(given, sizeof given, "%s", threads ? threads : "") < (int)sizeof given;
   if (pin) setenv("OPENBLAS_CORETYPE", core, 1);
+  if (fits) setenv("OPENBLAS_NUM_THREADS", "1", 1);
   void *const library = open_library();
   if (pin) unsetenv("OPENBLAS_CORETYPE");
+  if (threads == NULL) {
+    unsetenv("OPENBLAS_NUM_THREADS");
+  } else if (fits) {
+    setenv("OPENBLAS_NUM_THREADS", given, 1);
+  }
   return library;
 }
 

@@ -14,9 +14,10 @@
  * forgoes the library, openblas takes it for every product but those of few rows.
  *
  * The library is told to use one thread: our tasks call it from several threads
- * at once. The wheel's copy is private to us, NumPy's is another file; a library
- * named at make time may be shared with the host, which then finds it at one
- * thread as well.
+ * at once. So that it starts no others, OPENBLAS_NUM_THREADS is 1 in the environment
+ * while it is loaded, and then what it was. The wheel's copy is private to us, NumPy's
+ * is another file; a library named at make time may be shared with the host, which
+ * then finds it at one thread as well.
  *
  * RELPOS_ISA pins the kernels of OpenBLAS too, since they decide the last bits. That
  * takes OPENBLAS_CORETYPE in the environment while the library is loaded: put there
