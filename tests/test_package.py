@@ -185,6 +185,32 @@ def test_a_program_that_works_elsewhere_loads_nothing_there(tmp_path: Path, star
     assert "foreign" not in said and f"{tmp_path}/librelpos_cuda.so" in said
 
 
+BLAS = """
+#include <relpos/relpos.h>
+#include <stdio.h>
+
+int main(void) {
+  rp_build_info info = {.struct_size = sizeof info};
+  if (rp_build_info_get(&info) != RP_OK) return 1;
+  puts(info.blas);
+  return 0;
+}
+"""
+
+
+def test_an_openblas_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "program.c").write_text(BLAS)
+    archive = relpos.library_dir() / "libcore.a"
+    flags = (*shlex.split(relpos.cflags()), archive, "-lm", "-ldl", "-pthread")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    run(*compiler, "program.c", *flags, "-o", "program", cwd=tmp_path)
+    said = run(tmp_path / "program", cwd=tmp_path)
+    assert said == "builtin (libscipy_openblas.so not found)\n"
+    (tmp_path / "libscipy_openblas.so").write_text("not a library")
+    said = run(tmp_path / "program", cwd=tmp_path)
+    assert said == "builtin (libscipy_openblas.so cannot be loaded)\n"
+
+
 OPENBLAS_THREADS = """
 import ctypes, os, sys, numpy
 os.environ.pop("OPENBLAS_NUM_THREADS", None)

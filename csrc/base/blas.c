@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/folder.h"
 
@@ -55,7 +56,8 @@ static any_fn symbol(void *library, const char *name) {
   return function;
 }
 
-static void *open_library(void) {
+/* there: whether the file is, loaded or not. */
+static void *open_library(bool *there) {
 #ifdef LOOK_BESIDE_US
   static const char *const places[] = {"", "../lib/"};
   const char *const folder = rpi_own_folder();
@@ -65,7 +67,10 @@ static void *open_library(void) {
     if (length < 0 || (size_t)length >= sizeof path) continue;
     void *const library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library != NULL) return library;
+    *there |= access(path, F_OK) == 0;
   }
+#else
+  *there = access(RPI_BLAS_LIBRARY, F_OK) == 0;
 #endif
   return dlopen(RPI_BLAS_LIBRARY, RTLD_NOW | RTLD_LOCAL);
 }
@@ -88,7 +93,7 @@ static const char *core_for_isa(const char *isa) {
 }
 
 /* OpenBLAS reads its environment while it is loaded, and starts its threads there. */
-static void *open_pinned(void) {
+static void *open_pinned(bool *there) {
   const char *const core = core_for_isa(getenv("RELPOS_ISA"));
   const bool pin = core != NULL && getenv("OPENBLAS_CORETYPE") == NULL;
   const char *const threads = getenv("OPENBLAS_NUM_THREADS");
@@ -96,7 +101,7 @@ static void *open_pinned(void) {
   const bool fits = snprintf(given, sizeof given, "%s", threads ? threads : "") < (int)sizeof given;
   if (pin) setenv("OPENBLAS_CORETYPE", core, 1);
   if (fits) setenv("OPENBLAS_NUM_THREADS", "1", 1);
-  void *const library = open_library();
+  void *const library = open_library(there);
   if (pin) unsetenv("OPENBLAS_CORETYPE");
   if (threads == NULL) {
     unsetenv("OPENBLAS_NUM_THREADS");
@@ -128,9 +133,11 @@ static void find(void) {
 #else
   insisted = true;
 #endif
-  void *const library = open_pinned();
+  bool there = false;
+  void *const library = open_pinned(&there);
   if (library == NULL) {
-    snprintf(description, sizeof description, "builtin (%s not found)", RPI_BLAS_LIBRARY);
+    snprintf(description, sizeof description, "builtin (%s %s)", RPI_BLAS_LIBRARY,
+             there ? "cannot be loaded" : "not found");
     return;
   }
   gemm = (rpi_blas_gemm_fn)symbol(library, GEMM);

@@ -9,9 +9,10 @@
  *   RPI_BLAS_LIBRARY         (make BLAS=...) that file, symbols after RPI_BLAS_PREFIX
  *   RPI_BLAS_BUILTIN         (make BLAS=builtin) never
  *
- * Nothing found is no error: ops/gemm.c has its own product, and says where it
- * prefers that one. RELPOS_BLAS in the environment overrides it at run time: builtin
- * forgoes the library, openblas takes it for every product but those of few rows.
+ * Nothing found, or nothing that can be loaded, is no error: ops/gemm.c has its own
+ * product, and says where it prefers that one. RELPOS_BLAS in the environment overrides
+ * it at run time: builtin forgoes the library, openblas takes it for every product but
+ * those of few rows.
  *
  * The library is told to use one thread: our tasks call it from several threads
  * at once. So that it starts no others, OPENBLAS_NUM_THREADS is 1 in the environment
@@ -51,7 +52,7 @@ rpi_blas_gemm_fn rpi_blas_gemm(void);
 bool rpi_blas_insisted(void);
 
 /* What was found, used or not: "OpenBLAS 0.3.34 SkylakeX", "builtin", "builtin
- * (libscipy_openblas.so not found)". */
+ * (libscipy_openblas.so not found)", or "cannot be loaded". */
 const char *rpi_blas_description(void);
 
 #endif
