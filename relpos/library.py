@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -125,14 +126,14 @@ def library_dir() -> Path:
 
 
 def cflags() -> str:
-    """What the compiler of a C program needs."""
-    return f"-I{include_dir()}"
+    """What the compiler of a C program needs, as words of a shell."""
+    return shlex.quote(f"-I{include_dir()}")
 
 
 def libs() -> str:
-    """What its linker needs; the program then finds libcore.so where it lies."""
+    """What its linker needs, too; the program then finds libcore.so where it lies."""
     folder = library_dir()
-    return f"-L{folder} -lcore -Wl,-rpath,{folder}"
+    return shlex.join([f"-L{folder}", "-lcore", f"-Wl,-rpath,{folder}"])
 
 
 def _installed(folder: Path, content: str) -> Path:

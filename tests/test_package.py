@@ -113,7 +113,7 @@ class Environment:
 
     def check(self) -> None:
         """Python and C compute, and agree."""
-        flags = self.python("-m", "relpos", "--cflags", "--libs").split()
+        flags = shlex.split(self.python("-m", "relpos", "--cflags", "--libs"))
         assert compile_and_run(self.folder, *flags) == self.python("-c", SAME_IN_PYTHON)
         assert len(self.python("-c", SAME_IN_PYTHON).split()) == 64
 
@@ -141,12 +141,23 @@ def test_the_version_is_the_headers() -> None:
 
 
 def test_a_c_program_links_with_the_package(tmp_path: Path) -> None:
-    flags = run_python(tmp_path, "-m", "relpos", "--cflags", "--libs").split()
+    flags = shlex.split(run_python(tmp_path, "-m", "relpos", "--cflags", "--libs"))
     shared = compile_and_run(tmp_path, *flags)
     assert shared == run_python(tmp_path, "-c", SAME_IN_PYTHON)
     archive = str(relpos.library_dir() / "libcore.a")
     system = ("-lm", "-ldl", "-pthread")
-    assert compile_and_run(tmp_path, relpos.cflags(), archive, *system) == shared
+    assert compile_and_run(tmp_path, *shlex.split(relpos.cflags()), archive, *system) == shared
+
+
+def test_folders_with_spaces_are_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a package"
+    for name in ("include/relpos/relpos.h", "lib/libcore.so"):
+        (package / name).parent.mkdir(parents=True)
+        (package / name).touch()
+    monkeypatch.setattr(relpos.library, "_PACKAGE", package)
+    library = package / "lib"
+    assert shlex.split(relpos.cflags()) == [f"-I{package}/include"]
+    assert shlex.split(relpos.libs()) == [f"-L{library}", "-lcore", f"-Wl,-rpath,{library}"]
 
 
 WANDERER = """
@@ -178,7 +189,7 @@ def test_a_program_that_works_elsewhere_loads_nothing_there(tmp_path: Path, star
         run(*compiler, "-shared", "-fPIC", "foreign.c", "-o", elsewhere / name, cwd=tmp_path)
     (tmp_path / "program.c").write_text(WANDERER)
     archive = relpos.library_dir() / "libcore.a"
-    flags = (*relpos.cflags().split(), archive, "-lm", "-ldl", "-pthread")
+    flags = (*shlex.split(relpos.cflags()), archive, "-lm", "-ldl", "-pthread")
     run(*compiler, "program.c", *flags, "-o", "program", cwd=tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     said = run("sh", "-c", f"{started} elsewhere", cwd=tmp_path, PATH=path)
