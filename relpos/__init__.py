@@ -24,7 +24,15 @@ one of many position schemes; `relpos.torch.attention` is the same for torch ten
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from relpos._core import VERSION as __version__
+try:
+    from relpos._core import VERSION as __version__
+except ModuleNotFoundError as error:
+    if error.name != "relpos._core":
+        raise
+    raise ImportError(
+        f"{__path__[0]} holds relpos's sources, which are not built here, and hides an installed "
+        "relpos: run Python in another folder"
+    ) from None
 from relpos._core import DeviceError
 from relpos.attention import (
     AttentionContext,

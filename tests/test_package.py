@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -284,6 +285,15 @@ def test_a_libcore_of_another_version_is_refused(tmp_path: Path) -> None:
     )
     expected = f"expected relpos's own, {relpos.__version__}"
     assert f"ImportError: libcore's version is 0.0.9, {expected}" in said
+
+
+def test_sources_that_are_not_built(tmp_path: Path) -> None:
+    (tmp_path / "relpos").mkdir()
+    shutil.copy(ROOT / "relpos" / "__init__.py", tmp_path / "relpos")
+    # without site, where an editable install puts what finds it first
+    said = run(sys.executable, "-S", "-c", "import relpos", cwd=tmp_path, fails=True)
+    expected = f"ImportError: {tmp_path}/relpos holds relpos's sources, which are not built here"
+    assert expected in said and said.endswith("run Python in another folder\n")
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
