@@ -48,6 +48,8 @@ rp_status rp_set_threads(int threads) {
 
 int rp_get_threads(void) { return rpi_threads_get(); }
 
+const char *rp_version(void) { return RP_VERSION; }
+
 /* The struct only ever grows at its end. A caller compiled against another version
  * gets the fields that both know; those that only the caller knows become zero. */
 rp_status rp_build_info_get(rp_build_info *info) {

@@ -131,14 +131,9 @@ static PyObject *build_info(PyObject *module, PyObject *args) {
 
 /* The loader may have been told to take another libcore. */
 static int check_core(void) {
-  rp_build_info core = {.struct_size = sizeof core, .version = "unknown"};
-  rp_status status;
-  Py_BEGIN_ALLOW_THREADS
-  status = rp_build_info_get(&core);
-  Py_END_ALLOW_THREADS
-  if (status == RP_OK && strcmp(core.version, RP_VERSION) == 0) return 0;
+  if (strcmp(rp_version(), RP_VERSION) == 0) return 0;
   PyErr_Format(PyExc_ImportError, "libcore's version is %s, expected relpos's own, %s",
-               core.version, RP_VERSION);
+               rp_version(), RP_VERSION);
   return -1;
 }
 

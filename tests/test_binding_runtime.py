@@ -312,7 +312,14 @@ def test_every_gil_release_has_its_restore() -> None:
 
 def test_libcore_is_called_without_the_gil_alone() -> None:
     kinds = ("attention", "rotation", "placement", "batch", "limits", "search", "model_map")
-    shown = ("model_config", "model_limits", "decoder_result", "decoder_result_count", "last_error")
+    shown = (
+        "model_config",
+        "model_limits",
+        "decoder_result",
+        "decoder_result_count",
+        "last_error",
+        "version",
+    )
     free = {f"rp_{of}_default" for of in kinds} | {f"rp_{what}" for what in shown}  # they only look
     for path in binding_files():
         code = code_of(path)

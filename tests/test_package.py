@@ -270,10 +270,7 @@ def test_python_takes_no_other_libcore(tmp_path: Path) -> None:
 OLDER = """
 #include <relpos/relpos.h>
 
-rp_status rp_build_info_get(rp_build_info *info) {
-  info->version = "0.0.9";
-  return RP_OK;
-}
+const char *rp_version(void) { return "0.0.9"; }
 """
 
 

@@ -61,6 +61,7 @@ static void test_build_info_sizes(void) {
   CHECK_INT(rp_build_info_get(&info), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "struct_size is 4097, expected sizeof(rp_build_info)");
   CHECK_TEXT(info.version, "untouched");
+  CHECK_TEXT(rp_version(), RP_VERSION);
 
   /* A caller of a later version: its own fields come back as zero, and nothing
    * behind its struct is touched. */

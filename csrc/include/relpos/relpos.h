@@ -374,6 +374,7 @@ RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t l
  * else OMP_NUM_THREADS, else the cores this process may run on. */
 RP_API rp_status rp_set_threads(int threads);
 RP_API int rp_get_threads(void);
+RP_API const char *rp_version(void); /* RP_VERSION of the library that runs */
 
 /* What this library is and what it chose. The strings live as long as it. */
 typedef struct rp_build_info {
@@ -388,9 +389,8 @@ typedef struct rp_build_info {
   int threads;               /* rp_get_threads() */
 } rp_build_info;
 
-/* Fills info. RELPOS_ISA=portable|avx2|avx512|amx|neon in the environment overrides
- * the choice of instruction set (and of the BLAS core); an unknown or
- * unavailable one is an error of the first call that computes. */
+/* Fills info. RELPOS_ISA=portable|avx2|avx512|amx|neon in the environment chooses the instruction
+ * set (and the BLAS core); one that is not there is an error of the first call that computes. */
 RP_API rp_status rp_build_info_get(rp_build_info *info);
 
 #ifdef __cplusplus
