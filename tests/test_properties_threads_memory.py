@@ -15,12 +15,13 @@ import pytest
 import capi
 from capi import Core
 from case_arrays import make_arrays
-from cases import Case, Distances, Edges, Labels
+from cases import Case, Distances, Edges, Labels, Map
 from cores import every_core, get_core
 from guarded_arrays import hold
-from properties import BASE, EVERYTHING, SHARED, same
+from properties import BASE, EVERYTHING, SHARED, judge, same
 from relpos import reference
 from relpos.reference import Band, Dropout
+from tolerances import oracle_of
 
 core = every_core  # a fixture
 
@@ -149,6 +150,24 @@ def test_workspaces_between_positions_are_small(libraries: dict[str, Path], name
     core.set_threads(0)
     assert max(sizes) <= 64 * 2**20, sizes
     del alive
+
+
+@pytest.mark.parametrize("map", [Labels(20000, 4, "sparse"), Edges(20000)], ids=["labels", "edges"])
+def test_rows_that_no_pair_meets_take_no_memory(libraries: dict[str, Path], map: Map) -> None:
+    """Of the sums of a long table backward writes lines for the rows met, and a number for others."""
+    core = get_core(libraries, "f32-portable")
+    case = Case(B=1, H=2, N=70, M=70, D=64, Dv=64, key=map, value=map, position_bias=True)
+    arrays = make_arrays(case, core.dtype)
+    forward = capi.run_forward(core, case, arrays)
+    run, written, workspace = capi.backward_call(core, case, arrays, forward)
+    run()
+    touched = np.count_nonzero(workspace.raw[workspace.inside] != 0xFF)
+    rows, pairs, terms = 20000, 70 * 70, 2 * case.H
+    most = 2**22 + terms * 4 * (rows + pairs * (64 + 1))
+    assert touched <= most < terms * 4 * rows * (64 + 1), (touched, most)
+    results = {"out": forward.out.view, "lse": forward.lse.view}
+    results |= {name: array.view for name, array in written.items()}
+    judge(case, results, oracle_of(case, arrays))
 
 
 def test_workspace_is_linear_in_the_length(libraries: dict[str, Path]) -> None:

@@ -90,6 +90,15 @@ static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64
 /* How a term is looked up: see lookups.h. */
 enum { LOOKUP_WHOLE, LOOKUP_MET, LOOKUP_EACH };
 
+/* Queries of all sequences, and edges of all of them. */
+static int64_t query_count(const rp_attention *s) {
+  return s->offsets ? s->offsets[s->B] : s->B * s->N;
+}
+static int64_t edge_count(const rp_attention *s, const rp_relation *r) {
+  const int64_t queries = query_count(s);
+  return queries > 0 ? r->edge_starts[queries] : 0;
+}
+
 static int lookup_way(const rp_attention *s, const rp_relation *r) {
   const int64_t T = table_rows(r);
   if (r->map == RP_MAP_BAND) return T > RPI_LOOKUP_SHORT ? LOOKUP_MET : LOOKUP_WHOLE;
@@ -99,9 +108,8 @@ static int lookup_way(const rp_attention *s, const rp_relation *r) {
     const int64_t few = RPI_LOOKUP_CHUNKS * chunk_rows(s, keys, RPI_TILE, RPI_KEY_CHUNK);
     return T > few ? LOOKUP_MET : LOOKUP_WHOLE;
   }
-  const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
-  const double edges = queries > 0 ? (double)r->edge_starts[queries] : 0;
-  return edges * RPI_LOOKUP_EDGES <= (double)queries * (double)T ? LOOKUP_EACH : LOOKUP_WHOLE;
+  const double edges = (double)edge_count(s, r), queries = (double)query_count(s);
+  return edges * RPI_LOOKUP_EDGES <= queries * (double)T ? LOOKUP_EACH : LOOKUP_WHOLE;
 }
 
 /* Rows of the largest table that is there whole: forward keeps so many numbers a query. */

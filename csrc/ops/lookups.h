@@ -13,8 +13,8 @@
  *   LOOKUP_EACH    few edges: one by one too
  *
  * A pair by itself costs a product of one row with one row of the table, some five times what it
- * costs in a product of many; but of nothing that no pair asks for. So the cost follows the pairs,
- * never T.
+ * costs in a product of many; but of nothing that no pair asks for. So the cost follows the pairs;
+ * of T there is a number a row, which says where it is (column_of; line_of, pairs.h).
  */
 #ifndef RPI_LOOKUPS_H
 #define RPI_LOOKUPS_H

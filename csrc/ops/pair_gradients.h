@@ -35,7 +35,8 @@ static void add_lines(const lookup *x, const pair_scratch *w, const rpi_product 
     for (int64_t c = 0; c < count; c++) {
       const int64_t row = leader->list[done + c];
       if (row < 0) continue;
-      add_scaled(padded, 1, w->lines + c * padded, sums->lines + (row - sums->first) * padded);
+      add_scaled(padded, 1, w->lines + c * padded,
+                 sums->lines + line_for_row(sums, row, padded) * padded);
     }
   }
 }
@@ -51,7 +52,8 @@ static void add_numbers(const lookup *x, const pair_scratch *w, const real *buck
   }
   for (int64_t c = 0; c < columns; c++) {
     if (leader->list[c] < 0) continue;
-    add_columns(buckets + c, stride, rows, 1, sums->numbers + leader->list[c] - sums->first);
+    const int64_t line = line_for_row(sums, leader->list[c], lookup_padded(x));
+    add_columns(buckets + c, stride, rows, 1, sums->numbers + line);
   }
 }
 
@@ -90,9 +92,10 @@ static void collect_keys_each(const pair_terms *p, int which, const pair_scratch
       for (int n = 0; n < l.count; n++) {
         add_scaled(x->width, l.weight[n], x->table + l.row[n] * stride, dk + l.key[n] * padded);
       }
+      if (sums->lines) rows_to_lines(sums, padded, &l);
       for (int n = 0; sums->lines && n < l.count; n++) {
         add_scaled(x->width, l.weight[n], k->data + l.key[n] * k->stride,
-                   sums->lines + (l.row[n] - sums->first) * padded);
+                   sums->lines + l.row[n] * padded);
       }
     }
   }

@@ -26,12 +26,37 @@
 
 /* Sums of a table's gradient (table_sums.h): of one function of d, for the distances first to last;
  * none where first > last. Of a term that is looked up: of its rows. numbers: of ds alone, for bias
- * terms and position_bias. */
+ * terms and position_bias. Of a long table whose rows may be met in any order, few of many, there
+ * are lines of those alone that were added to: others take neither time nor memory. */
 typedef struct table_sums {
   int64_t first, last;
   real *lines;   /* [1 + columns][width, padded]; NULL: not wanted */
   real *numbers; /* [1 + columns]; NULL: not wanted */
+  /* [1 + columns]: how many lines there are, then of every row which is its own, counted from 1;
+     0: none yet. NULL: lines lie as rows do */
+  int32_t *line_of;
 } table_sums;
+
+/* The line of a row; -1: none. */
+static int64_t line_of_row(const table_sums *sums, int64_t row) {
+  const int64_t column = row - sums->first;
+  return sums->line_of ? sums->line_of[1 + column] - 1 : column;
+}
+
+/* Gives a row the next line, of zeros. */
+RPI_NOINLINE int64_t begin_line(const table_sums *sums, int64_t row, int64_t padded) {
+  const int64_t line = sums->line_of[0]++;
+  sums->line_of[1 + row - sums->first] = sums->line_of[0];
+  if (sums->lines) memset(sums->lines + line * padded, 0, (size_t)padded * sizeof(real));
+  if (sums->numbers) sums->numbers[line] = 0;
+  return line;
+}
+
+/* The line of a row that is to be added to. */
+RPI_INLINE int64_t line_for_row(const table_sums *sums, int64_t row, int64_t padded) {
+  const int64_t line = line_of_row(sums, row);
+  return line >= 0 ? line : begin_line(sums, row, padded);
+}
 
 /* ---- getting ready ------------------------------------------------------------ */
 
@@ -546,6 +571,12 @@ static void add_rows_of(const lookup *x, const pair_list *l, real *restrict to) 
   }
 }
 
+/* Puts the lines of a list's rows in their place: found together, none waits for the sums of
+ * another. */
+static void rows_to_lines(const table_sums *sums, int64_t padded, pair_list *l) {
+  for (int n = 0; n < l->count; n++) l->row[n] = (int32_t)line_for_row(sums, l->row[n], padded);
+}
+
 /* Takes the weights of a strip pair by pair: to rows, and to the sums of a table's gradient. */
 static void collect_each(const pair_terms *p, int which, const pair_scratch *w,
                          const rpi_sequence *seq, int64_t row0, int64_t i, int64_t count,
@@ -559,12 +590,13 @@ static void collect_each(const pair_terms *p, int which, const pair_scratch *w,
     pair_walk left = walk_pairs(p, x, w, seq, row0, i + r, key, tile_keys);
     for (pair_list l; list_pairs(&left, weights + r * RPI_TILE, &l);) {
       if (to) add_rows_of(x, &l, to);
+      if (sums->lines || sums->numbers) rows_to_lines(sums, padded, &l);
       for (int n = 0; sums->lines && n < l.count; n++) {
         add_scaled(x->width, l.weight[n], ends->x + r * ends->x_stride,
-                   sums->lines + (l.row[n] - sums->first) * padded);
+                   sums->lines + l.row[n] * padded);
       }
       for (int n = 0; sums->numbers && n < l.count; n++) {
-        sums->numbers[l.row[n] - sums->first] += l.weight[n];
+        sums->numbers[l.row[n]] += l.weight[n];
       }
     }
   }

@@ -11,8 +11,9 @@
  *   table gradient += sums 0, then sums 1, then sums 2          tasks own table rows
  *
  * The lines of a band's sums are its distances, after a line 0 for all before the first: the
- * reduction finds each distance's row. Those of a looked-up term are table rows: all, or between
- * explicit positions those that the slot's items can meet.
+ * reduction finds each distance's row. Those of a looked-up term are table rows: all, between
+ * explicit positions those that the slot's items can meet, and of long tables of labels and edges
+ * those that they met, in the order of their first pair.
  */
 #ifndef RPI_TABLE_SUMS_H
 #define RPI_TABLE_SUMS_H
@@ -25,6 +26,8 @@
 #define RPI_SLOT_NUMBERS (1 << 22) /* ... or would hold more than this together */
 #define RPI_SLOT_MOST (1 << 23)    /* ... where they are very long: fewer than four for no more */
 #define RPI_SLOT_PAIRS (1 << 14)   /* ... unless they had fewer (query, key) pairs than this */
+#define RPI_LISTED_PAIRS 64        /* lines are listed of tables with more than a row for so many */
+#define RPI_LISTED_EDGES 16        /* ... pairs of a head that may meet them, or edges */
 #define RPI_REDUCE 16              /* table rows that one task of the reduction owns */
 #define RPI_REDUCE_BUCKETS 128     /* ... where it looks for them among all distances */
 
@@ -51,7 +54,9 @@ typedef struct slot_list {
   int64_t phase, per_head; /* slots of head h follow those of head h - 1 */
   slot *slots;
   int64_t most[RPI_SUMMED], width[RPI_SUMMED]; /* of one slot's memory: lines, padded width */
+  int64_t listed[RPI_SUMMED]; /* 1 + rows that line_of names; 0: lines lie as rows do */
   real *lines[RPI_SUMMED], *numbers[RPI_SUMMED];
+  int32_t *line_of[RPI_SUMMED];
 } slot_list;
 
 static table_sums widened(table_sums sums, const term *t, const reach *r) {
@@ -67,6 +72,19 @@ static table_sums widened(table_sums sums, const term *t, const reach *r) {
 /* Does an item meet only some rows of a looked-up table, those that its positions span? */
 static bool met_by_positions(const lookup *x) {
   return x->way == LOOKUP_MET && x->relation->map == RP_MAP_BAND && !x->relation->buckets;
+}
+
+/* Have sums only the lines of rows that were met? That pays where most may not be: to look every
+ * pair's line up costs a tenth more where all are. */
+static bool lists_rows(const rp_attention *s, const lookup *x) {
+  if (x->way == LOOKUP_WHOLE || met_by_positions(x)) return false;
+  if (x->way == LOOKUP_EACH) return edge_count(s, x->relation) < RPI_LISTED_EDGES * x->rows;
+  int64_t pairs = 0; /* of which any number may have a label */
+  for (int64_t b = 0; b < s->B; b++) {
+    const rpi_sequence seq = sequence_of(s, b);
+    pairs += seq.queries * seq.keys;
+  }
+  return pairs < RPI_LISTED_PAIRS * x->rows;
 }
 
 /* Rows of a looked-up table that an item can meet, as first and last of its sums. */
@@ -164,7 +182,8 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
     bool too_wide = false;
     widen_all(list, &wider, &seq, &p, &r, &reached);
     for (int i = 0; i < BAND_SUMS + list->pairs.count; i++) {
-      too_wide |= columns_of(&wider.sums[i]) >= list->most[i] && list->most[i] > 0;
+      if (list->most[i] == 0 || list->listed[i] > 0) continue;
+      too_wide |= columns_of(&wider.sums[i]) >= list->most[i];
     }
     const int64_t each = pair_cost(&r);
     if (count == 0 || cost + each > share || too_wide) {
@@ -187,8 +206,9 @@ static int64_t list_slots(const slot_list *list, int64_t phase, slot *slots) {
 }
 
 /* Lines that a slot keeps of a looked-up table: what any item meets, and of many items as many
- * as of a band. */
+ * as of a band; of few edges no more than there are. */
 static int64_t most_kept(const rp_attention *s, const lookup *x, const bounds *n) {
+  if (x->way == LOOKUP_EACH) return rpi_min(x->rows, edge_count(s, x->relation));
   return rpi_min(x->rows, rpi_max(most_met(s, x), n->queries + n->keys));
 }
 
@@ -206,7 +226,8 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
     list.most[i] = 1 + (x ? most_kept(s, x, n) : widest_window(t, n->queries, n->keys));
     const bool vectors = x ? x->kind != PAIR_BIAS : t->vector_count > 0;
     list.width[i] = !vectors ? 0 : rpi_round_up(x ? x->width : t->width, RPI_LANES);
-    numbers += list.most[i] * (list.width[i] + 1);
+    list.listed[i] = x && lists_rows(s, x) ? 1 + x->rows : 0;
+    numbers += list.most[i] * (list.width[i] + 1) + list.listed[i];
   }
   /* few slots where one takes much memory: their number is a matter of shapes too */
   const int64_t aimed = rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
@@ -223,6 +244,7 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
     if (!list.most[i]) continue;
     list.lines[i] = rpi_arena_take(arena, slots * list.most[i], list.width[i] * real_bytes);
     list.numbers[i] = rpi_arena_take(arena, slots * list.most[i], real_bytes);
+    list.line_of[i] = rpi_arena_take(arena, slots * list.listed[i], sizeof *list.line_of[i]);
   }
   return list;
 }
@@ -271,12 +293,18 @@ static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradie
       at->sums[x].lines =
           wants_lines(list, x, g) ? list->lines[x] + i * list->most[x] * list->width[x] : NULL;
       at->sums[x].numbers = wants_numbers(list, x, g) ? list->numbers[x] + i * list->most[x] : NULL;
+      const bool listed = list->listed[x] && (at->sums[x].lines || at->sums[x].numbers);
+      at->sums[x].line_of = listed ? list->line_of[x] + i * list->listed[x] : NULL;
     }
   }
 }
 
 static void sums_clear(const table_sums *t, int64_t width) {
   const size_t lines = (size_t)columns_of(t) + 1;
+  if (t->line_of) {
+    memset(t->line_of, 0, lines * sizeof *t->line_of);
+    return;
+  }
   if (t->lines) memset(t->lines, 0, lines * (size_t)width * sizeof(real));
   if (t->numbers) memset(t->numbers, 0, lines * sizeof(real));
 }
@@ -333,6 +361,18 @@ static void choose_tasks(reduction *r) {
   r->tasks_per_table = rpi_max(last - r->first_task + 1, 0) + 1;
 }
 
+/* Asks for the lines of some rows: in the order of their first pair the processor does not foresee
+ * the next one, and waiting for each took longer than to add it up. */
+RPI_INLINE void expect_lines(const table_sums *t, int64_t first, int64_t last, int64_t width) {
+  const int64_t step = RPI_CACHE_LINE / (int64_t)sizeof(real);
+  for (int64_t row = first; t->line_of && row <= last; row++) {
+    const int64_t line = line_of_row(t, row);
+    for (int64_t c = 0; t->lines && line >= 0 && c < width; c += step) {
+      __builtin_prefetch(t->lines + line * width + c);
+    }
+  }
+}
+
 /* One part of one table: some of its rows, over all slots in order. */
 static void reduce_task(void *context, int64_t task, int worker) {
   (void)worker;
@@ -349,9 +389,11 @@ static void reduce_task(void *context, int64_t task, int worker) {
   for (int64_t i = 0; i < slots; i++) {
     const table_sums *const t = &from[i].sums[r->sums];
     if (r->looked_up) {
-      const int64_t last = rpi_min(end - 1, t->last);
-      for (int64_t row = rpi_max(begin, t->first); row <= last; row++) {
-        reduce_line(r, from + i, row - t->first, gradient + row * stride);
+      const int64_t first = rpi_max(begin, t->first), last = rpi_min(end - 1, t->last);
+      if (!r->number) expect_lines(t, first, last, r->list->width[r->sums]);
+      for (int64_t row = first; row <= last; row++) {
+        const int64_t line = line_of_row(t, row);
+        if (line >= 0) reduce_line(r, from + i, line, gradient + row * stride);
       }
       continue;
     }
@@ -420,8 +462,10 @@ static void reduce_position_bias(void *context, int64_t head, int worker) {
       if (pairs.list[x].kind != PAIR_KEY) continue;
       const table_sums *const met = &sums[BAND_SUMS + x];
       for (int64_t row = met->first; row <= met->last; row++) {
+        const int64_t line = line_of_row(met, row);
+        if (line < 0) continue;
         add_line(to, pairs.list[x].table + row * pairs.list[x].relation->row_stride, s->D,
-                 scale * met->numbers[row - met->first]);
+                 scale * met->numbers[line]);
       }
     }
   }
