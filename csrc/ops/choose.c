@@ -78,28 +78,17 @@ static void choose_sink(choose_heap h, int64_t count, double logit, int32_t toke
   h.tokens[at] = token;
 }
 
-/* Falling order, the lower class of equals first. */
-static void choose_sort(choose_heap h, int64_t count) {
-  for (int64_t last = count - 1; last > 0; last--) {
-    const double logit = h.logits[last];
-    const int32_t token = h.tokens[last];
-    h.logits[last] = h.logits[0];
-    h.tokens[last] = h.tokens[0];
-    choose_sink(h, last, logit, token);
-  }
-}
-
-/* ---- all of them ----------------------------------------------------------- */
+/* ---- in order -------------------------------------------------------------- */
 
 RPI_INLINE bool choose_before(double logit, int32_t token, double other, int32_t other_token) {
   return logit > other || (logit == other && token < other_token);
 }
 
-/* The order that choose_sort gives, of entries in any, in a third of the time: those before one of
+/* Falling order, the lower class of equals first; no two entries may be equal. Those before one of
  * them and those behind it are ordered by themselves, the fewer first, so that calls do not pile
- * up. Which one looks like chance, so that no order that occurs is a bad one. All are written
- * where they may belong, and what says whether they do moves a place: a processor that had to
- * guess would be wrong every other time. */
+ * up: a third of the time of a heap. Which one looks like chance, so that no order that occurs is a
+ * bad one. All are written where they may belong, and what says whether they do moves a place: a
+ * processor that had to guess would be wrong every other time. */
 static void choose_order(choose_heap h, int64_t count) {
   while (count > CHOOSE_FEW) {
     const uint64_t chance = (uint64_t)count * 0x9E3779B97F4A7C15u >> 32;
@@ -165,7 +154,17 @@ static void choose_some(const real *x, int64_t classes, choose_heap to, int64_t 
       if ((double)x[c] > to.logits[0]) choose_sink(to, most, (double)x[c], (int32_t)c);
     }
   }
-  choose_sort(to, most);
+  int64_t count = 0; /* fewer than `most` where no more have a probability */
+  for (int64_t i = 0; i < most; i++) {
+    const double logit = to.logits[i];
+    const int32_t token = to.tokens[i];
+    if (token < 0) continue;
+    to.logits[i] = -INFINITY;
+    to.tokens[i] = -1;
+    to.logits[count] = logit;
+    to.tokens[count++] = token;
+  }
+  choose_order(to, count);
 }
 
 static void choose_row(const rpi_choose_args *a, int64_t row) {
