@@ -38,10 +38,10 @@ rp_status rp_device_allocate(const char *device, int64_t bytes, void **memory) {
   RPI_CHECK(bytes >= 0, RP_ERROR_ARGUMENT, "rp_device_allocate: bytes is %lld, expected 0 or more",
             (rpi_wide)bytes);
   RPI_TRY(rpi_device_ops(device, &ops));
-  const rp_status status = ops->allocate(bytes, memory);
-  if (status != RP_ERROR_MEMORY) return status;
-  return rpi_fail(status, "rp_device_allocate: %s has no %lld bytes of memory left",
-                  device != NULL ? device : "cpu", (rpi_wide)bytes);
+  RPI_TRY_MEMORY(ops->allocate(bytes, memory),
+                 "rp_device_allocate: %s has no %lld bytes of memory left",
+                 device != NULL ? device : "cpu", (rpi_wide)bytes);
+  return RP_OK;
 }
 
 rp_status rp_device_free(const char *device, void *memory) {

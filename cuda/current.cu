@@ -24,7 +24,7 @@ struct Driver {
 Driver driver;
 std::once_flag once;
 
-/* Of the oldest driver there is for the runtime we build with (driver_problem in table.cu). A
+/* Of the oldest driver there is for the runtime we build with (count in table.cu). A
  * driver refuses to look up what is of a later version than its own, and the compiler's may be
  * later. */
 constexpr unsigned oldest_driver = 13000;

@@ -23,6 +23,7 @@ import numpy as np
 from relpos.train.progress import perplexity
 
 if TYPE_CHECKING:
+    from relpos.translation import Score
     from relpos.translator import Progress, Translator
 
 LENGTHS = (10, 20, 30, 40, 50)
@@ -284,12 +285,7 @@ def likelihood_of(
     training."""
     scores = translator.score(sources, references)  # of all: what it warns of has a line's number
     whole = [x for x in scores if x.source_tokens > 0 and x.tokens.size > 1 and not x.failed]
-    tokens = sum(each.tokens.size for each in whole)
-    if tokens == 0:
-        return None
-    nll = -sum(each.log_probability for each in whole) / tokens
-    hits = sum(int(each.hits.sum()) for each in whole)
-    return Likelihood(nll, perplexity(nll), hits / tokens, tokens)
+    return _mean_of(*_tokens_of(whole)) if whole else None
 
 
 def evaluate_text(
@@ -316,8 +312,7 @@ def evaluate_text(
     whole = [each for each in there if not each.failed]
     if not whole:
         raise ValueError(f"texts: {len(texts):,} lines, none of which has tokens to be looked at")
-    log_p = np.concatenate([each.tokens for each in whole]).astype(np.float64)
-    hits = np.concatenate([each.hits for each in whole])
+    log_p, hits = _tokens_of(whole)
     at = np.concatenate([np.arange(1, each.tokens.size + 1) for each in whole])
     parts = []
     for above, most in pairwise((0, *places, math.inf)):
@@ -327,6 +322,12 @@ def evaluate_text(
             parts.append(Places(int(above) + 1, last, _mean_of(log_p[chosen], hits[chosen])))
     failed = len(there) - len(whole)
     return TextEvaluation(len(there), failed, _mean_of(log_p, hits), tuple(parts))
+
+
+def _tokens_of(scores: Sequence[Score]) -> tuple[Any, Any]:
+    """log p and hits of the tokens of all, one after the other."""
+    log_p = np.concatenate([each.tokens for each in scores]).astype(np.float64)
+    return log_p, np.concatenate([each.hits for each in scores])
 
 
 def _mean_of(log_p: Any, hits: Any) -> Likelihood:

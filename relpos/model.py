@@ -452,9 +452,9 @@ class Transformer:
         """
         check_choice("kind", kind, tuple(ATTENTIONS))
         check_choice("show", show, tuple(SHOWS))
-        there = [each for each, number in ATTENTIONS.items() if self._core.attention_parts(number)]
-        if kind not in there:
-            has = " or ".join(map(repr, there)) or "nothing, as the model has no attention"
+        parts = self._core.attention_parts
+        if not parts(ATTENTIONS[kind]):
+            has = " or ".join(repr(each) for each, number in ATTENTIONS.items() if parts(number))
             raise ValueError(f"kind: expected {has}, got {kind!r}")
         return self._core.attention_map(
             _packed(batch),
