@@ -211,13 +211,16 @@ def alibi(x: Pairs) -> Any:
     return x.content / math.sqrt(D) - slope * abs(x.d), 0.0
 
 
-def rotated(x: Any, places: Any, width: int, base: float, interleaved: bool, divide: float) -> Any:
+ANGLES = [0.5, -0.25, 2]  # of the first six columns
+
+
+def rotated(x: Any, places: Any, theta: Any, interleaved: bool) -> Any:
     """As complex numbers."""
+    width = 2 * len(theta)
     if interleaved:
         z = x[:, 0:width:2] + 1j * x[:, 1:width:2]
     else:
         z = x[:, : width // 2] + 1j * x[:, width // 2 : width]
-    theta = base ** (-2 * np.arange(width // 2) / width) / divide
     z = z * np.exp(1j * np.asarray(places)[:, None] * theta)
     turned = x.copy()
     if interleaved:
@@ -234,9 +237,12 @@ def rope(
     interleaved: bool = False,
     divide: float = 1.0,
     bias: bool = False,
+    angles: Any = None,
 ) -> Any:
-    q = rotated(x.q, np.arange(x.n) + x.start, width, base, interleaved, divide)
-    k = rotated(x.k, np.arange(x.m), width, base, interleaved, divide)
+    if angles is None:
+        angles = base ** (-2 * np.arange(width // 2) / width) / divide
+    q = rotated(x.q, np.arange(x.n) + x.start, np.asarray(angles), interleaved)
+    k = rotated(x.k, np.arange(x.m), np.asarray(angles), interleaved)
     s = q @ k.T / math.sqrt(D)
     return (s + alibi(x)[0] - x.content / math.sqrt(D) if bias else s), 0.0
 
@@ -404,6 +410,7 @@ EXAMPLES: dict[str, Example] = {
         lambda: relpos.RoPE(scaling="ntk", factor=2),
         lambda x: rope(x, base=10000.0 * 2.0 ** (D / (D - 2))),
     ),
+    "rope angles": Example(lambda: relpos.RoPE(angles=ANGLES), lambda x: rope(x, angles=ANGLES)),
     "rope and alibi": Example(
         lambda **t: (relpos.RoPE(), relpos.ALiBi(**t)),
         lambda x: rope(x, bias=True),

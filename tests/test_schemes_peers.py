@@ -7,6 +7,7 @@ GPT-J's rotary positions, BLOOM's ALiBi; the gradients of tables by their autogr
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,39 @@ def test_rope_of_llama_and_gpt_j() -> None:
     ours = relpos.rotate(x, relpos.RoPE(pairing="interleaved"))
     theirs = interleaved(x.transpose(1, 2), angle.sin()[None], angle.cos()[None])
     close(torch.from_numpy(ours), theirs.transpose(1, 2), 1e-5)
+
+
+@pytest.mark.parametrize("rule", ["llama3", "yarn"])
+def test_rope_by_rules_of_transformers(rule: str) -> None:
+    """Its angles; YaRN's factor of both q and k is one of the scale."""
+    from transformers.models.llama import modeling_llama as llama
+
+    rules = {
+        "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "yarn": {"factor": 8.0},
+    }
+    config = llama.LlamaConfig(
+        hidden_size=C, num_attention_heads=H, max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": rule, "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+        } | rules[rule],
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = llama.LlamaAttention(config, layer_idx=0).eval()
+    embedding = llama.LlamaRotaryEmbedding(config)
+    x, places = torch.randn(B, N, C), torch.arange(N)[None]
+    hidden = torch.ones(N, N).triu(1).bool()
+    mask = torch.zeros(B, 1, N, N).masked_fill(hidden, torch.finfo(torch.float32).min)
+    theirs = layer(x, embedding(x, places), mask)[0]
+    plain = 10000.0 ** (-torch.arange(0, D, 2) / D)
+    assert (embedding.inv_freq - plain).abs().max() > 0.01
+    ours = relpos.torch.attention(
+        *(heads(project(x)) for project in (layer.q_proj, layer.k_proj, layer.v_proj)),
+        position=relpos.RoPE(angles=embedding.inv_freq), causal=True, layout="bnhd",
+        scale=embedding.attention_scaling**2 / math.sqrt(D),
+    )  # fmt: skip
+    close(layer.o_proj(ours.flatten(2)), theirs)
 
 
 @pytest.mark.parametrize("count", [8, 12])

@@ -198,6 +198,48 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         "factor: without effect; give scaling='linear' or 'ntk'",
     ),
     (
+        "rope, angles and width",
+        lambda: relpos.RoPE(width=8, angles=[1, 2, 3]),
+        V,
+        "angles: expected one for each pair of 8 columns, 4, got 3",
+    ),
+    (
+        "rope, angles and base",
+        lambda: relpos.RoPE(angles=[1], base=500),
+        V,
+        "base: without effect beside angles, which say it all",
+    ),
+    (
+        "rope, angles and scaling",
+        lambda: relpos.RoPE(angles=[1], scaling="linear", factor=2),
+        V,
+        "scaling: without effect beside angles, which say it all",
+    ),
+    (
+        "rope, angles, rank",
+        lambda: relpos.RoPE(angles=0.5),
+        V,
+        "angles: expected finite numbers (P,), got float64 ()",
+    ),
+    (
+        "rope, angles, nan",
+        lambda: relpos.RoPE(angles=[1, np.nan]),
+        V,
+        "angles: expected finite numbers (P,), got nan at 1",
+    ),
+    (
+        "rope, angles, complex",
+        lambda: relpos.RoPE(angles=[1j]),
+        T,
+        "angles: expected finite numbers (P,), got complex128 (1,)",
+    ),
+    (
+        "rope, angles, unequal",
+        lambda: relpos.RoPE(angles=[[1], [1, 2]]),
+        T,
+        "angles: expected finite numbers (P,), got a list of unequal parts",
+    ),
+    (
         "cross, scheme",
         lambda: relpos.CrossPositions(X, [1], [1]),
         T,
@@ -442,6 +484,12 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         {"position": relpos.RoPE(width=10)},
         V,
         "width: expected an even number up to D=8, got 10",
+    ),
+    (
+        "rope, angles, wide",
+        {"position": relpos.RoPE(angles=range(5))},
+        V,
+        "angles: expected at most D/2=4, got 5",
     ),
     (
         "rope, ntk",

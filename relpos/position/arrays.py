@@ -222,6 +222,24 @@ def check_truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def check_reals(name: str, values: Any, axes: str, rank: int) -> npt.NDArray[np.float64]:
+    """Finite numbers of whatever real type, in an array of their own."""
+    expected = f"{name}: expected finite numbers {axes}"
+    try:
+        array = np.asarray(on_host(name, values))
+    except ValueError:  # lists of different lengths within a list
+        raise TypeError(f"{expected}, got a {type(values).__name__} of unequal parts") from None
+    if array.dtype.kind not in "fiu" and array.size > 0:
+        raise TypeError(f"{expected}, got {describe(array)}")
+    if array.ndim != rank:
+        raise ValueError(f"{expected}, got {describe(array)}")
+    numbers = array.astype(np.float64)
+    if not np.isfinite(numbers).all():
+        at = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise ValueError(f"{expected}, got {numbers.flat[at]} at {at}")
+    return numbers
+
+
 def as_integers(name: str, values: Any, axes: str) -> npt.NDArray[Any]:
     """What is to be integers, as an array."""
     try:

@@ -29,6 +29,7 @@ from relpos.position.arrays import (
     check_integers,
     check_number,
     check_positions,
+    check_reals,
     check_truth,
     describe,
 )
@@ -50,6 +51,9 @@ class RoPE(Scheme):
     base: float.
     scaling: None, "linear": positions divided by factor, or "ntk": base * factor^(width/(width-2)).
     factor: float. How many times longer than trained for.
+    angles: float (P,). The angle per position of each of P pairs in the place of base, scaling and
+        factor, for every other rule: Llama 3's, YaRN's. In pairs of columns up to 2 P, which is
+        what width says, if it says anything. None: as above.
     rotate_keys: bool. False: the keys come turned already, as a cache keeps them (`relpos.rotate`);
         their gradient is then that of the turned keys.
 
@@ -62,6 +66,7 @@ class RoPE(Scheme):
     base: float = field(default=10000.0, kw_only=True)
     scaling: Literal["linear", "ntk"] | None = field(default=None, kw_only=True)
     factor: float = field(default=1.0, kw_only=True)
+    angles: Any = field(default=None, kw_only=True)
     rotate_keys: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -76,9 +81,27 @@ class RoPE(Scheme):
             check_choice("scaling", self.scaling, ("linear", "ntk"))
         elif self.factor != 1.0:
             raise ValueError("factor: without effect; give scaling='linear' or 'ntk'")
+        if self.angles is not None:
+            self._check_angles()
+
+    def _check_angles(self) -> None:
+        angles = check_reals("angles", self.angles, "(P,)", 1)
+        if self.width is not None and self.width != 2 * len(angles):
+            raise ValueError(
+                f"angles: expected one for each pair of {self.width} columns, "
+                f"{self.width // 2}, got {len(angles)}"
+            )
+        for name, default in (("base", 10000.0), ("scaling", None)):
+            if getattr(self, name) != default:
+                raise ValueError(f"{name}: without effect beside angles, which say it all")
+        object.__setattr__(self, "angles", tuple(angles.tolist()))
 
     def frequencies(self, D: int) -> npt.NDArray[np.float64]:
         """The angle per position of every pair of a head of width D: (width / 2,)."""
+        if self.angles is not None and 2 * len(self.angles) > D:
+            raise ValueError(f"angles: expected at most D/2={D // 2}, got {len(self.angles)}")
+        if self.angles is not None:
+            return np.array(self.angles)
         width = D if self.width is None else int(self.width)
         if width > D or width % 2 != 0:
             raise ValueError(f"width: expected an even number up to D={D}, got {width}")
