@@ -64,6 +64,18 @@ def test_parts_are_the_step() -> None:
     assert whole.step(iter(batches)) == parts.step(tuple(batches))
 
 
+@pytest.mark.parametrize(("length", "met"), [(10, 5), (11, 6)])
+def test_buckets_begin_where_those_of_the_schemes_do(length: int, met: int) -> None:
+    """Of 10 buckets up to 160 the distance 10 is exactly the first of bucket 6."""
+    assert relpos.position.t5_buckets([1 - length], 10, 160, bidirectional=False) == [met]
+    model = small_model(
+        encoder__layers=0, decoder__position="t5", decoder__buckets=10, decoder__max_distance=160
+    )
+    model.backward(Batch.from_sentences([[4] * (length - 1)], bos=BOS, eos=EOS))
+    [table] = [x for x in model.gradients.values() if x.shape == (2, 10)]
+    assert np.flatnonzero(table.any(axis=0)).max() == met
+
+
 def test_results_come_when_they_are_asked_for() -> None:
     """In the order of the steps, each once; on the CPU they are there at once."""
     model, twin = small_model(), small_model()

@@ -285,6 +285,29 @@ def test_deberta_reaches_the_ends_of_its_table() -> None:
     assert max(band.left, band.right) < 520  # the rest is left to clipping
 
 
+def exact_share(x: int, near: int, far: int, count: int) -> tuple[int, int]:
+    """ln(x / near) / ln(far / near) * count in integers, rounded down and up."""
+    power = 0
+    while power < count and x**count * near ** (power + 1) >= far ** (power + 1) * near**count:
+        power += 1
+    whole = x**count * near**power == far**power * near**count
+    return power, power + (not whole)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "far"), [(20, 160), (18, 128), (40, 320), (18, 4096), (16, 32), (18, 64), (32, 129)]
+)
+def test_buckets_begin_where_the_formula_has_them(buckets: int, far: int) -> None:
+    """Whole numbers of buckets too, which the roundings of logarithms may miss."""
+    sizes = range(buckets // 2, far)
+    near, count = buckets // 2, buckets - buckets // 2
+    expected = [near + exact_share(x, near, far, count)[0] for x in sizes]
+    got = t5_buckets([-x for x in sizes], buckets, far, bidirectional=False)
+    assert got.tolist() == expected
+    expected = [near + exact_share(x, near, far, near - 1)[1] for x in sizes]
+    assert deberta_log_buckets(list(sizes), buckets, far + 1).tolist() == expected
+
+
 def test_alibi_slopes() -> None:
     np.testing.assert_array_equal(alibi_slopes(8), 2.0 ** -np.arange(1, 9))
     twelve = alibi_slopes(12)

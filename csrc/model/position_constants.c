@@ -16,6 +16,9 @@ double rpi_alibi_slope(int64_t head, int64_t heads) {
   return pow(2, -8.0 * (double)(2 * (head - below) + 1) / (double)(2 * below));
 }
 
+/* More than those of logarithms: a whole number of buckets shall not be lost to them. */
+#define ROUNDINGS 1e-13
+
 /* T5: exact up to half of a side's buckets, then logarithmic up to max_distance. */
 static int32_t t5_bucket(int64_t d, int64_t buckets, int64_t max_distance, bool causal) {
   const int64_t side = causal ? buckets : buckets / 2, exact = side / 2;
@@ -23,7 +26,7 @@ static int32_t t5_bucket(int64_t d, int64_t buckets, int64_t max_distance, bool 
   const int64_t x = causal ? (d < 0 ? -d : 0) : (d < 0 ? -d : d);
   if (x < exact) return (int32_t)(base + x);
   const double share = log((double)x / (double)exact) / log((double)max_distance / (double)exact);
-  const int64_t far = exact + (int64_t)(share * (double)(side - exact));
+  const int64_t far = exact + (int64_t)(share * (double)(side - exact) * (1 + ROUNDINGS));
   return (int32_t)(base + (far < side - 1 ? far : side - 1));
 }
 
@@ -33,7 +36,7 @@ static int64_t deberta_bucket(int64_t x, int64_t buckets, int64_t max_distance) 
   if (buckets == 0 || size <= middle) return x;
   const double share =
       log((double)size / (double)middle) / log((double)(max_distance - 1) / (double)middle);
-  const int64_t far = (int64_t)ceil(share * (double)(middle - 1)) + middle;
+  const int64_t far = (int64_t)ceil(share * (double)(middle - 1) * (1 - ROUNDINGS)) + middle;
   return x < 0 ? -far : far;
 }
 

@@ -20,7 +20,17 @@ from relpos.position.arrays import (
     check_integers,
     check_table,
 )
-from relpos.position.terms import Band, Kind, Lowered, Scheme, Shape, Term, bucket_band, itself
+from relpos.position.terms import (
+    ROUNDINGS,
+    Band,
+    Kind,
+    Lowered,
+    Scheme,
+    Shape,
+    Term,
+    bucket_band,
+    itself,
+)
 
 
 def deberta_log_buckets(
@@ -36,7 +46,7 @@ def deberta_log_buckets(
     max_position = check_count("max_position", max_position, mid + 2)
     size = np.abs(x)
     ratio = np.log(np.maximum(size, mid) / mid) / math.log((max_position - 1) / mid)
-    far = np.ceil(ratio * (mid - 1)).astype(np.int64) + mid
+    far = np.ceil(ratio * (mid - 1) * (1 - ROUNDINGS)).astype(np.int64) + mid
     buckets: npt.NDArray[np.int64] = np.where(size <= mid, x, np.sign(x) * far)
     return buckets
 

@@ -22,7 +22,7 @@ from relpos.position.arrays import (
     contiguous,
     through,
 )
-from relpos.position.terms import Lowered, Scheme, Shape, Term, bucket_band
+from relpos.position.terms import ROUNDINGS, Lowered, Scheme, Shape, Term, bucket_band
 
 MOST = 1e30  # of what scores are multiplied with, as the core has it for scale
 
@@ -49,6 +49,7 @@ def t5_buckets(
     x = np.abs(d) if bidirectional else np.maximum(-d, 0)
     exact = nb // 2
     far = np.log(np.maximum(x, exact) / exact) / np.log(max_distance / exact) * (nb - exact)
+    far = far * (1 + ROUNDINGS)
     buckets: npt.NDArray[np.int64] = base + np.where(
         x < exact, x, np.minimum(nb - 1, exact + far.astype(np.int64))
     )

@@ -36,6 +36,7 @@ Counts = npt.NDArray[np.int64]
 # The gradient of a lowered table -> that of the parameters it was made of.
 Pull = Callable[[Array], dict[str, Array]]
 
+ROUNDINGS = 1e-13  # more than those of logarithms: no bucket that is a whole number is lost to them
 MAX_ROWS = 1 << 26  # of a table that a scheme makes; longer ones are mistakes in positions
 
 
