@@ -132,6 +132,25 @@ def test_validation_takes_no_tokens_a_second() -> None:
     assert line["tokens_per_second"] == 100.0
 
 
+@pytest.mark.parametrize("ending", [{"steps": 7}, {"epochs": 1}])
+def test_validation_at_the_end_takes_none_either(tmp_path: Path, ending: dict[str, int]) -> None:
+    """The line of the last steps is of when they ended, and comes before what is done after them."""
+    trainer = make(tmp_path, **ending, validate_every=7, save_every=1)
+    save = trainer._save
+
+    def slowly() -> Any:
+        time.sleep(0.05)
+        return save()
+
+    trainer._save = slowly
+    trainer.train()
+    log = read_log(tmp_path)
+    rates = [line["tokens_per_second"] for line in log if line["kind"] == "train"]
+    assert len(rates) >= 2 and all(rate > 0 for rate in rates[1:])
+    if "steps" in ending:
+        assert [line["kind"] for line in log][-2:] == ["train", "validation"]
+
+
 def test_the_door() -> None:
     assert relpos.Trainer is Trainer and "Trainer" in relpos.__all__
     with pytest.raises(AttributeError, match="module 'relpos' has no attribute 'trainer'"):

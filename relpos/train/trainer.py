@@ -518,7 +518,9 @@ class _Run:
     def __init__(self, trainer: Trainer, log: Log, progress: Progress) -> None:
         self.step = trainer.model.counters[0]
         self.recent = Sums()
-        self._result: tuple[StepResult, int] | None = None  # with its epoch; None: it is in the log
+        # the last, its epoch and the seconds until it came, and of those the paused ones; None: it is
+        # in the log
+        self._result: tuple[StepResult, int, float, float] | None = None
         self._trainer, self._log, self._progress = trainer, log, progress
         self._epochs: deque[int] = deque()  # of the steps that have been begun
         self._bad = 0
@@ -585,11 +587,11 @@ class _Run:
             return
         self._bad, trainer._saved = 0, None
         self.recent.add(result)
-        self._result = result, epoch
+        self._result = result, epoch, trainer._seconds, self._paused
         self._progress.step(
             result.step, result.loss, result.nll, result.tokens, result.learning_rate
         )
-        if result.step % trainer._log_every == 0:
+        if result.step % trainer._log_every == 0 or result.step >= trainer._steps:
             self.log_the_last()
         if self.behind == 0:
             begun = time.monotonic()
@@ -599,8 +601,7 @@ class _Run:
     def log_the_last(self) -> None:
         """A line of the steps since the one before it, if there are any."""
         if self._result is not None:
-            seconds = self._trainer._seconds
-            self._log.write("train", self.recent.figures(*self._result, seconds, self._paused))
+            self._log.write("train", self.recent.figures(*self._result))
             self.recent.begin()
             self._result = None
 
