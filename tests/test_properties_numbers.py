@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import capi
+import relpos
 from capi import Core
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels
@@ -102,6 +103,21 @@ def test_large_scores_do_not_overflow(core: Core, size: float) -> None:
     for name, x in results.items():
         finite = bool(np.all(np.isfinite(x)))
         assert finite, name
+
+
+@pytest.mark.parametrize("size", [2.3e38, 2.4e38, np.finfo(np.float32).max])
+def test_a_bias_as_large_as_floats_go(size: float) -> None:
+    """Up to 2.3e38 rows that have it everywhere are as they were, beyond it is infinite."""
+    q = np.random.default_rng(1).standard_normal((1, 1, 8, 8)).astype(np.float32)
+    labels = np.zeros((8, 8), np.int8)
+    plain = relpos.attention(q, q, q)
+    for sign in (-1, 1):
+        table = np.array([sign * size], np.float32)
+        out = relpos.attention(q, q, q, position=relpos.ShawGraph(bias_table=table, labels=labels))
+        if size < 2.35e38:
+            np.testing.assert_allclose(out, plain, rtol=0, atol=1e-6)
+        else:
+            assert not out.any() if sign < 0 else np.isnan(out).all()
 
 
 # ---- a maximum that comes late -------------------------------------------------------------------
