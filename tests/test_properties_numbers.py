@@ -18,6 +18,7 @@ from cores import every_core
 from properties import EVERY_KIND, SHARED, TABLES, forward
 from relpos import reference
 from relpos.reference import Band
+from test_attention import compare_case
 
 core = every_core  # a fixture
 
@@ -142,3 +143,44 @@ def test_a_late_maximum_is_as_precise_as_an_early_one(core: Core, rise: float) -
         truth.append(reference.batched_forward(case.batch(arrays), *arrays.views()[:3])[0])
     error = [np.abs(a - b).max() for a, b in zip(results.values(), truth, strict=True)]
     assert error[0] <= 8 * error[1] + 4 * np.finfo(core.dtype).eps
+
+
+# ---- many keys -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, Band(4, 4)])
+@pytest.mark.parametrize("window", [(-1, -1), (60000, 50000)])
+def test_sums_over_many_keys(core: Core, window: tuple[int, int], value: Band | None) -> None:
+    """Numbers that all were added to, one tile after the other, were off by four times as much.
+
+    Maxima that rise late find what was added before.
+    """
+    case = Case(
+        N=7, M=131072, D=16, Dv=16, starts=(65536,), key=Band(4, 4), value=value, scale=1.0,
+        window=window,
+    )  # fmt: skip
+    arrays = make_arrays(case, core.dtype)
+    q, k, v, _ = arrays.views()
+    q[..., 0] = 1
+    k[..., 0] = np.abs(np.arange(case.M) - 65536) * (5 / 65536)
+    v += 1
+    arrays.remember()
+    got = capi.run_forward(core, case, arrays).out.view
+    exact, _ = reference.batched_forward(case.batch(arrays, np.float64), *arrays.views()[:3])
+    unit = np.finfo(core.dtype).eps / 2
+    error = np.sqrt(np.mean((got - exact) ** 2) / np.mean(exact**2)) / unit
+    # 64 sums of 32 tiles: partial sums of n terms are off by sqrt(n / 6) units (tolerances.py), and
+    # those of one row have errors in common, so that chance may double it
+    assert error <= 2 * np.sqrt(1 + 32 / 6 + 64 / 6), error
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16])
+@pytest.mark.parametrize("keys", [(2047, 2048), (2049, 30), (64, 4097), (5000, 0)])
+def test_keys_about_where_sums_begin_anew(core: Core, keys: tuple[int, int], heads: int) -> None:
+    """Chunks of any size, beside sequences that have fewer; in either direction of a walk."""
+    case = Case(
+        B=2, H=heads, N=7, M=max(keys), key_lengths=keys, key=Band(3, 3), value=Band(3, 3),
+        starts=(1000, 2), rising=True,
+    )  # fmt: skip
+    assert compare_case(core, case) is None
+    assert compare_case(core, replace(case, causal=True, starts=(2500, 2500))) is None

@@ -21,6 +21,10 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.state.sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
   const int64_t out_rows = n->tiles ? rpi_round_up(n->queries, RPI_TILED_ROWS) : n->queries;
   local.state.out = rpi_arena_take(arena, out_rows * n->value_width, real_bytes);
+  if (n->folds) {
+    local.state.past_sums = rpi_arena_take(arena, SUMS * n->queries * RPI_LANES, real_bytes);
+    local.state.past_out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
+  }
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
   take_packed(arena, s->key, n->packed_keys, n->width, n->tiles ? PARTS_ACROSS : PARTS_NONE,
               &local.key_table);
@@ -73,6 +77,18 @@ RPI_NOINLINE real strip_maximum(int64_t count, int64_t columns, const real *s) {
   return most;
 }
 
+/* Scales down what row r of a strip holds of all keys before this tile. */
+static void scale_row(running state, int64_t r, int64_t width, real factor) {
+  real *const sums[] = {state.sums, state.past_sums}, *const out[] = {state.out, state.past_out};
+  for (int part = 0; part < (state.folds ? 2 : 1); part++) {
+    for (int x = 0; x < state.used; x++) {
+      real *const sum = sums[part] + x * state.plane + r * RPI_LANES;
+      rpi_store(sum, factor * rpi_load(sum));
+    }
+    for (int64_t c = 0; c < width; c++) out[part][r * width + c] *= factor;
+  }
+}
+
 /* Raises the maximum of the rows that need it, told in raised, and scales down what they hold. True
  * where a row's scores were summed from a start so far from them that they are to be summed
  * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
@@ -90,11 +106,7 @@ RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running
     stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
     if (state.seen[r]) {
       const real factor = rpi_exp2(-most);
-      for (int x = 0; x < state.used; x++) {
-        real *const sum = state.sums + x * state.plane + r * RPI_LANES;
-        rpi_store(sum, factor * rpi_load(sum));
-      }
-      for (int64_t c = 0; c < value_width; c++) state.out[r * value_width + c] *= factor;
+      scale_row(state, r, value_width, factor);
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
         const int64_t numbers = pairs->stride[x], at = r * numbers;
@@ -145,6 +157,9 @@ static running running_at(const running *state, int64_t row, int64_t value_width
                    .plane = state->plane,
                    .used = state->used,
                    .out = state->out + row * value_width,
+                   .past_sums = state->folds ? state->past_sums + row * RPI_LANES : NULL,
+                   .past_out = state->folds ? state->past_out + row * value_width : NULL,
+                   .folds = state->folds,
                    .seen = state->seen + row};
 }
 
@@ -607,6 +622,36 @@ static void open_rows_of(const forward_item *item, forward_scratch *w) {
   open_pair_rows(&item->pairs, &w->pairs, &rows, NULL);
 }
 
+static void empty_sums(const running *state, int64_t rows, int64_t width, real *sums, real *out) {
+  for (int x = 0; x < state->used; x++) {
+    memset(sums + x * state->plane, 0, (size_t)(rows * RPI_LANES) * sizeof(real));
+  }
+  memset(out, 0, (size_t)(rows * width) * sizeof(real));
+}
+
+static void add_past(int64_t count, const real *restrict from, real *restrict to) {
+  for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
+/* Adds sums and out to their past, and begins them anew. */
+static void fold(const running *state, int64_t rows, int64_t width) {
+  for (int x = 0; x < state->used; x++) {
+    const int64_t at = x * state->plane;
+    add_past(rows * RPI_LANES, state->sums + at, state->past_sums + at);
+  }
+  add_past(rows * width, state->out, state->past_out);
+  empty_sums(state, rows, width, state->sums, state->out);
+}
+
+/* Adds the past to sums and out. */
+static void unfold(const running *state, int64_t rows, int64_t width) {
+  for (int x = 0; x < state->used; x++) {
+    const int64_t at = x * state->plane;
+    add_past(rows * RPI_LANES, state->past_sums + at, state->sums + at);
+  }
+  add_past(rows * width, state->past_out, state->out);
+}
+
 static void forward_rows(const forward_item *item, forward_scratch *w) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
@@ -614,16 +659,16 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   running *const state = &w->state;
   memset(state->max, 0, (size_t)item->count * sizeof(real));
   memset(state->negated_max, 0, (size_t)item->count * sizeof(real));
+  memset(state->seen, 0, (size_t)item->count);
   state->plane = item->n.queries * RPI_LANES;
   state->used = item->value.ends ? SUMS : 1;
-  for (int x = 0; x < state->used; x++) {
-    memset(state->sums + x * state->plane, 0, (size_t)(item->count * RPI_LANES) * sizeof(real));
-  }
-  memset(state->out, 0, (size_t)(item->count * width) * sizeof(real));
-  memset(state->seen, 0, (size_t)item->count);
+  empty_sums(state, item->count, width, state->sums, state->out);
   open_rows_of(item, w);
   const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
   const walk parts = walk_of(item, item->query, item->count, seen.begin, seen.end, item->n.keys);
+  const int64_t together = RPI_FOLDED_KEYS / item->n.keys;
+  state->folds = item->n.folds && parts.count > together;
+  if (state->folds) empty_sums(state, item->count, width, state->past_sums, state->past_out);
   for (int64_t step = 0; step < parts.count; step++) {
     const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;
@@ -635,6 +680,8 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
       forward_block(item, w, block, key, keys, values);
     }
     if (item->pairs.values) fold_pair_buckets(&item->pairs, &w->pairs, item->count);
+    if (state->folds && (step + 1) % together == 0) fold(state, item->count, width);
   }
+  if (state->folds) unfold(state, item->count, width);
   forward_finish(item, w);
 }

@@ -37,8 +37,11 @@ typedef struct running {
   real *max, *negated_max; /* [rows], units of log 2 */
   real *sums;              /* [SUMS][rows][LANES], `plane` numbers from one to the next */
   int64_t plane;
-  int used;            /* sums in use: all, or without ends of a value term the first */
-  real *out;           /* [rows][value width], and room for whole products by tiles */
+  int used;  /* sums in use: all, or without ends of a value term the first */
+  real *out; /* [rows][value width], and room for whole products by tiles */
+  /* what sums and out were of keys before (fold), laid out as they are, where an item folds */
+  real *past_sums, *past_out;
+  bool folds;
   unsigned char *seen; /* [rows] has the row met a key it may see? */
 } running;
 

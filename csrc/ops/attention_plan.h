@@ -29,6 +29,9 @@
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 /* The same where keys meet relations: every tile computes 64 columns more than it has queries. */
 #define RPI_SKEW_BLOCK 192
+/* Forward adds up so many keys' weights and values by themselves: of 65,536, one tile after the
+ * other, results were off by up to eight times what NumPy's are. */
+#define RPI_FOLDED_KEYS (4 * RPI_KEY_CHUNK)
 /* How a table is looked up (lookups.h): whole up to so many rows, of labels up to so many times the
  * keys of a chunk; and an edge by itself costs about what so many rows of a whole table do. */
 #define RPI_LOOKUP_SHORT 256
@@ -170,6 +173,7 @@ typedef struct bounds {
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
   bool tiles;                 /* tiles of bf16 multiply, where an item is large enough */
   bool moved;                 /* moves_queries */
+  bool folds;                 /* some sequence has more than RPI_FOLDED_KEYS */
 } bounds;
 
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
@@ -222,8 +226,10 @@ static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
 static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, bool backward,
                              bool tiles) {
   int64_t queries = 0, keys = 0;
+  bool folds = false;
   for (int64_t b = first; b < end; b++) {
     const rpi_sequence seq = sequence_of(s, b);
+    folds |= seq.keys > RPI_FOLDED_KEYS;
     queries = rpi_max(queries, query_chunks(s, &seq).rows);
     keys = rpi_max(keys, backward ? key_chunks(s, &seq).rows : keys_walked(s, &seq));
   }
@@ -247,6 +253,7 @@ static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, 
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
       .tiles = tiled,
       .moved = moved,
+      .folds = folds,
   };
 }
 
