@@ -276,7 +276,8 @@ def _texts(name: str, given: Any, alone: bool) -> list[str] | None:
 
 def _said(model: Translator, sources: list[str], search: Search | None) -> list[Any]:
     """Lines with what the model makes of them."""
-    lines = model._given(*((None, sources) if model.generates else (sources, [""] * len(sources))))
+    given = (None, sources) if model.generates else (sources, [""] * len(sources))
+    lines = model._encoded(0, *given, forced=True)
     found = model._said(lines, search)
     for line in lines:
         said = found[line.line]
@@ -284,7 +285,7 @@ def _said(model: Translator, sources: list[str], search: Search | None) -> list[
             why = why_failed(0 if search is None else search.no_repeat)
             raise ValueError(f"source: line {line.line}: {why}")
         tokens = said.n_best[0].tokens.tolist() if said.n_best else []
-        line.target = tokens[: model.max_length - 1]
+        line.target = tokens[: model.max_length]
     return lines
 
 

@@ -32,8 +32,8 @@ class ModelMaps:
     layers: int each, which of the model's layers were asked for; `layers_of` has those of a kind,
         which the first axis is.
     heads: int each, which heads the second axis is.
-    predicted_tokens: str each, what every place of the target is to say, the end token last; ()
-        where that is not known.
+    predicted_tokens: str each, what every place of the target is to say, the end token last where the
+        model has room for it; () where that is not known.
     relations: by kind the names of all parts of its logits but "content", asked for or not.
     """
 

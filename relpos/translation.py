@@ -78,8 +78,9 @@ class Score:
 
     line: int. Its number, from 1.
     log_probability: float. Of the whole.
-    tokens: float32 (n + 1,). log p of each token.
-    hits: bool (n + 1,). Whether it had the highest score of all; of an ensemble in its first model.
+    tokens: float32 (n + 1,). log p of each token; (n,) where the target is as long as the model
+        takes: the end is not among them.
+    hits: bool, as many. Whether it had the highest score of all; of an ensemble in its first model.
     source_tokens: int. Of the source; 0 if it says nothing, and of a decoder alone.
     """
 
@@ -101,7 +102,7 @@ class Alignment:
 
     line: int. Its number, from 1.
     weights: float32 (n + 1, m). Row j: where it looks when it says target token j; the last row is
-        that of the end.
+        that of the end, which a target as long as the model takes has not.
     links: (i, j) each. A token of target word j looks at one of source word i most; words are
         numbered from 0 and stand between white space. With a vocabulary of your own they are tokens.
     source_words, target_words: int (m,), int (n,). The word that each token belongs to.

@@ -301,7 +301,7 @@ class Translator:
         for window in windows:
             if self.generates:
                 _check_texts("prompts", window)
-                lines = self._encoded(read, None, window)
+                lines = self._encoded(read, None, window, forced=True)
             else:
                 begins = list(islice(forced, len(window)))
                 _check_texts("sentences", window)
@@ -310,7 +310,7 @@ class Translator:
                     raise ValueError(
                         f"prefixes: expected one for each sentence, got {read + len(begins):,}"
                     )
-                lines = self._encoded(read, window, begins)
+                lines = self._encoded(read, window, begins, forced=True)
             read += len(lines)
             unknown += sum(line.unknown for line in lines)
             touched += sum(line.unknown > 0 for line in lines)
@@ -378,7 +378,8 @@ class Translator:
     ) -> list[Score]:
         """How probable targets are, each token given those before it.
 
-        sources, targets: str each, as many; sources None for a decoder alone.
+        sources, targets: str each, as many; sources None for a decoder alone. Of a target that has
+            the model's max_length of tokens, or was cut there, the end is not scored.
         """
         lines = self._given(sources, targets)
         nothing = Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool), 0)
@@ -509,13 +510,20 @@ class Translator:
     # ---- lines to batches --------------------------------------------------------------------------
 
     def _encoded(
-        self, before: int, sources: Sequence[str] | None, targets: Sequence[str]
+        self,
+        before: int,
+        sources: Sequence[str] | None,
+        targets: Sequence[str],
+        *,
+        forced: bool = False,
     ) -> list[_Line]:
-        """Tokens of lines; what is too long is cut."""
+        """Tokens of lines; what is too long is cut. forced: as of `_packed`."""
         lines = [_Line(before + i) for i in range(1, len(targets) + 1)]
         if sources is not None:
             self._encode("source", sources, lines, self.max_length)
-        self._encode("target", targets, lines, self.max_length - 1)
+        # The last token of a target that is given is said, and not read.
+        longest = self.max_length - 1 if forced else self.max_length
+        self._encode("target", targets, lines, longest)
         return lines
 
     def _encode(self, side: Side, texts: Sequence[str], lines: list[_Line], longest: int) -> None:

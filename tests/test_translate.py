@@ -164,10 +164,12 @@ def test_where_no_token_may_follow(translator: Translator) -> None:
         relpos.attention_maps(translator, "ba be", search=search)
 
 
-def test_a_line_that_is_cut_is_told_once(translator: Translator) -> None:
+def test_a_line_that_is_cut_is_told_once(models: SimpleNamespace, translator: Translator) -> None:
     with pytest.warns(TranslationWarning) as told:
         relpos.attention_maps(translator, "ba " * 50)
     assert [str(each.message).split(":")[0] for each in told] == ["line 1"]
+    with pytest.warns(TranslationWarning, match="50 tokens, of which the model takes 15"):
+        relpos.attention_maps(Translator.load(models.language), "ba " * 50)
     with pytest.warns(TranslationWarning) as told:
         relpos.attention_maps(translator, "ba zzz")
     assert [str(each.message) for each in told] == ["1 token in 1 line unknown to the vocabulary"]
@@ -311,6 +313,33 @@ def test_scores(translator: Translator) -> None:
         if each.n_best[0].finished:
             assert score.log_probability == pytest.approx(each.score, abs=1e-3)
             assert score.hits.all()
+
+
+@pytest.mark.parametrize("count", [LONGEST - 1, LONGEST, LONGEST + 4])
+def test_a_target_that_is_cut_has_no_end(
+    models: SimpleNamespace, translator: Translator, count: int
+) -> None:
+    """Its tokens are scored, as many as the model takes, and linked; no end is put behind them."""
+    target = " ".join((text_files.WORDS * 9)[:count])
+    labels = [*tokens(target), 2][:LONGEST]
+    read, offsets = [1, *labels[:-1]], [0, LONGEST]
+    language, model = Translator.load(models.language), random_model(**{"encoder.layers": 0})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        [score] = translator.score(["ba be"], [target])
+        [alone] = language.score(None, [target])
+        [aligned] = translator.align(["ba be"], [target])
+        maps = relpos.attention_maps(translator, "ba be", target)
+    what = "20 tokens, of which the model takes 16: the rest is left out"
+    assert [str(x.message) for x in told] == [f"line 1: {what}"] * (4 if count > LONGEST else 0)
+    both = relpos.Batch(tokens("ba be"), [0, 2], read, offsets, labels)
+    [(expected, hits)] = random_model().scores(both)
+    np.testing.assert_allclose(score.tokens, expected, rtol=1e-6)
+    assert score.hits.tolist() == hits.tolist()
+    [expected] = model.score(relpos.Batch(None, None, read, offsets, labels))
+    np.testing.assert_allclose(alone.tokens, expected, rtol=1e-6)
+    assert len(aligned.target_words) == min(count, LONGEST) == len({j for _, j in aligned.links})
+    assert maps.predicted_tokens[-1] == ("</s>" if count < LONGEST else target.split()[LONGEST - 1])
 
 
 def test_links(translator: Translator) -> None:
