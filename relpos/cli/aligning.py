@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,25 +118,24 @@ def _side_by_side(source: str, target: str) -> Iterator[tuple[list[str], list[st
     from relpos.cli.lines import windows_of
     from relpos.translator import WINDOW
 
-    targets = (line for window in windows_of([target], WINDOW) for line in window)
-    sources = windows_of([source], WINDOW)
+    files = [windows_of([source], WINDOW), windows_of([target], WINDOW)]
+    left: list[list[str]] = [[], []]  # what has come, and the other file has not got to
     read = 0
-    for window in sources:
-        beside = list[str]()
-        try:
-            for line in islice(targets, len(window)):
-                beside.append(line)
-        except (ValueError, OSError):  # those before what cannot be read come before its error
-            yield window[: len(beside)], beside
-            raise
-        yield window[: len(beside)], beside
-        read += len(beside)
-        if len(beside) < len(window):
-            more = len(window) - len(beside) + sum(map(len, sources))
-            raise _uneven(source, read + more, target, read)
-    more = sum(1 for _ in targets)
-    if more > 0:
-        raise _uneven(source, read, target, read + more)
+    while True:
+        for side, windows in enumerate(files):
+            left[side] = left[side] or next(windows, [])
+        most = min(map(len, left))
+        if most == 0:
+            break
+        yield left[0][:most], left[1][:most]
+        read += most
+        left = [lines[most:] for lines in left]
+    sources, targets = (
+        read + len(lines) + sum(map(len, windows))
+        for lines, windows in zip(left, files, strict=True)
+    )
+    if sources != targets:
+        raise _uneven(source, sources, target, targets)
 
 
 def _uneven(source: str, sources: int, target: str, targets: int) -> ValueError:
