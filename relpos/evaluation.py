@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relpos.position.arrays import integer_of
 from relpos.train.progress import perplexity
 
 if TYPE_CHECKING:
@@ -260,11 +261,13 @@ def by_length(
     tokenize: str = "13a",
 ) -> tuple[Range, ...]:
     """BLEU of the sentences of each range of lengths, where there are any."""
-    _check_ends("lengths", lengths)
+    check_counts(references, translations=translations, sources=sources)
+    _check_tokenize(tokenize)
+    ends = _ends("lengths", lengths)
     metric = _sacrebleu().metrics.BLEU(tokenize=tokenize, force=True)
     words = [len(source.split()) for source in sources]
     ranges = []
-    for above, most in pairwise((-1, *lengths, math.inf)):
+    for above, most in pairwise((-1, *ends, math.inf)):
         chosen = [i for i, count in enumerate(words) if above < count <= most]
         if not chosen:
             continue
@@ -304,7 +307,7 @@ def evaluate_text(
     progress: called with the number of lines that are done.
     """
     _check_lines("texts", texts)
-    _check_ends("places", places)
+    ends = _ends("places", places)
     if not translator.generates:
         raise ValueError("translator: expected one of a decoder alone, got one with an encoder")
     scores = translator.score(None, texts, progress=progress)
@@ -315,7 +318,7 @@ def evaluate_text(
     log_p, hits = _tokens_of(whole)
     at = np.concatenate([np.arange(1, each.tokens.size + 1) for each in whole])
     parts = []
-    for above, most in pairwise((0, *places, math.inf)):
+    for above, most in pairwise((0, *ends, math.inf)):
         chosen = (at > above) & (at <= most)
         if chosen.any():
             last = None if most == math.inf else int(most)
@@ -344,10 +347,14 @@ def plot(evaluation: Evaluation | TextEvaluation, path: str | os.PathLike[str]) 
     return Path(plots.save(draw(evaluation, ax=ax), path))
 
 
-def _check_ends(name: str, ends: Sequence[int]) -> None:
+def _ends(name: str, given: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{name}: expected rising numbers from 1 on, got {type(given).__name__}")
+    ends = tuple(integer_of(name, each) for each in given)
     if any(one >= other for one, other in pairwise((0, *ends))):
         got = ", ".join(map(str, ends))
         raise ValueError(f"{name}: expected rising numbers from 1 on, got {got}")
+    return ends
 
 
 def check_counts(references: Sequence[Sequence[str]], **others: Sequence[str]) -> None:

@@ -128,6 +128,14 @@ def test_ranges_that_are_refused() -> None:
             ValueError, match=f"^lengths: expected rising numbers from 1 on, got {got}"
         ):
             evaluation.by_length(["a"], [["a"]], ["a"], lengths=lengths)
+    for wrong, got in (([1.5], "float"), ([math.nan], "float"), ([True], "True"), ("12", "str")):
+        with pytest.raises(TypeError, match=f"^lengths: expected an integer, got {got}$"):
+            evaluation.by_length(["a"], [["a"]], ["a"], lengths=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="^lengths: expected rising numbers from 1 on, got int$"):
+        evaluation.by_length(["a"], [["a"]], ["a"], lengths=5)  # type: ignore[arg-type]
+    once: Any = iter((1, 2))
+    found = evaluation.by_length(["a"] * 3, [["a"] * 3], ["a", "a b", "a b c"], lengths=once)
+    assert [x.most for x in found] == [1, 2, None]
 
 
 def test_several_references() -> None:
@@ -152,6 +160,15 @@ def test_texts_that_are_refused() -> None:
         for compare in (evaluation.evaluate, evaluation.bleu, evaluation.chrf):
             with pytest.raises(kind, match=f"^{sentence}"):
                 compare(translations, references)  # type: ignore[operator]
+        with pytest.raises(kind, match=f"^{sentence}"):
+            evaluation.by_length(translations, references, ["a"])  # type: ignore[arg-type]
+    for sources in ([], ["a", "b"]):
+        with pytest.raises(
+            ValueError, match=f"^sources: {len(sources)} lines, the reference has 1"
+        ):
+            evaluation.by_length(["a"], [["a"]], sources)
+    with pytest.raises(ValueError, match="^tokenize: expected .*, got words"):
+        evaluation.by_length(["a"], [["a"]], ["a"], tokenize="words")
 
 
 # ---- a model -------------------------------------------------------------------------------------
