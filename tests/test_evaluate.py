@@ -253,7 +253,7 @@ def test_texts_of_language_models_that_are_refused(
     for given, status, sentence in (
         (("--text", text), 2, "missing is a model"),
         ((run, "--text", text), 1, "this model has an encoder; give --source and --reference"),
-        ((language, "--text", empty), 1, "texts: 2 lines, none of which has tokens"),
+        ((language, "--text", empty), 1, "relpos: --text: 2 lines, none of which has tokens"),
         ((language, "--text", text, "--beam", "2"), 1, "--beam: is of translations, --text of"),
         ((language, "--text", text, "--source", text), 1, "--source: is of translations"),
         ((language, "--source", text, "--reference", text), 1, "--text FILE is for it"),
@@ -416,6 +416,8 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
     for wrong in ("5,5", "0,3", "a"):
         said = relpos_says(capsys, *short, "--reference", PE, "--lengths", wrong, status=2)
         assert "--lengths" in said
+    twice = ("evaluate", tmp_path, "--source", "-", "--reference", PE, "-")
+    assert "standard input is one of them alone" in relpos_says(capsys, *twice, status=1)
     # The text is compared before the model is loaded.
     given = ("--source", tmp_path / "short", "--reference", PE)
     assert "--source: 1 lines" in relpos_says(capsys, "evaluate", tmp_path, *given, status=1)

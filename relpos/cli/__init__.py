@@ -109,7 +109,7 @@ _OPTIONS = {
     "alpha": ("length-penalty",), "config": (), "folder": ("output",),
     "head": ("head", "heads", "align-head"), "layer": ("layer", "align-layer"),
     "prefixes": ("prefix",), "references": ("reference",), "sources": ("source",),
-    "targets": ("target",), "translations": ("hypothesis",),
+    "targets": ("target",), "texts": ("text",), "translations": ("hypothesis",),
 }  # fmt: skip
 
 

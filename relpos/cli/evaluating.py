@@ -130,12 +130,14 @@ def _evaluate(options: argparse.Namespace) -> int:
         refuse(options, ("lengths", "plot"), "is of --source's lengths, and --source is not given")
     refuse_of_the_other(options)
     from relpos import evaluation
-    from relpos.cli.lines import lines_in, one_line, written
+    from relpos.cli.lines import STANDARD, lines_in, one_line, written
 
+    texts = (*filter(None, (options.source, options.hypothesis)), *options.reference)
+    if texts.count(STANDARD) > 1:
+        raise ValueError("--source, --reference, --hypothesis: standard input is one of them alone")
     evaluation.check_asked(options.tokenize, options.plot)
     references = [lines_in([file]) for file in options.reference]
     sources = None if options.source is None else lines_in([options.source])
-    texts = (*filter(None, (options.source, options.hypothesis)), *options.reference)
     inputs = chain(texts, files_of(options.models))
     failed, translator, search = False, None, None
     if options.hypothesis is None:
