@@ -228,6 +228,8 @@ class Translator:
             _several("prefixes", prefixes)
         budget = self._budget(batch_tokens)
         if align is not None:
+            if not isinstance(align, Sequence) or len(align) != 2:
+                raise TypeError(f"align: expected (layer, head), got {align!r}")
             self._check_aligned(*align)
         return self._searched(windows, prefixes, how, budget, align, progress)
 

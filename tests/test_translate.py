@@ -249,6 +249,10 @@ def test_what_is_refused(translator: Translator) -> None:
     ):
         with pytest.raises(TypeError, match=f"^{name}: expected several str, got one str"):
             call()
+    for align in (-1, (0,), (0, 1, 2)):
+        what = re.escape(f"align: expected (layer, head), got {align}")
+        with pytest.raises(TypeError, match=f"^{what}$"):
+            translator.translate_all(["do"], align=align)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="^sentences: expected str, got int"):
         translator.translate([3])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="^prefixes: expected str, got NoneType"):
