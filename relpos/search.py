@@ -113,7 +113,7 @@ class Search:
         for token in given:
             if not 0 <= token < _TOKENS:
                 raise ValueError(f"suppressed: expected tokens, got {token}")
-        self._set("suppressed", tuple(map(int, given)))
+        self._set("suppressed", tuple(dict.fromkeys(map(int, given))))
         self._set("sample", check_truth("sample", self.sample))
         self._set("average", check_truth("average", self.average))
         if not 0 < self.top_p <= 1:

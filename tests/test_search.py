@@ -119,6 +119,7 @@ def test_what_a_search_can_be() -> None:
     search = Search(suppressed=[4, 5], sample=1, n_best=7)  # type: ignore[arg-type]
     assert (search.suppressed, search.sample, search.rows) == ((4, 5), True, 7)
     assert dataclasses.replace(search, sample=False, n_best=1).rows == 4
+    assert Search(suppressed=[5, 4, 5] * 99).suppressed == (5, 4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         search.beam = 3  # type: ignore[misc]
 
