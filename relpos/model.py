@@ -40,6 +40,7 @@ from relpos.search import Decoder, Hypothesis, Search
 
 Path = str | os.PathLike[str]
 Integers = npt.ArrayLike
+Hits = npt.NDArray[np.bool_]
 Attention = Literal["encoder", "decoder", "cross"]
 What = Literal["weights", "average", "optimizer"]
 Precision = Literal["f32", "bf16"]
@@ -406,12 +407,12 @@ class Transformer:
         scores, _ = self._core.score(_packed(batch))
         return batch.split(scores)
 
-    def scores(self, batch: Batch) -> list[tuple[Array, Any]]:
+    def scores(self, batch: Batch) -> list[tuple[Array, Hits]]:
         """What `score` and `hits` give of each sentence, in one pass."""
         scores, hits = self._core.score(_packed(batch))
         return list(zip(batch.split(scores), batch.split(hits), strict=True))
 
-    def hits(self, batch: Batch) -> list[Array]:
+    def hits(self, batch: Batch) -> list[Hits]:
         """Whether the label has the highest score of all, at every place, without dropout.
 
         Returns bool (n,) for each sentence; False where the label is -1. A sentence all of whose
