@@ -180,7 +180,7 @@ class Pairs(NamedTuple):
 
     numbers: Any  # (B|1, H|1, N, M); where there are starts (count,) or (H|1, count)
     starts: Any = None  # int64 (B,)
-    sizes: tuple[tuple[int, ...], ...] | None = None  # of the matrices of a list
+    sizes: tuple[tuple[int, ...], ...] | None = None  # of the matrices of a list, or of one array
     tensor: Any = None  # of torch, the same memory and axes: it counts how often that changes
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -188,10 +188,13 @@ class Pairs(NamedTuple):
         return Pairs, (self.numbers, self.starts, self.sizes)
 
     def check(self, name: str, shape: Shape) -> None:
-        """Refuses a list whose matrices have not the shapes of their sequences: laid end to end
-        they would be cut at wrong places."""
+        """Refuses an array that does not fit, by the axes that it came with, and a list whose
+        matrices have not the shapes of their sequences: laid end to end they would be cut at wrong
+        places."""
         if self.sizes is None:
             return
+        if self.starts is None:
+            return self._check_padded(name, shape, self.sizes[0])
         if len(self.sizes) != shape.B:
             raise ValueError(
                 f"{name}: expected a list of B={shape.B} matrices, one per sequence, "
@@ -206,6 +209,17 @@ class Pairs(NamedTuple):
                     f"{name}[{b}]: expected ({each}n={own[0]}, m={own[1]}), the queries and keys "
                     f"of sequence {b}, got {size}"
                 )
+
+    def _check_padded(self, name: str, shape: Shape, size: tuple[int, ...]) -> None:
+        if shape.queries.packed or shape.keys.packed:  # the core says what those take
+            return
+        B, H, N, M = shape.B, shape.H, shape.queries.rows, shape.keys.rows
+        allowed = {2: ((N,), (M,)), 3: ((B,), (N,), (M,)), 4: ((B, 1), (H, 1), (N,), (M,))}
+        if any(n not in sizes for n, sizes in zip(size, allowed[len(size)], strict=True)):
+            raise ValueError(
+                f"{name}: expected ({N=}, {M=}), ({B=}, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
+                f"{N=}, {M=}), got {size}"
+            )
 
 
 def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
@@ -233,7 +247,8 @@ def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:
     matrix = _typed(name, on_host(name, given), types, axes, (2, 3, 4))
     index = {2: (None, None), 3: (slice(None), None), 4: ()}[matrix.ndim]
     tensor = _counting(given)
-    return Pairs(matrix[index], tensor=None if tensor is None else tensor[index])
+    tensor = None if tensor is None else tensor[index]
+    return Pairs(matrix[index], sizes=(matrix.shape,), tensor=tensor)
 
 
 def _counting(given: Any) -> Any:

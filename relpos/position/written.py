@@ -39,8 +39,9 @@ def write(x: Any, parts: Parts) -> Any:
         return _left_out("real", parts.reals, x)
     if isinstance(x, Pairs):
         numbers = x.numbers if x.tensor is None else x.tensor
+        sizes = None if x.starts is None else x.sizes  # of one array they are the tensor's
         return (Pairs, ("numbers", write(numbers, parts)), ("starts", write(x.starts, parts)),
-                ("sizes", write(x.sizes, parts)))  # fmt: skip
+                ("sizes", write(sizes, parts)))  # fmt: skip
     if isinstance(x, tuple | list):
         return ("list" if isinstance(x, list) else "tuple", *[write(part, parts) for part in x])
     if isinstance(x, dict):
