@@ -135,6 +135,7 @@ def attention_maps(*given: Any, **options: Any) -> Any:
         all. The axes stay, whatever is chosen.
     parts: the names of what is wanted, or "all": "probabilities", "logits", "content", and the
         relation terms by the parameter that is their table ("key_table", "bias_table", "slopes").
+        Left out: "all" of a model, "probabilities" alone of arrays.
     dropout: bool. Behind the dropout that the next training step of this batch would draw. The
         probabilities are those before attention's own dropout in any case.
     search: Search. How a `Translator` translates where target is None.
@@ -240,13 +241,14 @@ def _of_translator(
 
 
 def _together(*doors: Callable[..., Any]) -> inspect.Signature:
-    """The options of all, by name: what help() shows."""
+    """The options of all, by name, and the defaults that they agree on: what help() shows."""
     shown = {"given": inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL)}
     for door in doors:
         for name, option in inspect.signature(door).parameters.items():
-            own = None if option.default is inspect.Parameter.empty else option.default
-            option = option.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own)
-            shown.setdefault(name, option if name != "parts" else option.replace(default=None))
+            option = option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            first = shown.setdefault(name, option)
+            if first.default != option.default:
+                shown[name] = first.replace(default=inspect.Parameter.empty)
     return inspect.Signature([*shown.values()])
 
 

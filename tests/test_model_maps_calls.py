@@ -313,14 +313,18 @@ def test_python_calls_it_by_its_name(translator: relpos.Translator) -> None:
 
 
 def test_its_options_are_spelt_out() -> None:
-    """For help() and editors: those of arrays and of models, with their defaults but for parts."""
+    """For help() and editors: those of arrays and of models, with the defaults that they have, but
+    for parts, whose default the text says."""
     shown = inspect.signature(relpos.attention_maps).parameters
     for door in (relpos.maps.attention_maps, extraction._of_translator, extraction._of_transformer):
         for name, parameter in inspect.signature(door).parameters.items():
             assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+            assert shown[name].default == (
+                parameter.empty if name == "parts" else parameter.default
+            )
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name != "parts":
-                assert shown[name].default == parameter.default
                 assert shown[name].annotation == parameter.annotation
+    assert 'Left out: "all" of a model, "probabilities"' in str(relpos.attention_maps.__doc__)
 
 
 def test_what_was_not_asked_for_is_told() -> None:
