@@ -63,15 +63,16 @@ def test_a_part_is_called_as_its_gradient_is() -> None:
 
 def test_parts_add_up_to_their_own_rounding() -> None:
     """The products of a logit are those of the content, its relation the one shown: what rounds
-    is one addition, and for each of the three the step from units of log 2."""
+    is one addition, and for each of the three the step from units of log 2. A rounding is 2^-24 of
+    what it gives: a part has one, the logit two; 2^-20 is for their products."""
     random = np.random.default_rng(2)
     q, k = random.standard_normal((2, 1, 2, 90, 16), np.float32)
     table = random.standard_normal((9, 16), np.float32)
     maps = relpos.attention_maps(q, k, position=relpos.Shaw(table), parts="all")
     parts = [maps.parts[name].astype(np.float64) for name in ("content", "key_table")]
     error = np.abs(sum(parts) - maps.logits)
-    half_units = 2 * np.abs(maps.logits.astype(np.float64)) + sum(np.abs(x) for x in parts)
-    assert np.all(error <= 2.0**-24 * half_units * (1 + 2.0**-20)) and error.any()
+    rounded = 2 * np.abs(maps.logits.astype(np.float64)) + sum(np.abs(x) for x in parts)
+    assert np.all(error <= 2.0**-24 * rounded * (1 + 2.0**-20)) and error.any()
 
 
 @pytest.mark.parametrize("case", ["shaw", "bias", "both sides"])
