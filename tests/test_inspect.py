@@ -99,7 +99,24 @@ def test_tables_need_no_sentence(run: Path, capsys: Capture, tmp_path: Path, dra
     assert told == "relpos: --kind: cross attention has no tables of relations\n"
     nothing = ("--source", "ba", "--target", "ba", "--show", "relation", "--kind", "cross")
     told = inspect(capsys, run, *nothing, "--out", picture, status=1)
-    assert told == "relpos: --kind: cross attention has no relations\n"
+    assert told == "relpos: --show: cross attention of this model has no relation beside content\n"
+
+
+def test_no_picture_of_no_relation(capsys: Capture, tmp_path: Path, drawn: Any) -> None:
+    """Zeros would look as if position did nothing, which under RoPE is wrong."""
+    turned = save(tmp_path / "turned", random_model(1, **{"encoder.position": "rope"}))
+    words = (turned, *SENTENCE, "--kind", "encoder", "--show", "relation")
+    told = inspect(capsys, *words, "--out", tmp_path / "x.png", status=1)
+    assert told == (
+        "relpos: --show: encoder attention of this model has no relation beside content\n"
+    )
+    assert not drawn
+
+
+def test_the_best_checkpoint(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    words = (*SENTENCE, "--out", tmp_path / "maps.html")
+    told = inspect(capsys, run, "--best", *words, status=1)
+    assert told.endswith(": has no best checkpoint, as nothing was validated\n")
 
 
 def test_a_page(
@@ -133,6 +150,7 @@ def test_what_to_type_next(run: Path, capsys: Capture) -> None:
     told = inspect(capsys, status=2)
     assert "what is missing is a model and --source and --out" in told
     assert 'relpos inspect run --source "Two dogs run." --out maps.html' in told
+    assert 'Of a language model it is --target "Two dogs run." instead of --source.' in told
     assert "missing is --out." in inspect(capsys, run, *SENTENCE, status=2)
 
 

@@ -30,6 +30,7 @@ relpos inspect: what is missing is {missing}. The folder of a run, and a sentenc
   relpos inspect run --source "Two dogs run." --out maps.html
   relpos inspect run --source "Two dogs run." --kind encoder --layer 0 --head 2 --out why.png
 
+Of a language model it is --target "Two dogs run." instead of --source.
 `relpos inspect --help` lists the rest."""
 
 PAGES, PICTURES = (".html", ".htm"), (".png", ".svg", ".pdf")
@@ -46,7 +47,8 @@ def add_commands(commands: Any) -> None:
         "of its logits, content and relative position. Without --target the model says itself what\n"
         "comes after the source. Pictures take matplotlib, `pip install 'relpos[viz]'`.",
         _inspect,
-        usage="relpos inspect MODEL --source TEXT [--target TEXT] --out FILE [options]",
+        usage="relpos inspect MODEL --source TEXT [--target TEXT] --out FILE [options]\n"
+        "       relpos inspect LANGUAGE_MODEL --target TEXT --out FILE [options]",
     )
     command.add_argument("model", nargs="?", metavar="MODEL", help="as for `relpos translate`")
     command.add_argument("--source", metavar="TEXT", help="a sentence for the encoder")
@@ -63,7 +65,9 @@ def add_commands(commands: Any) -> None:
         choices=("encoder", "decoder", "cross"),
         help="which attention: of pages all that there are, of pictures one (the first)",
     )
-    group.add_argument("--layer", type=int, metavar="N", help="one layer, from 0 (all)")
+    group.add_argument(
+        "--layer", type=int, metavar="N", help="one layer, from 0 (all; of tables 0)"
+    )
     group.add_argument("--head", type=int, metavar="N", help="one head, from 0 (all)")
     group.add_argument(
         "--show",
@@ -74,6 +78,9 @@ def add_commands(commands: Any) -> None:
     running = command.add_argument_group("running")
     running.add_argument(
         "--average", type=count, metavar="N", help="the mean of a run's last N checkpoints"
+    )
+    running.add_argument(
+        "--best", action="store_true", help="a run's checkpoint with the best validation"
     )
     add_threads(running)
     add_device(running)
@@ -125,8 +132,9 @@ def _load(options: argparse.Namespace) -> Translator:
 
     use_threads(options)
     return Translator.load(
-        options.model, average=options.average, device=options.device, precision=options.precision
-    )
+        options.model, average=options.average, best=options.best, device=options.device,
+        precision=options.precision,
+    )  # fmt: skip
 
 
 def _maps_of(
@@ -176,9 +184,9 @@ def _picture(plots: Any, translator: Translator, options: argparse.Namespace) ->
         refuse(options, ("source", "target"), "is of no use to --show tables")
         model = translator.models[0]
         return plots.tables(model, kind, options.layer or 0, head=options.head)
-    if options.show == "relation" and kind == "cross":
-        raise ValueError("--kind: cross attention has no relations")
     maps = _maps_of(translator, options, kind)
+    if options.show == "relation" and not maps.relations[kind]:
+        raise ValueError(f"--show: {kind} attention of this model has no relation beside content")
     if options.show == "offsets":
         if options.layer is None:
             return plots.all_by_offset(maps, kind)
