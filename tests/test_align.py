@@ -280,8 +280,9 @@ def test_files(
     given = ("align", models.run, "--source", files[0], "--target", files[1])
     expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
     assert [not line for line in expected] == [False, False, True, True, False, True, False]
-    said = relpos_says(capsys, *given)
-    assert said.out.splitlines() == expected and said.error == ""
+    for where in ((), ("-o", "-")):
+        said = relpos_says(capsys, *given, *where)
+        assert said.out.splitlines() == expected and said.error == ""
     output = files[0].parent / "links"
     said = relpos_says(capsys, *given, "-o", output)
     assert said.out == "" and output.read_text().splitlines() == expected

@@ -411,6 +411,8 @@ def test_bad_input(run: Path, capsys: Capture, tmp_path: Path) -> None:
     assert "no model here" in said and there.read_text() == "a translation of before"
     said = relpos_says(capsys, "evaluate", run, *whole[2:], "-o", tmp_path / "no" / "x", status=1)
     assert said.endswith("x: No such file or directory\n")
+    said = relpos_says(capsys, "evaluate", run, *whole[2:], "-o", "-", status=1)
+    assert "--output: expected a file, got -: standard output has the scores" in said
     missing = (*short, "--reference", tmp_path / "nowhere")
     assert "nowhere: No such file" in relpos_says(capsys, *missing, status=1)
     for wrong in ("5,5", "0,3", "a"):

@@ -530,6 +530,8 @@ def test_files(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None
     output = tmp_path / "out"
     said = relpos_says(capsys, "translate", models.run, "-o", output, *EIGHT, stdin=text)
     assert said.out == "" and output.read_text() == expected
+    said = relpos_says(capsys, "translate", models.run, "-", "-o", "-", *EIGHT, stdin=b"do")
+    assert said.out == one_by_one(["do"])[0] + "\n"
     said = relpos_says(capsys, "translate", models.run, both[0], "-", *EIGHT, stdin=b"\r\ndo")
     first = expected.splitlines(keepends=True)[: both[0].read_bytes().count(b"\n")]
     assert said.out == "".join(first) + "\n" + one_by_one(["do"])[0] + "\n"

@@ -8,10 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from relpos.cli.arguments import FAILED, USAGE, add_command
+from relpos.cli.arguments import FAILED, USAGE, add_command, add_output
 from relpos.cli.decoding import add_running, files_of, load, shown
 
 _NEXT = """\
@@ -40,9 +39,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("models", nargs="*", metavar="MODEL", help="as for `relpos translate`")
     command.add_argument("--source", metavar="FILE", help="sentences, - for standard input")
     command.add_argument("--target", metavar="FILE", help="their translations, as many lines")
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to (standard output)"
-    )
+    add_output(command)
     group = command.add_argument_group("which attention")
     group.add_argument(
         "--layer",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import select
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 from relpos import library
@@ -69,6 +70,16 @@ def share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected 0 or more and below 1, got {text}")
     return value
+
+
+def add_output(command: Any) -> None:
+    command.add_argument(
+        "-o", "--output", type=_file, metavar="FILE", help="where to (standard output, as -)"
+    )
+
+
+def _file(text: str) -> Path | None:
+    return None if text == "-" else Path(text)
 
 
 def add_progress(command: Any, elsewhere: str = "lines") -> None:

@@ -20,6 +20,7 @@ from relpos.cli.arguments import (
     USAGE,
     add_command,
     add_device,
+    add_output,
     add_progress,
     add_threads,
     count,
@@ -268,7 +269,7 @@ def _add_translate(commands: Any) -> None:
         usage="relpos translate MODEL... [FILE...] [options]",
     )
     command.add_argument("paths", nargs="*", metavar="MODEL, FILE", help="models, then text")
-    _add_output(command)
+    add_output(command)
     add_search(
         command,
         several="so many results a line, best first, as number, text and score",
@@ -295,12 +296,6 @@ def _add_translate(commands: Any) -> None:
         "--align-head", type=int, metavar="N", help="its head, from 0 (the mean of all)"
     )
     add_running(command)
-
-
-def _add_output(command: Any) -> None:
-    command.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to (standard output)"
-    )
 
 
 def _translate(options: argparse.Namespace) -> int:
@@ -444,7 +439,7 @@ def _add_generate(commands: Any) -> None:
         usage="relpos generate MODEL... [FILE...] [options]",
     )
     command.add_argument("paths", nargs="*", metavar="MODEL, FILE", help="models, then beginnings")
-    _add_output(command)
+    add_output(command)
     add_sampling(command, choice=False)
     add_search(
         command,

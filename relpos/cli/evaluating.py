@@ -129,6 +129,8 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.source is None:
         refuse(options, ("lengths", "plot"), "is of --source's lengths, and --source is not given")
     refuse_of_the_other(options)
+    if options.output == Path("-"):
+        raise ValueError("--output: expected a file, got -: standard output has the scores")
     from relpos import evaluation
     from relpos.cli.lines import STANDARD, lines_in, one_line, written
 
