@@ -43,7 +43,7 @@ class Translation:
     """What became of a line.
 
     line: int. Its number, from 1.
-    n_best: Candidate each, from the best on. None: the line is empty, or it failed.
+    n_best: Candidate each, from the best on. (): the line is empty, or it failed.
     cut: int. Tokens of the line that were left out, because it is too long.
     unknown: int. Tokens of the line that are the vocabulary's unknown.
     failed: bool. The model's numbers were not finite, or no token was left that may follow.
