@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from relpos import _core
 from relpos.maps import AttentionMaps
-from relpos.position.arrays import Array, check_choice
+from relpos.position.arrays import Array, check_choice, describe
 
 KINDS = ("encoder", "decoder", "cross")
 
@@ -44,6 +44,19 @@ class ModelMaps:
     heads: tuple[int, ...]
     predicted_tokens: tuple[str, ...] = ()
     relations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind, of_kind in self.maps.items():
+            if not isinstance(of_kind, AttentionMaps):
+                raise TypeError(f"maps[{kind!r}]: expected AttentionMaps, got {describe(of_kind)}")
+            whole = {"probabilities": of_kind.probabilities, "logits": of_kind.logits}
+            parts = {f"parts[{name!r}]": x for name, x in of_kind.parts.items()}
+            for name, x in (whole | parts).items():
+                if x is not None and not hasattr(x, "shape"):
+                    raise TypeError(
+                        f"maps[{kind!r}].{name}: expected an array (layers, heads, queries, keys), "
+                        f"got {describe(x)}"
+                    )
 
     def tokens(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(queries, keys): the tokens of a kind's rows and of its columns."""

@@ -392,6 +392,19 @@ def test_sums_of_arrays_of_any_kind() -> None:
         assert np.isfinite(sums[0, 0]).all() and np.isnan(sums[0, 1]).any()
 
 
+def test_maps_that_are_no_arrays_are_refused() -> None:
+    """When they are made, not by the first that reads them."""
+    p = np.full((1, 1, 2, 2), 0.5, np.float32)
+    for of_kind, sentence in (
+        (p, r"maps\['encoder'\]: expected AttentionMaps, got float32"),
+        (AttentionMaps(p.tolist(), None, {}), r"\['encoder'\].probabilities: .* array .*got list"),
+        (AttentionMaps(p, p.tolist(), {}), r"\['encoder'\].logits: expected an array .*, got list"),
+        (AttentionMaps(p, p, {"content": p.tolist()}), r"\.parts\['content'\]: .*, got list"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            ModelMaps(("a", "b"), (), {"encoder": of_kind}, (0,), (0,))
+
+
 def test_maps_of_nothing() -> None:
     maps = relpos.attention_maps(small_model(), [], [1])
     assert maps.maps["encoder"].logits.shape == (1, 2, 0, 0)

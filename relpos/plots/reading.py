@@ -21,7 +21,7 @@ def shown(maps: ModelMaps, kind: str, show: str) -> Array:
     known += ["relation"] if "content" in known else []
     if show not in known:
         names = ", ".join(map(repr, known)) or "none"
-        raise ValueError(f"show: expected one of {names}, which these maps have, got {show!r}")
+        raise ValueError(f"maps: {kind} has no {show!r} to show, only {names}")
     if show != "probabilities" and of_kind.logits is None:  # nothing says what is hidden
         raise ValueError(
             f'maps: {kind} has parts but no logits; ask attention_maps for parts="all"'

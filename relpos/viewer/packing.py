@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from relpos.maps import AttentionMaps
 from relpos.model_maps import KINDS, ModelMaps
 from relpos.position.arrays import describe
 
@@ -51,14 +50,15 @@ def pack_model_maps(maps: ModelMaps, name: str) -> dict[str, Any]:
 
 
 def _check_tokens(tokens: Any, name: str) -> None:
-    if isinstance(tokens, str) or not all(isinstance(token, str) for token in tokens):
-        raise TypeError(f"{name}: expected a tuple of str, got {describe(tokens)}")
+    if isinstance(tokens, str):
+        raise TypeError(f"{name}: expected a tuple of str, got str")
+    for token in tokens:
+        if not isinstance(token, str):
+            raise TypeError(f"{name}: expected a tuple of str, got {describe(token)} among them")
 
 
 def _pack_kind(maps: ModelMaps, kind: str, sentence: str) -> dict[str, Any]:
     of_kind, name = maps.maps[kind], f"{sentence}.maps[{kind!r}]"
-    if not isinstance(of_kind, AttentionMaps):
-        raise TypeError(f"{name}: expected AttentionMaps, got {describe(of_kind)}")
     if of_kind.probabilities is None:
         raise ValueError(f'{name}: has no probabilities; ask attention_maps for parts="all"')
     probabilities = np.asarray(of_kind.probabilities)
