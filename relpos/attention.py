@@ -19,7 +19,7 @@ import numpy.typing as npt
 from relpos import _core
 from relpos.device_array import DeviceArray, Placement, check_beside, memory_of, place_of
 from relpos.position import combine
-from relpos.position.arrays import Array, as_array
+from relpos.position.arrays import Array, Given, as_array
 from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Scheme, Shape, subclasses
@@ -104,9 +104,9 @@ class Gradients(Mapping[str, Array]):
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Given,
+    k: Given,
+    v: Given,
     *,
     position: Position = None,
     causal: bool = False,
@@ -130,9 +130,9 @@ def attention(
 
 @overload
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Given,
+    k: Given,
+    v: Given,
     *,
     position: Position = None,
     causal: bool = False,
@@ -155,9 +155,9 @@ def attention(
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Given,
+    k: Given,
+    v: Given,
     *,
     position: Position = None,
     causal: bool = False,
@@ -253,9 +253,9 @@ def attention(
 
 
 def attention_forward(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Given,
+    k: Given,
+    v: Given,
     *,
     position: Position = None,
     causal: bool = False,
@@ -291,7 +291,7 @@ def attention_forward(
     return result, ctx
 
 
-def attention_backward(ctx: AttentionContext, dout: Array) -> Gradients:
+def attention_backward(ctx: AttentionContext, dout: Given) -> Gradients:
     """The gradients of sum(out * dout) by q, k, v and the parameters of the schemes.
 
         dP_ij = keep_ij dout_i . ( v_j + V[v(i,j)] ),   keep: 0 or 1 / (1 - rate) under dropout

@@ -18,7 +18,7 @@ from relpos.batch import Batch, packed
 from relpos.maps import AttentionMaps, Choice
 from relpos.model import ATTENTIONS, Transformer
 from relpos.model_maps import KINDS, ModelMaps
-from relpos.position.arrays import Array, check_choice, check_integers, check_truth, describe
+from relpos.position.arrays import Given, check_choice, check_integers, check_truth, describe
 from relpos.position.combine import Position
 from relpos.request import Layout, Mask, Window
 from relpos.translation import why_failed
@@ -34,9 +34,9 @@ Names = str | Iterable[str]
 
 @overload
 def attention_maps(
-    q: Array,
-    k: Array,
-    v: Array | None = None,
+    q: Given,
+    k: Given,
+    v: Given | None = None,
     *,
     position: Position = None,
     causal: bool = False,

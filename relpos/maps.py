@@ -18,7 +18,7 @@ from relpos import _core
 from relpos.attention import Integers
 from relpos.device_array import memory_of
 from relpos.position import arrays, combine
-from relpos.position.arrays import Array, check_integers, describe
+from relpos.position.arrays import Array, Given, check_integers, describe
 from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Shape, Term
@@ -59,9 +59,9 @@ def _shape_of(x: Map) -> str:
 
 
 def attention_maps(
-    q: Array,
-    k: Array,
-    v: Array | None = None,
+    q: Given,
+    k: Given,
+    v: Given | None = None,
     *,
     position: Position = None,
     causal: bool = False,
@@ -117,8 +117,8 @@ def attention_maps(
     shape = request.shape
     if shape is None:  # the arrays do not fit each other: the core says what is wrong with them
         call, nothing = make_call(request, Lowered()), np.empty((0, 0), arrays.REAL)
-        q, k, v = _as_core(request, request.q, request.k)
-        _core.attention_map(q, k, v, 0, 0, 0, 0, nothing, call)
+        given = _as_core(request, request.q, request.k)
+        _core.attention_map(*given, 0, 0, 0, 0, nothing, call)
         raise RuntimeError("attention_maps: the core took arrays that this layer could not read")
     ragged = not all(x is None for x in (lengths, key_lengths, offsets, key_offsets))
     choice = _Choice.read(shape, ragged, sequences, heads, rows)

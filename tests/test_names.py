@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/names.md has every public name, each with what its docstring says."""
+"""docs/names.md has every public name, each with what its docstring says; and how arrays are typed."""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 import relpos
+from relpos.position.arrays import Given
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "names.md"
@@ -44,3 +47,13 @@ def test_every_exported_function_is_there() -> None:
 
 def test_names_that_are_read_later_are_listed() -> None:
     assert set(relpos.__all__) <= set(dir(relpos))
+
+
+def test_arrays_are_typed_as_what_is_taken() -> None:
+    """An ndarray, or what another library exports: a checker refused tensors, which are taken."""
+    for call in (relpos.attention, relpos.attention_forward, relpos.maps.attention_maps):
+        found = inspect.get_annotations(call)
+        assert {found[name].removesuffix(" | None") for name in "qkv"} == {"Given"}
+    taken = {member for each in get_args(Given) for member in vars(each)}
+    for exported in ("__dlpack__", "__array_interface__"):
+        assert exported in taken and hasattr(np.ndarray, exported)

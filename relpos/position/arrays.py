@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,22 @@ Array = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int32]
 # A parameter of a scheme: an ndarray, or any array that exports DLPack or the array interface.
 Table = Any
+
+
+class Exported(Protocol):
+    """An ndarray, or another library's array that exports DLPack."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class Interfaced(Protocol):
+    """An array that exports the array interface."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+
+Given = Exported | Interfaced  # q, k, v: what is used where it lies
 
 REAL: npt.DTypeLike = (
     np.float32
