@@ -16,13 +16,16 @@ from typing import get_origin
 
 DOCS = Path(__file__).resolve().parent
 HEADERS = DOCS.parent / "csrc" / "include" / "relpos"
-MODULES = ("relpos", "relpos.data", "relpos.position", "relpos.plots")
+MODULES = (
+    "relpos", "relpos.data", "relpos.position", "relpos.train", "relpos.evaluation", "relpos.plots",
+)  # fmt: skip
 HEAD = """\
 # Names
 
 Every public name of the package, and every function of libcore. `help(relpos.attention)`, an editor and
-the headers say the rest. `relpos.torch` has `attention` for torch tensors, `relpos.reference` the same
-operations in float64 NumPy. Written by `docs/make_names.py`; a test compares.
+the headers say the rest. `relpos.torch`, which is not among them, has `attention` for torch tensors and
+`Attention`, the same as a module; `relpos.reference` the operations in float64 NumPy. Written by
+`docs/make_names.py`; a test compares.
 """
 
 

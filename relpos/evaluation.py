@@ -27,6 +27,22 @@ if TYPE_CHECKING:
     from relpos.translation import Score
     from relpos.translator import Progress, Translator
 
+__all__ = [
+    "Evaluation",
+    "Likelihood",
+    "Metric",
+    "Places",
+    "Range",
+    "TextEvaluation",
+    "bleu",
+    "by_length",
+    "chrf",
+    "evaluate",
+    "evaluate_text",
+    "likelihood_of",
+    "plot",
+]
+
 LENGTHS = (10, 20, 30, 40, 50)
 PLACES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 

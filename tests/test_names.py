@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -38,6 +39,12 @@ def test_every_name_says_what_it_is() -> None:
     for name, said in rows:
         words = re.sub(r"`\.\w+`,? ?", "", said).split()
         assert len(words) > 1, name
+
+
+@pytest.mark.parametrize("module", ["data", "evaluation", "plots", "position", "train"])
+def test_every_module_is_there(module: str) -> None:
+    names = importlib.import_module(f"relpos.{module}").__all__
+    assert [name for name in names if f"\n| `{name}` |" not in PAGE.read_text()] == []
 
 
 def test_every_exported_function_is_there() -> None:
