@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos import _core
-from relpos.position.arrays import check_count, check_int64, describe
+from relpos.position.arrays import check_count, check_int64, check_unmasked, describe
 
 Tokens = Any  # integers (n,): an array or a sequence
 Graphs = Any  # integers (n, n) for every sentence; -1: no relation
@@ -181,6 +181,7 @@ def packed(batch: Batch) -> _core.BatchTuple:
 
 def _integers(name: str, values: Any, shape: str, ndim: int) -> npt.NDArray[Any]:
     """An integer array; an empty list is one too."""
+    check_unmasked(name, values)
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:

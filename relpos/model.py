@@ -34,6 +34,7 @@ from relpos.position.arrays import (
     check_integers,
     check_size,
     check_truth,
+    check_unmasked,
     describe,
 )
 from relpos.search import Decoder, Hypothesis, Search
@@ -265,6 +266,7 @@ class Transformer:
         places = list(self._parameters)
         if name not in places:
             raise ValueError(f"name: {name!r} is no parameter of this model")
+        check_unmasked("values", values)
         try:
             given = np.asarray(values)
         except (TypeError, ValueError) as error:  # of rows of several lengths, of other libraries

@@ -226,6 +226,21 @@ BATCHES_REFUSED: list[tuple[Callable[[], Batch], type[Exception], str]] = [
         ValueError,
         rf"^ordinals\[0\]: expected 0 to {2**32 - 1}, got -1$",
     ),
+    (
+        lambda: Batch(source=[3], source_offsets=[0, 1], labels=np.ma.array([3], mask=[1])),
+        TypeError,
+        "^labels: expected an array without a mask of its own, .* got MaskedArray; fill it first$",
+    ),
+    (
+        lambda: Batch.from_pairs([np.ma.array([3], mask=[1])], [[3]], bos=1, eos=2),
+        TypeError,
+        r"^sources\[0\]: expected an array without a mask of its own, ",
+    ),
+    (
+        lambda: Batch.from_labels([[3]], [[3]], graphs=[np.ma.array([[0]], mask=[[1]])]),
+        TypeError,
+        r"^source_graphs\[0\]: expected an array without a mask of its own, ",
+    ),
 ]
 
 
@@ -425,6 +440,8 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
         (lambda: model.assign(name, [[1], [1, 2]]), TypeError,
          "values: expected an array of real numbers: setting an array element .*"),
         (lambda: model.assign(name, [10**400]), TypeError, "values: expected real numbers, got .*"),
+        (lambda: model.assign(name, np.ma.array(weights)), TypeError,
+         "values: expected an array without a mask of its own, .* got MaskedArray; fill it first"),
         (lambda: model.assign(["a"], 1), ValueError,  # type: ignore[arg-type]
          r"name: \['a'\] is no parameter of this model"),
         (lambda: setattr(model, "counters", 5), TypeError,

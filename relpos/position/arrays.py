@@ -51,11 +51,7 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
     """
     if type(x) is np.ndarray or isinstance(x, DeviceArray):
         return x
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name}: expected an array without a mask of its own, which nothing would look at: "
-            f"got MaskedArray; use {name}.filled(0), and `lengths` or `mask`"
-        )
+    check_unmasked(name, x, f"use {name}.filled(0), and `lengths` or `mask`")
     if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "__dlpack__"):
@@ -78,6 +74,14 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     return x
+
+
+def check_unmasked(name: str, x: Any, fix: str = "fill it first") -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name}: expected an array without a mask of its own, which nothing would look at: "
+            f"got MaskedArray; {fix}"
+        )
 
 
 def on_host(name: str, x: Any) -> Any:
