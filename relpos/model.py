@@ -275,7 +275,7 @@ class Transformer:
             raise TypeError(f"values: expected real numbers, got {describe(given)}")
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(given, np.float32)
-        if (np.isinf(array) & ~np.isinf(given.astype(np.float64))).any():
+        if (np.isinf(array) & ~np.isinf(given)).any():
             raise ValueError("values: expected numbers that float32 has, got larger ones")
         self._core.write(places.index(name), 0, array)
 

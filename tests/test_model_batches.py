@@ -435,6 +435,8 @@ def test_what_the_core_says_in_words_of_python(idle: relpos.Transformer) -> None
          rf"values: expected real numbers, got complex64 \({weights.size},\)"),
         (lambda: model.assign(name, np.full(weights.shape, 1e300)), ValueError,
          "values: expected numbers that float32 has, got larger ones"),
+        (lambda: model.assign(name, np.full(weights.shape, np.finfo(np.longdouble).max)), ValueError,
+         "values: expected numbers that float32 has, got larger ones"),
         (lambda: model.assign(name, [None] * weights.size), TypeError,
          rf"values: expected real numbers, got object \({weights.size},\)"),
         (lambda: model.assign(name, [[1], [1, 2]]), TypeError,
