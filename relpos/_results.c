@@ -89,16 +89,34 @@ static PyDataMem_Handler handler = {
     .allocator = {NULL, result_malloc, result_calloc, result_realloc, result_free},
 };
 
-PyObject *result_new(int axes, npy_intp *shape) {
-  PyObject *const own = PyCapsule_New(&handler, "mem_handler", NULL);
-  if (own == NULL) return NULL;
-  PyObject *const before = PyDataMem_SetHandler(own);
-  Py_DECREF(own);
-  if (before == NULL) return NULL;
-  PyObject *result = PyArray_SimpleNew(axes, shape, NPY_FLOAT32);
-  PyObject *const last = PyDataMem_SetHandler(before);
-  Py_DECREF(before);
+/* Where this fails for want of memory, Python may have set it all the same. */
+static int handler_set(PyObject *to) {
+  PyObject *const last = PyDataMem_SetHandler(to);
   Py_XDECREF(last);
-  if (last == NULL) Py_CLEAR(result);
+  return last != NULL;
+}
+
+/* Once more, if need be: else all arrays of this thread would come from here, for ever. */
+static int handler_set_back(PyObject *to) {
+  if (handler_set(to)) return 1;
+  PyErr_Clear();
+  return handler_set(to);
+}
+
+PyObject *result_new(int axes, npy_intp *shape) {
+  PyObject *type, *value, *trace;
+  PyObject *const before = PyDataMem_GetHandler();
+  if (before == NULL) return NULL;
+  PyObject *const own = PyCapsule_New(&handler, "mem_handler", NULL);
+  if (own == NULL) {
+    Py_DECREF(before);
+    return NULL;
+  }
+  PyObject *result = handler_set(own) ? PyArray_SimpleNew(axes, shape, NPY_FLOAT32) : NULL;
+  Py_DECREF(own);
+  PyErr_Fetch(&type, &value, &trace);
+  if (!handler_set_back(before)) Py_CLEAR(result);
+  if (type != NULL) PyErr_Restore(type, value, trace);
+  Py_DECREF(before);
   return result;
 }
