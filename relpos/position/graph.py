@@ -114,8 +114,9 @@ class ShawGraph(Scheme):
     labels: int8, int16 or int32, from 0 to T - 1 or -1, used where it lies: (N, M) for all, or
         (B, N, M), or (B|1, H|1, N, M). For packed arrays a list of one (n, m) or (H|1, n, m) per
         sequence (copied into one), or (flat, starts): the matrices end to end, (count,) or
-        (H|1, count), and int (B,) where each begins. Backward reads them again: they must still be
-        what forward saw. Of tensors torch sees to that, in relpos.torch.
+        (H|1, count), and int (B,) where each begins. They are checked, and then read again: no
+        thread may change them during a call. Backward reads them, too: they must still be what
+        forward saw. Of tensors torch sees to that, in relpos.torch.
     edges: `EdgeList(query, key, label, sequence)` instead of labels.
     """
 
