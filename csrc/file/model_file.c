@@ -173,11 +173,13 @@ static rp_status see_pair(void *context, const char *key, const char *value) {
   return RP_OK;
 }
 
-static rp_status read_tensors(rp_model *m, const char *path, int what, listing *l) {
+/* is_new: a model that nobody has yet. Only then may a failure leave a part of the file in it. */
+static rp_status read_tensors(rp_model *m, const char *path, int what, listing *l, bool is_new) {
   mirror x;
   RPI_TRY(mirror_make(m, what, l, &x));
   rp_status status = mirror_read(m, &x); /* what lies between the tensors stays as it is */
-  if (status == RP_OK) status = rpi_safetensors_read(path, l->tensors, l->count);
+  if (status == RP_OK)
+    status = rpi_safetensors_read(path, l->tensors, l->count, is_new || x.count > 0);
   if (status == RP_OK) status = mirror_write(m, &x);
   mirror_release(&x);
   return status;
@@ -191,7 +193,7 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l) {
               "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
               path, (rpi_wide)found.step, (rpi_wide)found.attempt);
   }
-  RPI_TRY(read_tensors(m, path, what, l));
+  RPI_TRY(read_tensors(m, path, what, l, false));
   if (what == RP_SAVE_WEIGHTS && m->average) {
     const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
     RPI_TRY(m->ops->copy(m->average, m->weights, bytes));
@@ -252,12 +254,20 @@ static rp_status map_weights(rp_model *m, const char *path) {
   return status;
 }
 
+static rp_status read_weights(rp_model *m, const char *path) {
+  listing l = {.count = 0};
+  RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
+  const rp_status status = read_tensors(m, path, RP_SAVE_WEIGHTS, &l, true);
+  release(&l);
+  return status;
+}
+
 /* Mapped, or else read into memory of their own. */
 static rp_status take_weights(rp_model *m, const char *path) {
   if (m->ops->host) RPI_TRY(map_weights(m, path));
   if (m->weights) return RP_OK;
   RPI_TRY(rpi_model_own_weights(m));
-  return rpi_model_load(m, path, RP_SAVE_WEIGHTS);
+  return read_weights(m, path);
 }
 
 rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {

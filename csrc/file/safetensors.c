@@ -431,6 +431,15 @@ static rp_status take_data(rpi_file *file, const wanted *w, int64_t bytes) {
   return status;
 }
 
+/* The same without that memory: the data go to their places as they come. */
+static rp_status take_data_in_place(rpi_file *file, const wanted *w) {
+  for (int64_t i = 0; i < w->count; i++) {
+    const span *const s = &w->spans[i];
+    RPI_TRY(rpi_file_take(file, w->tensors[s->tensor].data, s->end - s->begin));
+  }
+  return rpi_file_expect_end(file);
+}
+
 /* Opens the file and finds the tensors, whose data come next. The spans and the file are the
  * caller's to release and close; after a failure there is nothing to be. */
 static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count, rpi_file *file,
@@ -449,12 +458,13 @@ static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count
   return status;
 }
 
-rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count) {
+rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count,
+                               bool in_place) {
   rpi_file file;
   wanted w;
   int64_t bytes = 0;
   RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
-  const rp_status status = take_data(&file, &w, bytes);
+  const rp_status status = in_place ? take_data_in_place(&file, &w) : take_data(&file, &w, bytes);
   rpi_file_close(&file);
   rpi_release(w.spans);
   return status;

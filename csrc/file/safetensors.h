@@ -11,6 +11,8 @@
 #ifndef RPI_SAFETENSORS_H
 #define RPI_SAFETENSORS_H
 
+#include <stdbool.h>
+
 #include "base/error.h"
 #include "base/file.h"
 #include "relpos/relpos.h"
@@ -38,8 +40,10 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
 
 /* Reads exactly these tensors, whose names differ: RP_ERROR_FILE names the first that is missing,
  * unknown, of another shape or type, or a header that is not one. Nothing is written to them on
- * failure: the data wait in memory of their own until all of them are there. */
-rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count);
+ * failure: the data wait in memory of their own until all of them are there. in_place: they do not,
+ * for tensors that nobody has yet. */
+rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count,
+                               bool in_place);
 
 /* Are these tensors what the file has, all of them, with their data? Fails as rpi_safetensors_read
  * does, and allocates no more than the header and some bytes a tensor. */

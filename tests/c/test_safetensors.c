@@ -96,14 +96,22 @@ static int memory_close(void *context, int descriptor) {
 
 static const rpi_io memory_io = {.open = memory_open, .read = memory_read, .close = memory_close};
 
-/* Reads the two from the file made; they must have come, or be untouched. */
+/* Reads the two from the file made; they must have come, or be untouched. In place the same comes,
+ * or fails. */
 static rp_status read_two(void) {
   rpi_tensor tensors[2];
+  rp_real found[4];
+  rpi_set_io(&memory_io);
+  two(tensors, false);
+  const rp_status in_place = rpi_safetensors_read("made", tensors, 2, true);
+  memcpy(found, matrix_data, sizeof found);
+  CHECK_INT(memory.held, 0);
   two(tensors, false);
   reset();
-  rpi_set_io(&memory_io);
-  const rp_status status = rpi_safetensors_read("made", tensors, 2);
+  const rp_status status = rpi_safetensors_read("made", tensors, 2, false);
   rpi_set_io(&faulty_io);
+  CHECK_INT(in_place, status);
+  CHECK(status != RP_OK || memcmp(found, matrix_data, sizeof found) == 0);
   CHECK_INT(memory.held, 0);
   return status;
 }
@@ -189,7 +197,7 @@ static void test_round_trip(void) {
   }
   reset();
   CHECK_INT(rpi_safetensors_write(path, metadata, 3, tensors, COUNT), RP_OK);
-  if (!CHECK_INT(rpi_safetensors_read(path, reading, COUNT), RP_OK))
+  if (!CHECK_INT(rpi_safetensors_read(path, reading, COUNT, false), RP_OK))
     printf(": %s", rp_last_error());
   for (int i = 0; i < COUNT; i++) {
     for (int j = 0; j < 32; j++) {
@@ -214,7 +222,7 @@ static void test_round_trip(void) {
   snprintf(empty, sizeof empty, "8%7s{}%54s", "", "");
   memcpy(empty, "\x38\0\0\0\0\0\0", 8);
   CHECK(file_is(empty, 64));
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_OK);
   s = (seen){.count = 0};
   CHECK_INT(rpi_safetensors_metadata(path, note, &s), RP_OK);
   CHECK_INT(s.count, 0);
@@ -486,7 +494,7 @@ static void test_large_headers(void) {
   }
   reset();
   CHECK_INT(rpi_safetensors_write(path, metadata, RPI_MOST_PAIRS, NULL, 0), RP_OK);
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_OK);
   char *content = malloc(20000); /* one more, behind the 8 bytes of the length */
   int used = 8 + snprintf(content + 8, 20000 - 8, "{\"__metadata__\":{");
   for (int i = 0; i < PAIRS; i++) {
@@ -495,7 +503,7 @@ static void test_large_headers(void) {
   used += snprintf(content + used, (size_t)(20000 - used), "}}");
   for (int i = 0; i < 8; i++) content[i] = (char)((used - 8) >> (i < 4 ? 8 * i : 31) & 0xFF);
   put(content, (size_t)used);
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "no more than 1024 texts of metadata");
   free(content);
 }
@@ -629,7 +637,7 @@ static rp_status read_with_faults(int call, int allocation) {
   faults.error = EIO;
   faults.largest = 20;
   memory.fail_at = allocation;
-  const rp_status status = rpi_safetensors_read(path, tensors, 2);
+  const rp_status status = rpi_safetensors_read(path, tensors, 2, false);
   CHECK_INT(faults.opened, 0);
   CHECK_INT(memory.held, 0);
   CHECK(two_are(status == RP_OK));
@@ -673,9 +681,9 @@ static void test_every_call_of_read_fails(void) {
 
 static void test_paths(void) {
   reset();
-  CHECK_INT(rpi_safetensors_read("/no/such/file", NULL, 0), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read("/no/such/file", NULL, 0, false), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "cannot open '/no/such/file': No such file");
-  CHECK_INT(rpi_safetensors_read(folder, NULL, 0), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read(folder, NULL, 0, false), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "directory");
   CHECK_INT(rpi_safetensors_metadata("/no/such/file", note, NULL), RP_ERROR_FILE);
   CHECK_INT(rpi_safetensors_write("/no/such/file", NULL, 0, NULL, 0), RP_ERROR_FILE);
