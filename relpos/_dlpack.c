@@ -101,6 +101,11 @@ static PyObject *strides_or_shape(const dl_tensor *t, int is_shape) {
 
 /* (owner, device type, device index, address, type, shape, strides, writable); takes the owner. */
 static PyObject *description(PyObject *owner, const dl_tensor *t, int is_writable) {
+  if (t->axes < 0) {
+    PyErr_Format(PyExc_BufferError, "DLPack: expected 0 axes or more, got %d", (int)t->axes);
+    Py_DECREF(owner);
+    return NULL;
+  }
   const unsigned long long address = (uintptr_t)t->data + t->byte_offset;
   PyObject *const type = type_text(t->type), *const shape = strides_or_shape(t, 1);
   PyObject *const strides = strides_or_shape(t, 0);

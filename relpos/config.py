@@ -17,16 +17,28 @@ from typing import Any
 import numpy as np
 
 from relpos import _core
-from relpos.position.arrays import check_size
+from relpos.position.arrays import check_size, check_text
 
 _DEFAULTS = dict(_core.config_default())
 
 
-def no_folder(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+def path_text(path: str | os.PathLike[str], name: str = "path") -> str:
+    """A path as the text that the system can be asked for."""
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        got = type(path).__name__
+        raise TypeError(f"{name}: expected str or PathLike, got {got}") from None
+    check_text(name, text, "surrogateescape")  # names of files need not be UTF-8
+    return text
+
+
+def no_folder(path: str | os.PathLike[str]) -> str:
     """The path of a file that a model saved; that of a checkpoint or a run is refused."""
+    path = path_text(path)
     if os.path.isdir(path):
         raise IsADirectoryError(
-            f"{os.fspath(path)}: a folder, not a file: a checkpoint has its weights in "
+            f"{path}: a folder, not a file: a checkpoint has its weights in "
             "model.safetensors; relpos.Translator.load takes folders"
         )
     return path
@@ -168,10 +180,7 @@ class Config:
     @classmethod
     def preset(cls, name: str) -> Config:
         """A configuration by name, as "paper-base"; `presets` lists them."""
-        if not isinstance(name, str):
-            raise TypeError(f"name: expected str, got {type(name).__name__}")
-        if "\0" in name:
-            raise ValueError(f"name: expected a preset's, got {name!r}")
+        check_text("name", name)
         return cls(**_read(cls, dict(_core.config_preset(name))))
 
     @classmethod
@@ -232,12 +241,7 @@ def _pairs(name: str, value: Any) -> Iterator[tuple[str, str]]:
         for each in dataclasses.fields(Stack):
             yield from _pairs(f"{name}.{each.name}", getattr(value, each.name))
     elif isinstance(value, str):
-        if "\0" in value:
-            raise ValueError(f"{name}: expected a text without NUL, got {value!r}")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name}: expected a text that has UTF-8, got {value!r}") from None
+        check_text(name, value)
         yield name, value
     elif isinstance(value, bool | np.bool_):
         yield name, "true" if value else "false"

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from relpos import _core
 from relpos.batch import Batch
 from relpos.batch import packed as _packed
-from relpos.config import Config, no_folder
+from relpos.config import Config, no_folder, path_text
 from relpos.device_array import DeviceArray, c_strides
 from relpos.position.arrays import (
     Array,
@@ -33,6 +33,7 @@ from relpos.position.arrays import (
     check_count,
     check_integers,
     check_size,
+    check_text,
     check_truth,
     check_unmasked,
     describe,
@@ -509,7 +510,7 @@ class Transformer:
             weights to go on as if nothing had happened.
         """
         check_choice("what", what, tuple(FILES))
-        self._core.save(path, FILES[what])
+        self._core.save(path_text(path), FILES[what])
 
     def restore(self, path: Path, what: What = "weights") -> None:
         """Reads what `save` wrote into this model, which has the same shapes.
@@ -607,10 +608,7 @@ def _described(
     """A model as the core takes it."""
     if not isinstance(config, Config):
         raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}")
-    if not isinstance(device, str):
-        raise TypeError(f"device: expected str, got {type(device).__name__}")
-    if "\0" in device:
-        raise ValueError(f"device: expected a text without NUL, got {device!r}")
+    check_text("device", device)
     most = check_count("tokens", tokens, 1), check_count("sentences", sentences, 1)
     for name, number in zip(("tokens", "sentences"), most, strict=True):
         if number >= 1 << 31:

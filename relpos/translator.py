@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from relpos.batch import Batch
+from relpos.config import path_text
 from relpos.data.batches import cut
 from relpos.data.pieces import SentencePiece
 from relpos.data.subwords import Side, check_vocabulary, of_side
@@ -111,7 +112,9 @@ class Translator:
         batch_tokens: int. The most source tokens that are translated at the same time.
         device, precision: as of `Transformer`.
         """
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if isinstance(paths, str | bytes | os.PathLike) or not isinstance(paths, Iterable):
+            paths = [paths]
+        given = [path_text(path, "paths") for path in paths]
         if not given:
             raise ValueError("paths: expected a folder or several, got none")
         check_count("batch_tokens", batch_tokens, 1)
@@ -123,8 +126,8 @@ class Translator:
             )  # fmt: skip
             if found is not None and subwords.fingerprint() != found.fingerprint():
                 raise ValueError(
-                    f"{os.fspath(path)}: has another vocabulary than {os.fspath(given[0])}: the "
-                    "models of an ensemble share one"
+                    f"{path}: has another vocabulary than {given[0]}: the models of an ensemble "
+                    "share one"
                 )
             found = subwords
             models.append(model)

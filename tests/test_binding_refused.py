@@ -21,6 +21,19 @@ class Arrays(dict[str, Any]):
         super().__init__(x | changes)
 
 
+class Interface:
+    """Told by the array interface: with changes, or by what raises one."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    @property
+    def __array_interface__(self) -> Any:
+        if isinstance(self.change, Exception):
+            raise self.change
+        return X.__array_interface__ | self.change
+
+
 X = rows(2, 4, 7, 8)
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (
@@ -56,6 +69,18 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         TypeError,
         "k: expected an array without a mask of its own, which nothing would look at: got "
         "MaskedArray; use k.filled(0), and `lengths` or `mask`",
+    ),
+    (
+        "interface",
+        {"q": Interface({"shape": (2, 4, -7, 8)})},
+        TypeError,
+        "q: no array to read without a copy: negative dimensions are not allowed",
+    ),
+    (
+        "interface that raises",
+        {"k": Interface(ValueError("nothing here"))},
+        TypeError,
+        "k: no array to read without a copy: nothing here",
     ),
     (
         "None",

@@ -163,8 +163,10 @@ def test_refused_by_the_constructor() -> None:
         Config(decoder={"k": 8})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="paper-bose.*paper-base"):
         Config.preset("paper-bose")
-    with pytest.raises(ValueError, match=r"name: expected a preset's, got 'tiny\\x00'"):
+    with pytest.raises(ValueError, match=r"name: expected a text without NUL, got 'tiny\\x00'"):
         Config.preset("tiny\0")
+    with pytest.raises(ValueError, match=r"name: expected a text that has UTF-8, got '\\ud800'"):
+        Config.preset("\ud800")
 
 
 def test_pairs_of_the_binding() -> None:
@@ -202,6 +204,12 @@ def test_learning_rates() -> None:
         c.learning_rate_at(2**70)
     with pytest.raises(TypeError, match="step: expected an integer, got float"):
         c.learning_rate_at(1.5)  # type: ignore[arg-type]
+
+
+def test_devices_that_are_no_texts() -> None:
+    for make in (relpos.model_memory, relpos.Transformer):
+        with pytest.raises(ValueError, match=r"^device: expected a text that has UTF-8, got '"):
+            make(Config(), device="\ud800")
 
 
 def test_memory_is_told_beforehand() -> None:

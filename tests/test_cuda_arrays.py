@@ -520,6 +520,15 @@ def foreign_qkv() -> dict[str, Any]:
     return dict(zip("qkv", map(Foreign, qkv()), strict=True))
 
 
+class LessThanAxes(Foreign):
+    """That counts its axes wrongly."""
+
+    def _tensor(self, kept: list[Any]) -> Any:
+        tensor = super()._tensor(kept)
+        tensor.axes = -1
+        return tensor
+
+
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "k on the host": (
         lambda: {"k": qkv()[1]},
@@ -610,6 +619,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         lambda: {"q": Foreign(qkv()[0], major=2)},
         TypeError,
         "q: no array to read without a copy: DLPack: version 2.0, expected 1",
+    ),
+    "axes": (
+        lambda: {"q": LessThanAxes(qkv()[0])},
+        TypeError,
+        "q: no array to read without a copy: DLPack: expected 0 axes or more, got -1",
     ),
     "no such GPU": (
         lambda: {name: Foreign(x, index=9) for name, x in zip("qkv", qkv(), strict=True)},

@@ -380,6 +380,29 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_no_path(tmp_path: Path) -> None:
+    model = trained()
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (None, TypeError, "expected str or PathLike, got NoneType"),
+        (True, TypeError, "expected str or PathLike, got bool"),
+        ("a\0b", ValueError, r"expected a text without NUL, got 'a\\x00b'"),
+        ("\ud800", ValueError, r"expected a text that has UTF-8, got '\\ud800'"),
+    ]
+    for path, error, sentence in cases:
+        for call in (model.save, model.restore, relpos.Transformer.load, relpos.Config.load):
+            with pytest.raises(error, match=f"^path: {sentence}$"):
+                call(path)
+        for paths in (path, [path]):
+            with pytest.raises(error, match=f"^paths: {sentence}$"):
+                relpos.Translator.load(paths)
+    for name in (b"as bytes \xff", "as text \udcff"):  # what no UTF-8 has is a name all the same
+        path = os.path.join(os.fsencode(tmp_path), os.fsencode(name))
+        for each in (path, os.fsdecode(path)):
+            model.save(each)  # type: ignore[arg-type]
+            assert relpos.Config.load(each) == model.config  # type: ignore[arg-type]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     """A file that may not grow to its size, as on a full disk."""
     model = trained()

@@ -71,9 +71,10 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
                 "memory of its own"
             )
         return found
-    if hasattr(x, "__array_interface__"):
-        return np.asarray(x)
-    return x
+    try:
+        return np.asarray(x) if hasattr(x, "__array_interface__") else x
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"{name}: no array to read without a copy: {error}") from error
 
 
 def check_unmasked(name: str, x: Any, fix: str = "fill it first") -> None:
@@ -231,6 +232,18 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_text(name: str, value: Any, errors: str = "strict") -> None:
+    """A text that the core can be given; errors: as of str.encode."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected str, got {type(value).__name__}")
+    if "\0" in value:
+        raise ValueError(f"{name}: expected a text without NUL, got {value!r}")
+    try:
+        value.encode(errors=errors)
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: expected a text that has UTF-8, got {value!r}") from None
 
 
 def check_truth(name: str, value: Any) -> bool:
