@@ -542,8 +542,9 @@ class Transformer:
         Without training, and with the configuration in the file, the weights are mapped, not read:
         that takes no time and no memory of their own, and several processes share them. Then the
         file may be removed, or replaced as `save` does it, but not be written into. Writing to
-        `parameters` changes the model, never the file. Weights that other writers have in another
-        order are read, as are those of a model on a GPU.
+        `parameters` changes the model, never the file. Read are those of a model on a GPU, those
+        that other writers have in another order, and those where a parameter has a number of values
+        that is no multiple of 16: in memory each begins at a multiple of 64 bytes.
         """
         own = Config.load(path) if config is None else config
         if config is None and not training:
