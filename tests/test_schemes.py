@@ -474,6 +474,17 @@ def test_learned_positions_refuse(
     assert type(caught.value) is error and str(caught.value) == sentence
 
 
+@pytest.mark.parametrize("axes", [(N, N), (1, N, N), (1, 1, N, N), (B, 1, N, N)])
+def test_a_mask_for_all_sequences_or_heads(real: Any, axes: tuple[int, ...]) -> None:
+    q, k, v, _ = activations(real)
+    seen = np.random.default_rng(3).random((N, N)) < 0.6
+    every = np.ascontiguousarray(np.broadcast_to(seen, (B, H, N, N)))
+    mask = np.ascontiguousarray(np.broadcast_to(seen, axes))
+    np.testing.assert_array_equal(
+        relpos.attention(q, k, v, mask=mask), relpos.attention(q, k, v, mask=every)
+    )
+
+
 def test_rope_turns_alike_up_to_an_order_of_columns(real: Any) -> None:
     q, k, v, _ = activations(real)
     order = np.arange(D).reshape(2, D // 2).T.reshape(-1)  # (c, c + D/2) side by side

@@ -567,13 +567,13 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "mask, shape",
         {"mask": np.ones((2, N), bool)},
         V,
-        "mask: expected (N=6, M=6), (B=2, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got (2, 6)",
+        "mask: expected (N=6, M=6), (B=2 or 1, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got (2, 6)",
     ),
     (
         "mask, sequences",
         {"mask": np.ones((3, N, N), bool)},
         V,
-        "mask: expected (N=6, M=6), (B=2, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got "
+        "mask: expected (N=6, M=6), (B=2 or 1, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got "
         "(3, 6, 6)",
     ),
     (

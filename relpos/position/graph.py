@@ -215,10 +215,10 @@ class Pairs(NamedTuple):
         if shape.queries.packed or shape.keys.packed:  # the core says what those take
             return
         B, H, N, M = shape.B, shape.H, shape.queries.rows, shape.keys.rows
-        allowed = {2: ((N,), (M,)), 3: ((B,), (N,), (M,)), 4: ((B, 1), (H, 1), (N,), (M,))}
+        allowed = {2: ((N,), (M,)), 3: ((B, 1), (N,), (M,)), 4: ((B, 1), (H, 1), (N,), (M,))}
         if any(n not in sizes for n, sizes in zip(size, allowed[len(size)], strict=True)):
             raise ValueError(
-                f"{name}: expected ({N=}, {M=}), ({B=}, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
+                f"{name}: expected ({N=}, {M=}), ({B=} or 1, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
                 f"{N=}, {M=}), got {size}"
             )
 
