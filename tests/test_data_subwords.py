@@ -203,7 +203,7 @@ def test_broken_folders(tmp_path: Path) -> None:
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
         (b"[]", "expected a JSON object, got list"),
-        (b"{}", "kind: expected sentencepiece, words, wrapped, sides, got None"),
+        (b"{}", "kind: expected sentencepiece, words, wrapped, sides, own, got None"),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=sentence):

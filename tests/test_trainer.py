@@ -35,6 +35,7 @@ from relpos.train.events import Events, crc32c
 from relpos.train.log import LOG, Log, Sums, read_log
 from relpos.train.progress import Progress, clock_text, perplexity
 from relpos.train.trainer import Outcome, Trainer, TrainingError
+from small_data import Numbers
 from small_model import assert_same_bits
 
 # Where others start: in the repository Python would import the sources.
@@ -194,6 +195,37 @@ def test_subwords_are_made_where_there_are_none(tmp_path: Path, capsys: Any) -> 
     with pytest.raises(ValueError, match="has checkpoints already"):
         make(tmp_path, subwords=make_them)
     assert len(made) == 1
+
+
+def test_subwords_of_a_class_of_ones_own(tmp_path: Path) -> None:
+    """Nothing is saved of them but a description, and they are given again."""
+    own, run = Numbers(100), tmp_path / "run"
+    numbers: dict[str, Any] = {"data": [("5 6", "6 5"), ("7 8 9", "9 8 7")], "validation": None}
+    make(run, **numbers, subwords=own, steps=2).train()
+    assert (run / "tokenizer" / "numbers.json").exists()
+    for folder, given in ((run, {"resume": True}), (tmp_path / "new", {"start": run})):
+        with pytest.raises(ValueError, match="subwords.json: .* an object of your own"):
+            make(folder, **numbers, **given, subwords=None)
+        trainer = make(folder, **numbers, **given, subwords=own, steps=3)
+        assert trainer.subwords is own and trainer.train().reason == "steps"
+    assert relpos.Translator.load(run, tokenizer=own).subwords is own
+    with pytest.raises(TypeError, match="tokenizer: expected the Subwords that .* tells of, got 3"):
+        relpos.Translator.load(run, tokenizer=3)
+    with pytest.raises(ValueError, match="subwords.json: size: expected 100, got 99"):
+        relpos.Translator.load(run, tokenizer=Numbers(99))
+    numbers |= {"subwords": relpos.data.Sides(Numbers(50), own)}
+    numbers |= {"config": text_files.config(share_embeddings=False)}
+    make(tmp_path / "sides", **numbers, steps=2).train()
+    assert make(tmp_path / "sides", **numbers, steps=3, resume=True).train().step == 3
+
+
+def test_subwords_that_could_not_be_read_again_are_refused_at_the_start(tmp_path: Path) -> None:
+    class Half(Numbers):
+        def save(self, folder: Any) -> None:
+            text_files.vocabulary().save(folder)
+
+    with pytest.raises(ValueError, match="subwords: another vocabulary than that of "):
+        make(tmp_path, subwords=Half())
 
 
 def test_subwords_by_default(tmp_path: Path) -> None:

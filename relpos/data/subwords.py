@@ -5,7 +5,8 @@ A vocabulary travels in a folder: `subwords.json`, which says what it is, and it
 
     tokenizer/subwords.json  tokenizer/sentencepiece.model      (or tokenizer/words.txt)
 
-Where source and target have one each, they lie in folders below it, `source` and `target`.
+Where source and target have one each, they lie in folders below it, `source` and `target`. An object
+of the user's own is not in it: its description is, and the object is given again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
     """The vocabulary that was saved in a folder.
 
     folder: str or PathLike, as the `tokenizer` of a checkpoint.
-    tokenizer: the object itself, where it is one of your own that was wrapped; it is checked to be
-        the same, and so are Subwords of any kind. Of `Sides` a pair of them, or of one of them and
-        None.
+    tokenizer: the object itself, where it is one of your own, wrapped or Subwords; it is checked to
+        be the same, and so are Subwords of any kind. Of `Sides` a pair of them, or of one of them
+        and None.
     """
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
@@ -53,10 +54,18 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
         )
     told = read_json(path)
     kinds: dict[str, Any] = {each.kind: each for each in (SentencePiece, Words, Wrapped, Sides)}
-    if told.get("kind") not in kinds:
-        raise ValueError(f"{path}: kind: expected {', '.join(kinds)}, got {told.get('kind')!r}")
+    known = (*kinds, OWN)
+    if told.get("kind") not in known:
+        raise ValueError(f"{path}: kind: expected {', '.join(known)}, got {told.get('kind')!r}")
+    if told["kind"] in OUTSIDE and tokenizer is None:
+        raise ValueError(
+            f"{path}: the vocabulary was an object of your own, which is not in the folder: "
+            "load_subwords(folder, tokenizer=...) takes it"
+        )
     if told["kind"] == Wrapped.kind:
         subwords: Subwords = _wrapped_again(path, told, tokenizer)
+    elif told["kind"] == OWN:
+        subwords = _own_again(path, tokenizer)
     elif told["kind"] == Sides.kind:
         subwords = _sides_again(Path(folder), tokenizer)
     elif tokenizer is None or isinstance(tokenizer, Subwords):
@@ -304,16 +313,33 @@ class Wrapped:
 
 
 def _wrapped_again(path: Path, told: dict[str, Any], tokenizer: Any) -> Wrapped:
-    if tokenizer is None:
-        raise ValueError(
-            f"{path}: the vocabulary was an object of your own, which is not in the folder: "
-            "load_subwords(folder, tokenizer=...) takes it"
-        )
     inner = tokenizer.tokenizer if isinstance(tokenizer, Wrapped) else tokenizer
     numbers = {name: told.get(name) for name in ("size", "bos", "eos", "unknown")}
     if not all(isinstance(value, int) for value in numbers.values()):
         raise ValueError(f"{path}: expected integers, got {numbers}")
     return Wrapped(inner, **numbers)  # type: ignore[arg-type]
+
+
+OWN = "own"  # the kind of Subwords that say none themselves
+OUTSIDE = (Wrapped.kind, OWN)  # kinds of which the folder has the description alone
+
+
+def save_subwords(folder: Folder, subwords: Any) -> None:
+    """Into a folder that is made, with a description where `save` writes none."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / DESCRIPTION).unlink(missing_ok=True)  # another vocabulary's
+    subwords.save(path)
+    if isinstance(subwords, Subwords) and not (path / DESCRIPTION).is_file():
+        save_vocabulary(path, subwords, OWN)
+
+
+def _own_again(path: Path, tokenizer: Any) -> Subwords:
+    if not isinstance(tokenizer, Subwords):
+        raise TypeError(
+            f"tokenizer: expected the Subwords that {path} tells of, got {tokenizer!r:.80}"
+        )
+    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,8 +396,8 @@ class Sides:
         return _of_both(self.source.fingerprint(), self.target.fingerprint())
 
     def save(self, folder: Folder) -> None:
-        self.source.save(Path(folder) / "source")
-        self.target.save(Path(folder) / "target")
+        save_subwords(Path(folder) / "source", self.source)
+        save_subwords(Path(folder) / "target", self.target)
         save_vocabulary(folder, self, self.kind)
 
     def __repr__(self) -> str:

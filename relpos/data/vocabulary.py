@@ -52,7 +52,7 @@ class Subwords(Protocol):
         """The same for vocabularies that give the same tokens: whether a token cache is valid."""
 
     def save(self, folder: Folder) -> None:
-        """Writes what `load_subwords` reads."""
+        """Writes into a folder what `load_subwords` reads, if that need not be given the object."""
 
 
 def description_of(kind: str, subwords: Subwords) -> dict[str, Any]:

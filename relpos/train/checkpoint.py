@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 from relpos.config import Config
 from relpos.data.files import named, sha256_of, sync_folder
+from relpos.data.subwords import save_subwords
 from relpos.library import build_info
 from relpos.model import Transformer
 
@@ -277,8 +278,7 @@ def _write(
     write_json(partial / CONFIG, dataclasses.asdict(model.config))
     write_json(partial / STATE, state)
     if tokenizer is not None:
-        os.mkdir(partial / TOKENIZER)
-        tokenizer.save(partial / TOKENIZER)
+        save_subwords(partial / TOKENIZER, tokenizer)
     files = {}
     for path in sorted(_files_of(partial)):
         # The model's files are synced already, those of subwords may not be.

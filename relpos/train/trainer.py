@@ -42,6 +42,7 @@ from relpos.data import (
 )
 from relpos.data.batches import check_seed
 from relpos.data.splits import check_chance, check_spelled
+from relpos.data.subwords import save_subwords
 from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import find_model
@@ -233,7 +234,9 @@ class Trainer:
                 check_spelled("split", self.subwords)
             splits = None if split == 0 else Splits(self.subwords, split)
             if found is None or found.tokenizer is None:
-                self.subwords.save(self.folder / TOKENIZER)
+                save_subwords(self.folder / TOKENIZER, self.subwords)
+                # What a class of the user's has saved may not be what is read.
+                _subwords_of(self.folder / TOKENIZER, self.subwords)
             self.cache = self._tokenised("data", data, "train")
             self._batches = Batches(
                 self.cache,
