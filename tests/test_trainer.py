@@ -197,6 +197,23 @@ def test_subwords_are_made_where_there_are_none(tmp_path: Path, capsys: Any) -> 
     assert len(made) == 1
 
 
+def test_a_function_that_wraps_goes_on_as_it_began(tmp_path: Path) -> None:
+    words = text_files.vocabulary()
+
+    def wrap() -> Any:
+        return relpos.data.Wrapped(words, size=words.size, bos=words.bos, eos=words.eos)
+
+    def both() -> Any:
+        return relpos.data.Sides(words, wrap())
+
+    config = text_files.config(share_embeddings=False, steps=1)
+    for name, makes in (("one", wrap), ("sides", both)):
+        make(tmp_path / name, config=config, subwords=makes).train()
+        again = make(tmp_path / name, config=config, subwords=makes, resume=True, steps=2)
+        assert again.train().step == 2
+        make(tmp_path / f"{name}-start", config=config, subwords=makes, start=again.folder)
+
+
 def test_subwords_of_a_class_of_ones_own(tmp_path: Path) -> None:
     """Nothing is saved of them but a description, and they are given again."""
     own, run = Numbers(100), tmp_path / "run"
@@ -265,6 +282,8 @@ def test_what_is_gone_through_once(tmp_path: Path) -> None:
     assert one.train().validation == other.train().validation
     for name, x in one.model.parameters.items():
         assert np.array_equal(x, other.model.parameters[name]), name
+    again = make(tmp_path / "list", config=config, data=iter(TEXT), subwords=None, resume=True)
+    assert again.report == one.report
 
 
 def test_the_end_is_validated(tmp_path: Path) -> None:

@@ -334,6 +334,15 @@ def save_subwords(folder: Folder, subwords: Any) -> None:
         save_vocabulary(path, subwords, OWN)
 
 
+def wants_object(folder: Folder) -> bool:
+    """Has `load_subwords` to be given the vocabulary of this folder, or that of a side?"""
+    path = Path(folder)
+    kind = read_json(path / DESCRIPTION).get("kind") if (path / DESCRIPTION).is_file() else None
+    if kind == Sides.kind:
+        return any(wants_object(path / side) for side in ("source", "target"))
+    return kind in OUTSIDE
+
+
 def _own_again(path: Path, tokenizer: Any) -> Subwords:
     if not isinstance(tokenizer, Subwords):
         raise TypeError(

@@ -42,7 +42,7 @@ from relpos.data import (
 )
 from relpos.data.batches import check_seed
 from relpos.data.splits import check_chance, check_spelled
-from relpos.data.subwords import save_subwords
+from relpos.data.subwords import save_subwords, wants_object
 from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import find_model
@@ -89,7 +89,8 @@ class Trainer:
     folder: str or PathLike. Where all of the run lies.
     validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
         weights that is validated, and that the best checkpoint is the best by.
-    subwords: Subwords, or a function that makes them, which is called where the run has none yet;
+    subwords: Subwords, or a function that makes them, which is called where the run has none yet, or
+        has to be given them again, as `Wrapped` (see `relpos.data.load_subwords`);
         `relpos.data.Sides` of two where source and target have a vocabulary each.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size, or as many as the data gives.
@@ -210,7 +211,9 @@ class Trainer:
         check_seed(seed)
         if check_chance("split", split) > 0 and isinstance(subwords, Subwords):
             check_spelled("split", subwords)
-        once = begin is not None or isinstance(subwords, Subwords)
+        there = begin if found is None else found
+        saved = None if there is None else there.tokenizer
+        once = saved is not None or isinstance(subwords, Subwords)
         data = look_at("data", data, config, once=once, throughout=False)
         if validation is not None:
             validation = look_at("validation", validation, config, once=True, throughout=True)
@@ -222,9 +225,8 @@ class Trainer:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
-            there = begin if found is None else found
-            if there is not None and there.tokenizer is not None:
-                self.subwords = _subwords_of(there.tokenizer, subwords)
+            if saved is not None:
+                self.subwords = _subwords_of(saved, subwords)
             else:
                 self.subwords = self._make_subwords(subwords, data, config)
             source, target = (of_side(self.subwords, x).size for x in ("source", "target"))
@@ -316,11 +318,7 @@ class Trainer:
         if given is None:
             with called("data", "pairs", "lines"):
                 return SentencePiece.train(data, config.target_vocabulary, fewer=True)
-        own = given()
-        if not isinstance(own, Subwords):
-            got = type(own).__name__
-            raise TypeError(f"subwords: expected it to make Subwords, got {got}")
-        return own
+        return _made(given)
 
     def _say(self, line: str) -> None:
         if self._progress != "none":
@@ -634,9 +632,20 @@ def _check_minutes(name: str, value: float) -> float:
     return minutes
 
 
+def _made(makes: Callable[[], Subwords]) -> Subwords:
+    own = makes()
+    if not isinstance(own, Subwords):
+        raise TypeError(f"subwords: expected it to make Subwords, got {type(own).__name__}")
+    return own
+
+
 def _subwords_of(folder: Path, given: Subwords | Callable[[], Subwords] | None) -> Subwords:
     """Those that were saved, which what is given must not contradict."""
-    own = given if isinstance(given, Subwords) else None
+    own: Subwords | None = None
+    if isinstance(given, Subwords):
+        own = given
+    elif given is not None and wants_object(folder):
+        own = _made(given)
     with called("subwords", "tokenizer"):
         subwords = load_subwords(folder, tokenizer=own)
     return subwords if own is None else own
