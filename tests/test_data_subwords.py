@@ -183,6 +183,8 @@ def test_a_vocabulary_that_is_there_wants_no_other(tmp_path: Path) -> None:
     words = Words(["a", "b"])
     words.save(tmp_path)
     assert load_subwords(tmp_path, tokenizer=Words(["a", "b"])).size == words.size
+    with pytest.raises(TypeError, match="^tokenizer: expected an object, got <class .*Words'>"):
+        load_subwords(tmp_path, tokenizer=Words)
     for other in (Letters(), (1, 2, 3)):
         with pytest.raises(TypeError, match="^tokenizer: expected None, as .* itself, got "):
             load_subwords(tmp_path, tokenizer=other)

@@ -121,10 +121,10 @@ class TokenCache:
         """
         if isinstance(pairs, str) or not isinstance(pairs, Iterable):
             raise TypeError(f"pairs: expected several, as read_pairs gives, got {pairs!r:.80}")
-        if not isinstance(subwords, Subwords):
+        if not isinstance(subwords, Subwords) or isinstance(subwords, type):
             raise TypeError(
                 f"subwords: expected SentencePiece, Words or another relpos.data.Subwords, got "
-                f"{type(subwords).__name__}; relpos.data.Wrapped makes one of it"
+                f"{subwords!r:.80}; relpos.data.Wrapped makes them of an object with encode and decode"
             )
         if not isinstance(key, str | None):
             raise TypeError(f"key: expected str, got {type(key).__name__}")

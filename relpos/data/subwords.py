@@ -47,6 +47,8 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
         be the same, and so are Subwords of any kind. Of `Sides` a pair of them, or of one of them
         and None.
     """
+    if isinstance(tokenizer, type):
+        raise TypeError(f"tokenizer: expected an object, got {tokenizer!r:.80}")
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(

@@ -634,8 +634,8 @@ def _check_minutes(name: str, value: float) -> float:
 
 def _made(makes: Callable[[], Subwords]) -> Subwords:
     own = makes()
-    if not isinstance(own, Subwords):
-        raise TypeError(f"subwords: expected it to make Subwords, got {type(own).__name__}")
+    if not isinstance(own, Subwords) or isinstance(own, type):
+        raise TypeError(f"subwords: expected it to make Subwords, got {own!r:.80}")
     return own
 
 
