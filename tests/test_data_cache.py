@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +380,20 @@ def test_tokens_that_are_none(tmp_path: Path, tokens: Any) -> None:
 
     with pytest.raises(TypeError, match=r"^subwords: encode_many\(\): expected integers, got "):
         TokenCache.build(tmp_path, PAIRS[:9], Odd())
+
+
+@pytest.mark.parametrize(("more", "got"), [([], 8), ([[5]] * 2, 10)])
+def test_as_many_sentences_come_back_as_were_given(
+    tmp_path: Path, more: list[list[int]], got: int
+) -> None:
+    class Odd(Numbers):
+        def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+            return super().encode_many(texts[:-1]) + more
+
+    said = rf"^subwords: encode_many\(\): expected 9 lists, got {got}$"
+    for given in (PAIRS[:9], [target for _, target in PAIRS[:9]]):
+        with pytest.raises(ValueError, match=said):
+            TokenCache.build(tmp_path, given, Odd())
 
 
 def test_a_vocabulary_that_is_none(tmp_path: Path) -> None:

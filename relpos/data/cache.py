@@ -350,9 +350,13 @@ class _Writer:
 def _encoded(subwords: Subwords, texts: Sequence[str]) -> list[list[int]]:
     """Tokens of texts; those of a vocabulary of the user's are looked at."""
     encoded = subwords.encode_many(texts)
-    if isinstance(subwords, SentencePiece | Words | Wrapped):
-        return encoded
-    return [integers("subwords: encode_many()", tokens) for tokens in encoded]
+    if not isinstance(subwords, SentencePiece | Words | Wrapped):
+        encoded = [integers("subwords: encode_many()", tokens) for tokens in encoded]
+    if len(encoded) != len(texts):
+        raise ValueError(
+            f"subwords: encode_many(): expected {len(texts)} lists, got {len(encoded)}"
+        )
+    return encoded
 
 
 def _of_each(lengths: Integers, values: Sequence[int]) -> Integers:
