@@ -208,6 +208,20 @@ def test_a_reader_keeps_the_cache_that_it_opened(tmp_path: Path) -> None:
     assert content(old) == tokens_of(PAIRS) and content(new) == tokens_of(PAIRS[:7])
 
 
+def test_a_build_may_overtake_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_of(tmp_path, PAIRS)
+    read_json = cache.read_json
+
+    def slowly(path: Path) -> dict[str, Any]:
+        told = read_json(path)
+        monkeypatch.undo()
+        cache_of(tmp_path, PAIRS[:7])
+        return told
+
+    monkeypatch.setattr(cache, "read_json", slowly)
+    assert content(TokenCache.open(tmp_path)) == tokens_of(PAIRS[:7])
+
+
 def test_two_builders_wait_for_each_other(tmp_path: Path) -> None:
     paths = write_pairs(tmp_path, PAIRS)
     made: list[str] = []

@@ -70,6 +70,17 @@ class TokenCache:
         if not path.is_file():
             raise FileNotFoundError(f"{self.folder}: no token cache here, {META} is missing")
         told = read_json(path)
+        while True:
+            try:
+                self._take(path, told)
+                break
+            except FileNotFoundError:  # a build may have been faster
+                before, told = told, read_json(path)
+                if told == before:
+                    raise
+
+    def _take(self, path: Path, told: dict[str, Any]) -> None:
+        """What META tells, and the files that it names."""
         if told.get("format") != FORMAT:
             raise ValueError(f"{path}: format: expected {FORMAT}, got {told.get('format')!r}")
         try:
