@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -434,8 +435,11 @@ def test_an_error_of_the_iterable_is_its_own(tmp_path: Path) -> None:
 BROKEN: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("meta", lambda x: x[:50], "meta.json: not JSON"),
     ("meta", lambda x: b"\xff" + x, "meta.json: not JSON"),
+    ("meta", lambda x: b"[" * 100_000, "meta.json: not JSON"),
     ("meta", lambda x: rewritten(x, format=2), "meta.json: format: expected 1, got 2"),
     ("meta", lambda x: rewritten(x, pairs=None), "not the meta.json of a token cache"),
+    ("meta", lambda x: rewritten(x, pairs="x"), "meta.json: not the meta.json of a token cache"),
+    ("meta", lambda x: rewritten(x, bos=math.inf), "not the meta.json of a token cache"),
     ("meta", lambda x: rewritten(x, dtype="no"), "not the meta.json of a token cache"),
     ("meta", lambda x: rewritten(x, dtype="|O"), "not the meta.json of a token cache"),
     ("meta", lambda x: rewritten(x, files={}), "not the meta.json of a token cache: 'tokens'"),

@@ -90,16 +90,17 @@ class TokenCache:
             self.bos, self.eos, self.unknown = (int(told[x]) for x in ("bos", "eos", "unknown"))
             self.unknown_tokens, self.checksum = int(told["unknown_tokens"]), int(told["checksum"])
             self.report = Report(**told["report"])
-            self._identity, files = told["identity"], dict(told["files"])
-            self._subwords = told.get("subwords")
-            self.tokens = self._mapped(files, "tokens", dtype, count)
-            self.offsets = self._mapped(files, "offsets", np.dtype("<i8"), pairs + 1)
-            self.target_lengths = self._mapped(files, "target", np.dtype("<i4"), pairs)
-            self.source_lengths = (
-                None if self.sides == 1 else self._mapped(files, "source", np.dtype("<i4"), pairs)
-            )
-        except (KeyError, TypeError) as error:
+            self._identity, self._subwords = told["identity"], told.get("subwords")
+            names = ("tokens", "offsets", "target", *(("source",) if self.sides != 1 else ()))
+            files = {name: Path(told["files"][name]).name for name in names}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: not the {META} of a token cache: {error}") from None
+        self.tokens = self._mapped(files["tokens"], dtype, count)
+        self.offsets = self._mapped(files["offsets"], np.dtype("<i8"), pairs + 1)
+        self.target_lengths = self._mapped(files["target"], np.dtype("<i4"), pairs)
+        self.source_lengths = (
+            self._mapped(files["source"], np.dtype("<i4"), pairs) if "source" in files else None
+        )
 
     @classmethod
     def open(cls, folder: Folder) -> TokenCache:
@@ -153,8 +154,8 @@ class TokenCache:
             _build(folder, pairs, subwords, identity, progress)
             return cls(folder)
 
-    def _mapped(self, files: dict[str, str], name: str, dtype: Any, count: int) -> Integers:
-        path = self.folder / Path(files[name]).name
+    def _mapped(self, name: str, dtype: Any, count: int) -> Integers:
+        path = self.folder / name
         size, expected = os.stat(path).st_size, count * dtype.itemsize
         if size != expected or count < 1:
             raise ValueError(f"{path}: expected {expected:,} bytes, got {size:,}")
