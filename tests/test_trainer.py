@@ -368,6 +368,16 @@ def test_another_validation_text_begins_its_own_best(tmp_path: Path, capsys: Any
     assert capsys.readouterr().err == ""
 
 
+def test_another_validation_text_of_the_same_tokens(tmp_path: Path, capsys: Any) -> None:
+    before = make(tmp_path / "run", steps=1, validation=[("ba be", "bi")])
+    state = before.train().checkpoint.state
+    state["run"]["validates"] = state["run"]["validates"][0]  # as of a version without borders
+    checkpoint.save(tmp_path / "old", before.model, state, tokenizer=before.subwords)
+    for name, told in (("run", True), ("old", False)):
+        make(tmp_path / name, steps=1, resume=True, validation=[("ba", "be bi")])
+        assert ("goes on with another validation text" in capsys.readouterr().err) == told
+
+
 def test_the_best_by_an_old_text_stays_until_there_is_another(tmp_path: Path, capsys: Any) -> None:
     """Also where a part of the run had no validation at all."""
     best = make(tmp_path, steps=20, keep=1, save_every=50).train().best_step

@@ -119,8 +119,10 @@ class Batches(Iterable[tuple[Batch, ...]]):
         state: of Batches over the same cache and with the same arguments; else it is refused, with
             the name of what differs.
         """
-        before = {"split": 0, "splits": 0} | dict(state)  # older versions have no names for none
-        for name, value in self._settings().items():
+        now = self._settings()
+        # What older versions have no names for: none, and what they did not look at.
+        before = {"split": 0, "splits": 0, "borders": now["borders"]} | dict(state)
+        for name, value in now.items():
             if before.get(name) != value:
                 raise ValueError(
                     f"state: {name}: it was {before.get(name)}, is {value} now; with other data or "
@@ -173,6 +175,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
             "accumulate_tokens": self._accumulate,
             "pairs": len(packer.cache),
             "checksum": packer.cache.checksum,
+            "borders": packer.cache.borders,
         }
 
     def _updates(self, where: _Where) -> Iterator[tuple[_Where, tuple[Batch, ...]]]:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -160,6 +161,12 @@ class TokenCache:
         if size != expected or count < 1:
             raise ValueError(f"{path}: expected {expected:,} bytes, got {size:,}")
         return np.asarray(np.memmap(path, dtype, "r"))
+
+    @cached_property
+    def borders(self) -> int:
+        """Of the lengths, 32 bits: the same tokens may be other sentences."""
+        begun = 0 if self.source_lengths is None else zlib.crc32(self.source_lengths.data)
+        return zlib.crc32(self.target_lengths.data, begun)
 
     def __len__(self) -> int:
         return len(self.target_lengths)

@@ -247,10 +247,10 @@ class Trainer:
                 splits=splits,
             )  # fmt: skip
             self._validation: InOrder | None = None
-            self._validates: int | None = None  # which text
+            self._validates: list[int] | None = None  # which text
             if validation is not None:
                 lines = self._tokenised("validation", validation, "validation")
-                self._validates = lines.checksum
+                self._validates = [lines.checksum, lines.borders]
                 try:
                     self._validation = InOrder(
                         lines, tokens=tokens, sentences=sentences,
@@ -390,7 +390,10 @@ class Trainer:
             ) from None
         self._restored(found.config, found.restore, found.folder, "this run")
         self._saved = found
-        if None not in (before, self._validates) and before != self._validates:
+        now = self._validates
+        if now is not None and before == now[0]:  # older versions have the tokens' alone
+            before = now
+        if None not in (before, now) and before != now:
             tell(
                 f"{found.folder}: goes on with another validation text: the best of the old one "
                 "does not count"
@@ -398,7 +401,7 @@ class Trainer:
             self._spared = self._best_step or self._spared
             self._best = self._best_step = self._validated = None
             self._looked = self._stale = 0
-        if self._validates is None:
+        if now is None:
             self._validates = before
 
     # ---- the loop --------------------------------------------------------------------------------
