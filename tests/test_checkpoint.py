@@ -331,6 +331,18 @@ def test_an_old_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [name[0] for name in names(tmp_path)] == ["s", "s"]
 
 
+def test_of_an_old_one_that_lies_elsewhere_the_link_goes(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    model = trained(1)
+    old = checkpoint.save(run, model)
+    old.folder.rename(elsewhere)
+    old.folder.symlink_to(elsewhere)
+    (run / ".partial-1-0").symlink_to(elsewhere)  # as older versions left them
+    model.step(pairs())
+    checkpoint.save(run, model, keep=1)
+    assert names(run) == ["step-000000002"] and checkpoint.flaw(elsewhere) is None
+
+
 def run_script(script: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error::UserWarning", "-c", script, *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}

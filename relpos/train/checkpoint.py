@@ -27,6 +27,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -321,9 +322,9 @@ def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
         going = run / f"{_PARTIAL}{os.getpid()}-{next(_ordinals)}"
         try:
             os.rename(checkpoint.folder, going)
-            shutil.rmtree(going)
+            _remove(going)
         except OSError as error:
-            _warn(f"{checkpoint.folder}: not removed: {error.strerror}")
+            _warn(f"{checkpoint.folder}: not removed: {error.strerror or error}")
 
 
 def _warn(message: str) -> None:
@@ -334,7 +335,16 @@ def _remove_partial(folder: Path) -> None:
     """What runs that were cut off have left."""
     for name in os.listdir(folder):
         if _OURS.fullmatch(name):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            with suppress(OSError):
+                _remove(folder / name, ignore_errors=True)
+
+
+def _remove(folder: Path, ignore_errors: bool = False) -> None:
+    """Of a checkpoint that lies elsewhere the link goes, and it stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
 def _make_folder(folder: Path) -> None:
