@@ -722,6 +722,19 @@ def test_what_is_told_before_the_work(tmp_path: Path, given: dict[str, Any], mes
     assert not (tmp_path / "run").exists()
 
 
+def test_an_error_of_the_users_stays_theirs(tmp_path: Path) -> None:
+    class Theirs(ValueError):
+        def __init__(self, line: int, why: str) -> None:
+            super().__init__(f"pairs: line {line}: {why}")
+
+    def spoilt() -> Any:
+        yield from TEXT
+        raise Theirs(300, "why")
+
+    with pytest.raises(Theirs, match="^pairs: line 300: why$"):
+        make(tmp_path, data=spoilt())
+
+
 def test_what_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folders: tuple[Any, ...] = (None, b"run", 3, "")

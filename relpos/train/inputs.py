@@ -27,12 +27,13 @@ def check_path(name: str, value: Any) -> Path:
 
 @contextmanager
 def called(name: str, *others: str) -> Iterator[None]:
-    """What goes wrong within with an argument of one of the other names is told of `name`."""
+    """What goes wrong within with an argument of one of the other names is told of `name`; an error
+    of a class of the user's stays as it is."""
     try:
         yield
     except (ValueError, TypeError) as error:
         own, colon, rest = str(error).partition(": ")
-        if own not in others:
+        if own not in others or type(error) not in (ValueError, TypeError):
             raise
         raise type(error)(f"{name}{colon}{rest}") from None
 
