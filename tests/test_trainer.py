@@ -313,6 +313,8 @@ def test_the_end_is_validated(tmp_path: Path) -> None:
     old = make(tmp_path / "old", config=config, resume=True).train()
     assert (old.step, old.validation) == (25, outcome.validation)
     assert kinds_in(tmp_path / "old", "validation") == []
+    config = text_files.config(steps=0)
+    assert make(tmp_path / "none", config=config).train().best_step == 0
     short = make(tmp_path / "short", epochs=1, steps=10_000, validate_every=10_000).train()
     assert short.best_step == short.step and short.best == short.validation is not None
 

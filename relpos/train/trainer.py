@@ -266,7 +266,7 @@ class Trainer:
         self._best_step: int | None = None
         self._spared: int | None = None  # the best by another text: kept until this has its own
         self._validated: float | None = None
-        self._looked = 0  # the step of the last validation
+        self._looked: int | None = None  # the step of the last validation
         self._stale = 0
         self._seconds = 0.0
         self._saved: Checkpoint | None = None  # where what there is now has been saved
@@ -398,9 +398,9 @@ class Trainer:
                 f"{found.folder}: goes on with another validation text: the best of the old one "
                 "does not count"
             )
-            self._spared = self._best_step or self._spared
-            self._best = self._best_step = self._validated = None
-            self._looked = self._stale = 0
+            self._spared = self._kept_step
+            self._best = self._best_step = self._validated = self._looked = None
+            self._stale = 0
         if now is None:
             self._validates = before
 
@@ -489,6 +489,11 @@ class Trainer:
         progress.say(f"step {step:,}  {found}" + ("  the best so far" if better else ""))
         return better
 
+    @property
+    def _kept_step(self) -> int | None:
+        """Of the checkpoint that stays as the best."""
+        return self._spared if self._best_step is None else self._best_step
+
     def _save(self) -> Checkpoint:
         run = {
             "data": self._batches.state(),
@@ -501,8 +506,7 @@ class Trainer:
             "stale": self._stale,
             "seconds": self._seconds,
         }
-        best = self._spared if self._best_step is None else self._best_step
-        spare = frozenset(() if best is None else (best,))
+        spare = frozenset(() if self._kept_step is None else (self._kept_step,))
         self._saved = checkpoint.save(
             self.folder, self.model, {"epoch": self._batches.epoch, "run": run},
             tokenizer=self.subwords, keep=self._keep, spare=spare,
