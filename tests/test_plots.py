@@ -479,6 +479,15 @@ def test_curves(tmp_path: Path) -> None:
     assert named(plots.curves(tmp_path))[0] == f"{tmp_path.name}, training"
 
 
+def test_numbers_that_are_none_are_not_drawn(tmp_path: Path) -> None:
+    with (tmp_path / LOG).open("w") as file:
+        for step, nll in enumerate(("1.5", "1" + 400 * "0", "NaN", "-Infinity", "null"), 1):
+            file.write(f'{{"kind": "train", "step": {step}, "nll": {nll}}}\n')
+        file.write(f'{{"kind": "train", "step": {400 * "1"}, "nll": 1.5}}\n')
+    figure = plots.curves(tmp_path)
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[1, 1.5]]
+
+
 def named(figure: Any) -> list[str]:
     return [each.get_text() for each in figure.axes[0].get_legend().get_texts()]
 

@@ -1140,6 +1140,7 @@ def test_a_log_is_read_without_what_was_taken_back(tmp_path: Path) -> None:
         log.write("train", {"step": step, "loss": float(step), "nll": float("nan")})
     log.close()
     with (tmp_path / LOG).open("ab") as file:
+        file.write(b"[" * 100_000 + b"\n")
         file.write(b'\xff\xfe\n[1]\n{"kind": "train"}\n{"kind": "train", "st')
     log = Log(tmp_path)
     log.write("resume", {"step": 20})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,14 @@ def curve(lines: Sequence[dict[str, Any]], kind: str, name: str) -> tuple[list[i
     points = [
         (line["step"], float(line[name]))
         for line in lines
-        if line.get("kind") == kind and isinstance(line.get(name), int | float)
+        if line.get("kind") == kind and _finite(line["step"]) and _finite(line.get(name))
     ]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def _finite(value: Any) -> bool:
+    """Is it a number, and one that a float can be?"""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

@@ -87,7 +87,7 @@ def read_log(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for text in file:
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if not isinstance(line, dict) or not isinstance(line.get("step"), int):
                 continue
