@@ -324,7 +324,7 @@ def test_the_vocabulary_of_a_run_has_its_size(
 
 
 def test_what_was_meant_may_be_said(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
-    """The kind of subwords that a run has by default; and a folder without a name is none."""
+    """The kind of subwords that a run has by default."""
     short = ("--preset", "tiny", "--set", "max_length=16", "--tokens", 256, "--progress", "none")
     given = ("train", *run.files, *short, "--vocabulary", 300)
     relpos_says(capsys, *given, "--output", tmp_path, "--steps", 1)
@@ -332,8 +332,21 @@ def test_what_was_meant_may_be_said(run: SimpleNamespace, capsys: Capture, tmp_p
     relpos_says(capsys, *going_on, "--subwords", "bpe")
     said = relpos_says(capsys, *going_on, "--subwords", "unigram", status=1)
     assert "--subwords: this run was begun with bpe, got unigram" in said
-    said = relpos_says(capsys, *given, "--output", "", status=1)
-    assert "--output: expected a folder, got ''" in said
+
+
+def test_names_of_no_letters(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    given = ("train", *run.files, "--output", tmp_path / "run")
+    for name in ("output", "start", "subwords", "preset", "source", "validation-source"):
+        said = relpos_says(capsys, *given, f"--{name}", "", status=1)
+        assert said == f"relpos: --{name}: expected a name, got ''\n"
+    file = tmp_path / "run.toml"
+    for name, toml in (
+        ("start", 'start = ""'), ("source", '[data]\nsource = ["a", ""]'),
+        ("subwords", '[data]\nsubwords = ""'), ("output", '[train]\noutput = ""'),
+    ):  # fmt: skip
+        file.write_text(toml)
+        said = relpos_says(capsys, "train", "--config", file, status=1)
+        assert said == f"relpos: {file}: {name}: expected a name, got ''\n"
 
 
 def test_the_whole_command_again_says_the_same(

@@ -93,10 +93,9 @@ def told(options: argparse.Namespace) -> Told:
 
     line = _of_the_line(options)
     files = [] if options.config is None else [_read(options.config)]
-    folder = _last([*(each.train for each in files), line.train], "output", "run")
-    if folder == "":
-        raise ValueError("--output: expected a folder, got ''")
-    output = Path(folder)
+    for each in (*files, line):
+        _check_names(each)
+    output = Path(_last([*(each.train for each in files), line.train], "output", "run"))
     own = _own(output)
     named = any(name in each.data for each in (*files, line) for name in _TRAINED_ON)
     goes_on = own if options.resume and _has_checkpoints(output) else None
@@ -258,6 +257,14 @@ class _Layer:
     fields: dict[str, Any]  # of the configuration, by dotted names
     data: dict[str, Any]
     train: dict[str, Any]
+
+
+def _check_names(layer: _Layer) -> None:
+    """Refuses those of no letters: a folder without a name would be the one where we are."""
+    for name, value in (layer.model | layer.data | layer.train).items():
+        if value == "" or (isinstance(value, list) and "" in value):
+            called = f"{layer.where}{name}" if layer.where else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{called}: expected a name, got ''")
 
 
 def _last(tables: list[dict[str, Any]], name: str, default: Any = None) -> Any:
