@@ -171,7 +171,7 @@ def map_rows(core: Core, case: Case, what: int, b: int, row: int, rows: int) -> 
         core.rows(arrays.k),
         what,
         *(size(n) for n in (b, case.H - 1, row, rows)),
-        ctypes.c_void_p(core.place(to)),
+        ctypes.c_void_p(to.address),
         size(keys + 2),
     )
     core.check(status)

@@ -57,6 +57,7 @@ def numbers(said: str) -> list[float]:
     [
         ("turn_round", [float(THREADS - i) for i in range(THREADS)]),
         ("copied", [2.0 * (i + 1) for i in range(THREADS)]),
+        ("copy_of_any_kind", [float(i + 1) for i in range(THREADS)]),
         ("multiply", [0.0] * THREADS),
         ("halves", [float(i ^ 1) if i % 32 < 16 else -1.0 for i in range(THREADS)]),
         ("much_shared", [float(THREADS - i) for i in range(THREADS)]),
@@ -101,6 +102,9 @@ FAULTS = [
     ("two_operations", r"lane \d+ waits elsewhere, in "),
     ("unaligned", r"row address not a multiple of 16 .* ldmatrix at .*planted.cpp:\d+"),
     ("missing_wait", r"cp\.async still in flight"),
+    ("copy_to_host", r"invalid argument"),  # to the device
+    ("copy_to_device", r"invalid argument"),
+    ("copy_within", r"invalid argument"),  # from the host
     ("wide_block", r"launch of 1056 threads in a block, expected 1 to 1024"),
     ("empty_block", r"launch of 0 threads in a block"),
     ("high_grid", r"launch of a grid of 1 x 70000 x 1 blocks"),

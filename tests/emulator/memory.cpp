@@ -198,6 +198,11 @@ cudaError_t launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
   return std::exchange(failed, cudaSuccess);
 }
 
+static bool is_device(const void *p) {
+  const std::lock_guard<std::recursive_mutex> lock(turn);
+  return memory.base != nullptr && p >= memory.base && p < memory.base + range;
+}
+
 static bool is_locked(const void *p) {
   const std::lock_guard<std::recursive_mutex> lock(turn);
   const auto *const at = static_cast<const char *>(p);
@@ -400,9 +405,18 @@ cudaError_t cudaFreeHost(void *p) {
   return cudaSuccess;
 }
 
+/* Is a copy one of its kind? CUDA does not say what becomes of others. */
+static bool is_directed(const void *to, const void *from, cudaMemcpyKind kind) {
+  if (kind == cudaMemcpyDefault) return true;
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  return emu::is_device(to) == to_device && emu::is_device(from) == from_device;
+}
+
 /* Memory that may be paged out is copied while the host waits. */
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t) {
+  if (!is_directed(to, from, kind)) return cudaErrorInvalidValue;
   emu::ask([=] {
     const emu::Open open;
     std::memcpy(to, from, bytes);
@@ -423,8 +437,8 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-  cudaMemcpyAsync(to, from, bytes, kind);
-  return cudaDeviceSynchronize();
+  const cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind);
+  return error != cudaSuccess ? error : cudaDeviceSynchronize();
 }
 
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {

@@ -155,6 +155,10 @@ struct Run {
   float host[threads];
 };
 
+cudaError_t copy(float *to, const float *from, cudaMemcpyKind kind) {
+  return cudaMemcpy(to, from, threads * sizeof(float), kind);
+}
+
 cudaError_t start(const char *name, Run &run) {
   const Launch one = {dim3(1), dim3(threads), sizeof(Smem)};
   const auto is = [name](const char *other) { return std::strcmp(name, other) == 0; };
@@ -190,6 +194,10 @@ cudaError_t start(const char *name, Run &run) {
   if (is("missing_wait")) return launch(copied, one, run.x, false);
   if (is("load_rows_64")) return launch(load_rows, one, run.x, 64);
   if (is("load_rows_72")) return launch(load_rows, one, run.x, 72);
+  if (is("copy_to_host")) return copy(run.x, run.fresh, cudaMemcpyDeviceToHost);
+  if (is("copy_to_device")) return copy(run.host, run.host, cudaMemcpyHostToDevice);
+  if (is("copy_within")) return copy(run.x, run.host, cudaMemcpyDeviceToDevice);
+  if (is("copy_of_any_kind")) return copy(run.x, run.host, cudaMemcpyDefault);
   if (is("pass")) return launch(pass, one, run.x, run.count);
   if (is("wide_block")) return launch(turn_round, {dim3(1), dim3(1056), sizeof(Smem)}, run.x);
   if (is("empty_block")) return launch(turn_round, {dim3(1), dim3(0), sizeof(Smem)}, run.x);

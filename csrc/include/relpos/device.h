@@ -23,8 +23,8 @@ extern "C" {
 enum { RP_F32 = 0, RP_BF16 = 1 };
 
 /* Where the arrays of one attention call lie: those of rp_rows, tables, position_bias, lse, all
- * gradients and the workspace. The rest of rp_attention (lengths, offsets, labels, masks, ...) is
- * on the host. Start from rp_placement_default(). */
+ * gradients and the workspace. The rest of rp_attention (lengths, offsets, labels, masks, ...) and
+ * rows of maps are on the host. Start from rp_placement_default(). */
 typedef struct rp_placement {
   size_t struct_size;
   const char *device; /* NULL: "cpu" */

@@ -294,8 +294,8 @@ enum {
 };
 
 /* Rows `row` to row + rows - 1 of one head's map in sequence b, computed again by the kernels of
- * attention: to[rows][keys of the sequence], rows to_stride apart. A term that the call does not
- * have shows zeros. Allocates and frees its own workspace, which does not grow with the map.
+ * attention: to[rows][keys of the sequence], on the host, rows to_stride apart. A term that the
+ * call does not have shows zeros. Its workspace is its own, and does not grow with the map.
  * Fails with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; to is then unspecified. */
 RP_API rp_status rp_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
                                   int64_t head, int64_t row, int64_t rows, rp_real *to,
