@@ -102,6 +102,7 @@ bool arrays_aligned(const rpi_attention_args *args) {
 
 rp_status attention_workspace(const rp_attention *shape, int, int64_t *forward_bytes,
                               int64_t *backward_bytes) {
+  RPI_TRY(check_sizes(shape));
   if (forward_bytes) *forward_bytes = 0;
   return backward_bytes ? backward_workspace(shape, backward_bytes) : RP_OK;
 }

@@ -42,26 +42,6 @@ rp_status no_memory(const char *what, int64_t count) {
               static_cast<long long>(count), what);
 }
 
-/* Sequences and tables have a device's sizes. */
-rp_status check_sizes(const rp_attention *s) {
-  for (int64_t b = 0; b < s->B; b++) {
-    const int64_t rows = most(array_rows(s, b, false), array_rows(s, b, true));
-    if (rows <= kMostRows) continue;
-    return fail(RP_ERROR_SHAPE, "attention: sequence %lld has %lld rows; a GPU takes at most 2^28",
-                static_cast<long long>(b), static_cast<long long>(rows));
-  }
-  if (s->B > kMostRows || s->H > kMostRows) {
-    return fail(RP_ERROR_SHAPE, "attention: B=%lld, H=%lld; a GPU takes at most 2^28",
-                static_cast<long long>(s->B), static_cast<long long>(s->H));
-  }
-  if (s->D > kWidest || s->Dv > kWidest) {
-    return fail(RP_ERROR_SHAPE, "attention: D=%lld, Dv=%lld; a GPU takes at most %lld",
-                static_cast<long long>(s->D), static_cast<long long>(s->Dv),
-                static_cast<long long>(kWidest));
-  }
-  return RP_OK;
-}
-
 rp_status stage_sequences(const rp_attention *s, Call *call) {
   const auto list = array_of<Sequence>(s->B);
   if (!list) return no_memory("sequences", s->B);
@@ -224,6 +204,26 @@ Sequence sequence_of(const rp_attention *s, int64_t b) {
 
 rp_placement placement_of(const rp_attention *s) {
   return s->placement ? *s->placement : rp_placement_default();
+}
+
+rp_status check_sizes(const rp_attention *s) {
+  for (int64_t b = 0; b < s->B; b++) {
+    const int64_t rows = most(array_rows(s, b, false), array_rows(s, b, true));
+    if (rows <= kMostRows) continue;
+    return fail(RP_ERROR_SHAPE, "attention: sequence %lld has %lld rows; a GPU takes at most 2^28",
+                static_cast<long long>(b), static_cast<long long>(rows));
+  }
+  if (s->B > kMostRows || s->H > kMostRows) {
+    return fail(RP_ERROR_SHAPE, "attention: B=%lld, H=%lld; a GPU takes at most 2^28",
+                static_cast<long long>(s->B), static_cast<long long>(s->H));
+  }
+  if (s->D > kWidest || s->Dv > kWidest) {
+    return fail(RP_ERROR_SHAPE,
+                "attention: D=%lld, Dv=%lld (of a model: its head_width); a GPU takes at most %lld",
+                static_cast<long long>(s->D), static_cast<long long>(s->Dv),
+                static_cast<long long>(kWidest));
+  }
+  return RP_OK;
 }
 
 rp_status read_call(const rp_attention *s, rp_rows q, rp_rows k, rp_rows v, Call *call) {

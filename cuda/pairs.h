@@ -116,7 +116,10 @@ struct Tile {
   int32_t sequence, row; /* first query, or key */
 };
 
-/* The call on the device: checks what only a device cannot do, and stages the host's arrays. */
+/* Sequences and heads have a device's sizes. */
+rp_status check_sizes(const rp_attention *shape);
+
+/* The call on the device: checks its sizes, and stages the host's arrays. */
 rp_status read_call(const rp_attention *shape, rp_rows q, rp_rows k, rp_rows v, Call *call);
 
 /* What read_call staged for one sequence (the host's own copy of it). */

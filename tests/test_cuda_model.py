@@ -63,6 +63,11 @@ def test_the_device_is_near_double(f32: Core, f64: Core, name: str) -> None:
         assert error <= bound, (parameter, error, shift)
 
 
+def test_heads_that_are_too_wide_are_refused_at_once(f32: Core) -> None:
+    with pytest.raises(CoreError, match=r"D=257, Dv=257 .*head_width.* at most 256"):
+        on_device(f32, BASE | {"head_width": 257})
+
+
 # ---------------------------------------------------------------------------------- training
 
 
