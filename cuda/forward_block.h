@@ -207,14 +207,20 @@ class ForwardBlock {
     left.read(from + warp_of() * 16 * S::kLine);
   }
 
+  /* The queries as they are, where others were that nobody reads any more. */
+  __device__ void restore_queries(Operand<S> *queries) {
+    load_queries(queries, nullptr);
+    cp_async_commit();
+    read_queries(queries, false);
+  }
+
   /* Queries, and what they meet of the band. */
   __device__ void open() {
     constexpr int kLast = S::kStages - 1;
     Operand<S> *const queries = S::kKept ? s.keys[kLast] : s.queries;
     const bool tiled = S::kGeneral && f.tiled;
     const bool first_biased = position_bias() && meets_rows();
-    Operand<S> *const first =
-        first_biased && tiled && call.key.count > 0 ? area<Operand<S>>(f.biased_at) : queries;
+    Operand<S> *const first = tiled && f.biased_at != 0 ? area<Operand<S>>(f.biased_at) : queries;
     load_queries(first, first_biased ? position_bias() : nullptr);
     cp_async_commit();
     if (S::kStages == 2) load_tile(0, begin);
@@ -228,9 +234,7 @@ class ForwardBlock {
     if constexpr (S::kGeneral) open_tables(s.values[kLast]);
     __syncthreads(); /* the next to be loaded goes to where queries and tables came */
     if (!first_biased) return;
-    load_queries(queries, nullptr);
-    cp_async_commit();
-    read_queries(queries, false);
+    restore_queries(queries);
     __syncthreads();
   }
 
@@ -641,13 +645,17 @@ class ForwardBlock {
       multiply_source(left, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
       return;
     }
+    const bool turns = !S::kKept && f.biased_at == 0;
+    if (turns) load_queries(s.queries, position_bias());
     Left biased;
-    biased.read(area<Operand<S>>(f.biased_at) + warp_of() * 16 * S::kLine);
+    biased.read((turns ? s.queries : area<Operand<S>>(f.biased_at)) + warp_of() * 16 * S::kLine);
     multiply_source(biased, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
+    if (turns) restore_queries(s.queries);
   }
 
   __device__ void close_tile_band(int first, int j0) {
     const int stop = j0 + S::kKeys < seq.keys ? j0 + S::kKeys : seq.keys;
+    if (f.fetched_at != 0) __syncthreads(); /* other warps read there what they fetched */
     add_source(value_source(), area<Operand<S>>(f.chunk_at), first, 1, S::kDiagonals,
                [&](int h, int c) { return cell_weight(h, c, first + c, j0, stop); });
   }

@@ -30,9 +30,11 @@ struct Forward {
   /* Dynamic shared memory: bytes from its beginning; 0 where the call has no such thing. */
   int32_t related_at, line;         /* [queries][line]: scores or cells */
   int32_t chunk_at;                 /* [keys][operands]: rows of tables, while tiles are walked */
-  int32_t biased_at;                /* [queries][operands]: queries with position_bias */
+  int32_t biased_at;                /* [queries][operands]: queries with position_bias, or 0: they
+                                       take turns with the others in Shared<S> */
   int32_t pairs_at;                 /* [queries][kPairLine]: scores of pairs, then weights */
-  int32_t fetched_at;               /* [queries][kFetchedLine]: 32 columns that weights fetch */
+  int32_t fetched_at;               /* [queries][kFetchedLine]: 32 columns that weights fetch; may
+                                       be chunk_at */
   int32_t crossed_at, crossed_line; /* [keys][line]: what keys meet of the query bands */
   int32_t table_at[4 * RP_TERMS];   /* [queries][line]: scores or weights of all rows of ... */
   int32_t table_line[4 * RP_TERMS]; /* ... a lookup's table */
@@ -63,7 +65,7 @@ struct Shape {
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2, kGeneral = kIsGeneral;
   static constexpr int kWidth = kTheWidth; /* of keys and of values, padded */
-  /* so that every term fits into 99 KiB at widths up to 128 */
+  /* so that every term fits into 99 KiB */
   static constexpr int kKeys =
       kBf16 ? (kWidth <= (kGeneral ? 64 : 128) ? 64 : 32) : (kWidth <= 64 ? 32 : 16);
   static constexpr int kWarps = kBf16 && kWidth <= (kGeneral ? 64 : 128) ? 4 : 2;
@@ -115,6 +117,8 @@ class Room {
  * and the diagonals of query bands. Without it pairs are computed one by one. */
 template <class S>
 void lay_out_pairs(Forward *f, Room *room, int64_t operands) {
+  static_assert(S::kQueries * S::kFetchedLine * 4 <= S::kKeys * S::kLine * sizeof(Operand<S>),
+                "what is fetched fits into a chunk");
   const Call &call = f->call;
   if (call.lookup_count == 0 && call.query.count == 0) return;
   f->pairs_at = room->take(S::kQueries, S::kPairLine * 4);
@@ -133,7 +137,7 @@ void lay_out_pairs(Forward *f, Room *room, int64_t operands) {
       f->table_line[n] = static_cast<int32_t>(line);
       f->table_at[n] = room->take(S::kQueries, line * 4);
     } else if (x.kind == KIND_VALUE && f->fetched_at == 0) {
-      f->fetched_at = room->take(S::kQueries, S::kFetchedLine * 4);
+      f->fetched_at = f->chunk_at != 0 ? f->chunk_at : room->take(S::kQueries, S::kFetchedLine * 4);
     }
   }
 }
@@ -153,14 +157,15 @@ bool lay_out(Forward *f, int64_t most) {
     if (f->tiled) {
       columns = S::kDiagonals;
       f->chunk_at = room.take(S::kKeys, operands);
-      if (call.position_bias && call.key.count > 0) {
-        f->biased_at = room.take(S::kQueries, operands);
-      }
+      const int64_t others = S::kQueries * line_of(columns) * 4 + pairs;
+      const bool apart = S::kKept || room.fits(S::kQueries, operands, others);
+      const bool biased = call.position_bias && call.key.count > 0;
+      f->biased_at = biased && apart ? room.take(S::kQueries, operands) : 0;
     }
     f->line = static_cast<int32_t>(line_of(columns));
     f->related_at = room.take(S::kQueries, line_of(columns) * 4);
   }
-  if (S::kGeneral) lay_out_pairs<S>(f, &room, operands);
+  if constexpr (S::kGeneral) lay_out_pairs<S>(f, &room, operands);
   f->shared_bytes = room.used();
   return room.used() <= most;
 }

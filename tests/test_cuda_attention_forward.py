@@ -83,6 +83,20 @@ PATHS = {
     # widths and edges of tiles
     "width 200": replace(SHAW, D=200, Dv=150, N=40, M=70, H=1),
     "width 256": replace(SHAW, D=256, Dv=256, N=33, M=65, H=1, key=Labels(5), value=Labels(5)),
+    "width 200, long": replace(
+        SHAW, D=200, Dv=200, N=33, M=49, H=1, key=Band(149, 149), value=None, position_bias=True
+    ),
+    "width 200, long, labels": replace(
+        SHAW,
+        D=200,
+        Dv=200,
+        N=33,
+        M=49,
+        H=1,
+        key=(Band(149, 149), Labels(300, 2)),
+        value=(Band(149, 149), Labels(300, 2)),
+        position_bias=True,
+    ),
     "width 128, labels": replace(SHAW, D=128, Dv=128, N=40, H=1, key=Labels(5), value=Labels(5)),
     "width 128, band": replace(SHAW, D=128, Dv=128, N=66, M=140, H=1, key=Band(80, 80)),
     "width 128, a band just too long": replace(
@@ -236,8 +250,10 @@ for name in names:
 print(len(names), "cases,", wrong, "wrong, digest", digest.hexdigest())
 """
 CHILD_NAMES = ("long, position_bias", "keys meet two bands", "labels, dropped", "edges", "mask")
+WIDE = ("width 200, long", "width 200, long, labels")
 CROWDED = (
     *CHILD_NAMES,
+    *WIDE,
     "everything",
     "everything, wide",
     "width 256",
@@ -288,6 +304,7 @@ def test_little_shared_memory(
 def test_no_races(libraries: dict[str, Path], emulated_device: Path, precision: int) -> None:
     library_of(emulated_device)
     run_child(libraries, built("emulated-race"), precision)
+    run_child(libraries, built("emulated-race"), precision, WIDE, EMU_SHARED=str(99 << 10))
 
 
 @pytest.mark.parametrize("precision", [0, BF16])
