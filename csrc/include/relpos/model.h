@@ -297,8 +297,8 @@ typedef struct rp_result {
 
 /* One update from `count` batches: forward and backward of each, then clip and Adam. The loss is
  * the mean over the labels of all of them, so that the cut into batches does not matter. Batches
- * are checked before anything is computed; a failure leaves weights, moments and counters as they
- * were. Fails with RP_ERROR_ORDER while gradients are accumulated.
+ * are checked before anything is computed; a failure other than RP_ERROR_DEVICE leaves weights,
+ * moments and counters as they were. Fails with RP_ERROR_ORDER while gradients are accumulated.
  *
  * result NULL: on a GPU the call returns when the step has been begun, and does not wait for it;
  * rp_model_result tells of it later. Batches may be changed as soon as the call returns. */
