@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -221,6 +222,53 @@ def test_an_openblas_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "libscipy_openblas.so").write_text("not a library")
     said = run(tmp_path / "program", cwd=tmp_path)
     assert said == "builtin (libscipy_openblas.so cannot be loaded)\n"
+
+
+ENVIRONMENT = """
+#include <stdio.h>
+#include <stdlib.h>
+
+static const char *value(const char *name) { return getenv(name) ? getenv(name) : "none"; }
+
+__attribute__((constructor)) static void here(void) {
+  printf("%s %s %s\\n", value("OPENBLAS_NUM_THREADS"), value("OPENBLAS_CORETYPE"), value("OTHER"));
+  if (getenv("LATE")) setenv("LATE", "changed", 1), setenv("NEW", "here", 1);
+}
+"""
+KEEPER = """
+#define _GNU_SOURCE
+#include <relpos/relpos.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+int main(int count, char **given) {
+  static char *own[] = {"RELPOS_ISA=portable", "OPENBLAS_NUM_THREADS=3", "OTHER=4", NULL, NULL};
+  rp_build_info info = {.struct_size = sizeof info};
+  if (count > 1) own[3] = given[1];
+  environ = own;
+  if (rp_build_info_get(&info) != RP_OK) return 1;
+  printf("%d %s", environ == own, getenv("OPENBLAS_NUM_THREADS"));
+  printf(" %s\\n", getenv("NEW") ? getenv("NEW") : "none");
+  return own[0][0] != 'R' || own[1][0] != 'O' || own[2][0] != 'O';
+}
+"""
+
+
+def test_the_environment_stays_where_it_is(tmp_path: Path) -> None:
+    """OpenBLAS is told by a copy: another thread may be reading what getenv reads."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    archive = relpos.library_dir() / "libcore.a"
+    (tmp_path / "blas.c").write_text(ENVIRONMENT)
+    (tmp_path / "program.c").write_text(KEEPER)
+    shared = ("-shared", "-fPIC", "-o", "libscipy_openblas.so")
+    run(*compiler, "blas.c", *shared, cwd=tmp_path)
+    flags = (*shlex.split(relpos.cflags()), archive, "-lm", "-ldl", "-pthread")
+    run(*compiler, "program.c", *flags, "-o", "program", cwd=tmp_path)
+    core = "ARMV8" if platform.machine() == "aarch64" else "Prescott"
+    assert run(tmp_path / "program", cwd=tmp_path) == f"1 {core} 4\n1 3 none\n"
+    # what is set in that moment makes a copy of ours, and stays
+    assert run(tmp_path / "program", "LATE=", cwd=tmp_path) == f"1 {core} 4\n0 1 here\n"
 
 
 OPENBLAS_THREADS = """

@@ -14,6 +14,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#ifdef __APPLE__
+#include <crt_externs.h>
+#define environ (*_NSGetEnviron())
+#endif
 
 #include "base/folder.h"
 
@@ -75,15 +79,18 @@ static void *open_library(bool *there) {
   return dlopen(RPI_BLAS_LIBRARY, RTLD_NOW | RTLD_LOCAL);
 }
 
+#define CORE(name) "OPENBLAS_CORETYPE=" name
+
 /* The kernels of OpenBLAS that use what a table of ours uses, by the names that its
  * DYNAMIC_ARCH builds know. NULL: let it choose. */
 static const char *core_for_isa(const char *isa) {
   static const char *const cores[][2] = {
-      {"avx2", "Haswell"},   {"avx512", "SkylakeX"}, {"amx", "SkylakeX"}, {"neon", "ARMV8"},
+      {"avx2", CORE("Haswell")},   {"avx512", CORE("SkylakeX")},
+      {"amx", CORE("SkylakeX")},   {"neon", CORE("ARMV8")},
 #if defined(__aarch64__)
-      {"portable", "ARMV8"},
+      {"portable", CORE("ARMV8")},
 #else
-      {"portable", "Prescott"},
+      {"portable", CORE("Prescott")},
 #endif
   };
   for (size_t i = 0; isa != NULL && i < sizeof cores / sizeof cores[0]; i++) {
@@ -92,22 +99,25 @@ static const char *core_for_isa(const char *isa) {
   return NULL;
 }
 
-/* OpenBLAS reads its environment while it is loaded, and starts its threads there. */
+/* OpenBLAS reads its environment while it is loaded, and starts its threads there. setenv would
+ * move what getenv of another thread reads, so a copy stands in meanwhile; static, since such a
+ * reader may be in it still. More variables than fit: loaded without. */
 static void *open_pinned(bool *there) {
+  static const char *copy[4096];
+  const size_t most = sizeof copy / sizeof copy[0] - 1;
   const char *const core = core_for_isa(getenv("RELPOS_ISA"));
-  const bool pin = core != NULL && getenv("OPENBLAS_CORETYPE") == NULL;
-  const char *const threads = getenv("OPENBLAS_NUM_THREADS");
-  char given[32] = ""; /* what is longer is no number, and stays */
-  const bool fits = snprintf(given, sizeof given, "%s", threads ? threads : "") < (int)sizeof given;
-  if (pin) setenv("OPENBLAS_CORETYPE", core, 1);
-  if (fits) setenv("OPENBLAS_NUM_THREADS", "1", 1);
+  size_t count = 0;
+  copy[count++] = "OPENBLAS_NUM_THREADS=1"; /* of one name the first counts */
+  if (core != NULL && getenv("OPENBLAS_CORETYPE") == NULL) copy[count++] = core;
+  char **const given = environ;
+  char **one = given;
+  while (one != NULL && *one != NULL && count < most) copy[count++] = *one++;
+  if (one != NULL && *one != NULL) return open_library(there);
+  char **pinned = (char **)copy;
+  __atomic_store_n(&environ, pinned, __ATOMIC_SEQ_CST);
   void *const library = open_library(there);
-  if (pin) unsetenv("OPENBLAS_CORETYPE");
-  if (threads == NULL) {
-    unsetenv("OPENBLAS_NUM_THREADS");
-  } else if (fits) {
-    setenv("OPENBLAS_NUM_THREADS", given, 1);
-  }
+  /* another thread's setenv has left a copy of its own there */
+  __atomic_compare_exchange_n(&environ, &pinned, given, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return library;
 }
 

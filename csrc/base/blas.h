@@ -15,14 +15,14 @@
  * those of few rows.
  *
  * The library is told to use one thread: our tasks call it from several threads
- * at once. So that it starts no others, OPENBLAS_NUM_THREADS is 1 in the environment
- * while it is loaded, and then what it was. The wheel's copy is private to us, NumPy's
- * is another file; a library named at make time may be shared with the host, which
- * then finds it at one thread as well.
+ * at once. So that it starts no others, OPENBLAS_NUM_THREADS is 1 while it is loaded, in a
+ * copy of the environment: getenv may be called meanwhile; a setenv in that moment may be
+ * lost, or leave it at 1. The wheel's copy of the library is private to us, NumPy's is
+ * another file; a library named at make time may be shared with the host, which then finds it
+ * at one thread as well.
  *
  * RELPOS_ISA pins the kernels of OpenBLAS too, since they decide the last bits. That
- * takes OPENBLAS_CORETYPE in the environment while the library is loaded: put there
- * if RELPOS_ISA is set and the user has not set it, and removed again.
+ * takes OPENBLAS_CORETYPE in the same copy, if RELPOS_ISA is set and the user has not set it.
  */
 #ifndef RPI_BLAS_H
 #define RPI_BLAS_H
