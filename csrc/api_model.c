@@ -2,6 +2,7 @@
  *
  * api_model.c: the public functions of a model: they check, lock, and call inward.
  */
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -170,6 +171,7 @@ rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &m->cancel);
   m->caller = rpi_float_enter(false);
   const rp_ops *ops;
   if (m->ops->host) return RP_OK;
@@ -179,8 +181,10 @@ rp_status rpi_model_enter(rp_model *m) {
 }
 
 rp_status rpi_model_leave(rp_model *m, rp_status status) {
+  int cancel = m->cancel; /* another's, once busy is cleared */
   rpi_float_leave(m->caller);
   atomic_flag_clear(&m->busy);
+  pthread_setcancelstate(cancel, &cancel);
   return status;
 }
 

@@ -435,10 +435,14 @@ void rpi_parallel_for(int64_t tasks, int workers, rpi_task fn, void *context) {
     run_inline(tasks, fn, context);
     return;
   }
+  /* cancelled while it waits for others, a thread would keep the lock, and busy, for ever */
+  int cancel;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
   const int threads = rpi_threads_get();
   if (pool.asked != threads) resize(threads);
   if (workers > pool.size) workers = pool.size;
   if (workers > 1) run_in_pool(tasks, workers, fn, context);
   else run_inline(tasks, fn, context);
   atomic_store(&pool.busy, false);
+  pthread_setcancelstate(cancel, &cancel);
 }

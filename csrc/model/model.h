@@ -89,6 +89,7 @@ struct rp_model {
   const rp_ops *ops;       /* of the device; memory is its, but for `fixed` */
   rp_placement placement;  /* what its attention says of it */
   rpi_float_state caller;  /* while a call is at work */
+  int cancel;              /* the caller's too: whether it may be cancelled */
   atomic_flag busy;
   rpi_layout layout;
   real *weights, *gradients, *moment1, *moment2, *average; /* layout.numbers each, or NULL */

@@ -11,6 +11,7 @@
 #include "tables.h"
 
 #include <fenv.h>
+#include <pthread.h>
 #include <stdlib.h>
 
 /* An allocator that counts, and fails at one call. */
@@ -506,6 +507,28 @@ static void test_gradients_are_of_these_weights(void) {
   remove("held.safetensors");
 }
 
+static void *save_cancelled(void *model) {
+  pthread_cancel(pthread_self());
+  const rp_status status = rp_model_save(model, "cancelled.safetensors", RP_SAVE_WEIGHTS);
+  remove("cancelled.safetensors");
+  return status == RP_OK ? model : NULL; /* not cancelled: nothing here asks */
+}
+
+/* A thread that is cancelled within a call ends the call, and the model serves others. */
+static void test_cancelled_call(void) {
+  const rp_config config = config_of("shaw");
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  pthread_t caller;
+  void *ended = NULL;
+  CHECK_INT(pthread_create(&caller, NULL, save_cancelled, model), 0);
+  CHECK_INT(pthread_join(caller, &ended), 0);
+  CHECK(ended != NULL);
+  CHECK_INT(rp_model_zero_gradients(model), RP_OK);
+  rp_model_free(model);
+}
+
 /* A model that is made, trained and searched, rounding as the caller does when it calls. */
 static uint64_t rounded(int mode, rp_result *result) {
   rp_config config = config_of("transformer-xl");
@@ -633,6 +656,7 @@ int main(void) {
   }
   test_no_chunk_allocates();
   test_gradients_are_of_these_weights();
+  test_cancelled_call();
   test_the_callers_rounding_changes_nothing();
   test_huge();
   test_create_without_memory();

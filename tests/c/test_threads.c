@@ -176,6 +176,29 @@ static void test_caller_sleeps_until_done(void) {
   }
 }
 
+/* It is to be cancelled when it calls, and waits there for others: that is no place to end at. */
+static void *call_cancelled(void *done) {
+  pthread_cancel(pthread_self());
+  rpi_parallel_for(40, 4, worker_sleeps, done);
+  atomic_fetch_add((atomic_int *)done, 1000);
+  pthread_testcancel();
+  return NULL;
+}
+
+static void test_cancelled_caller(void) {
+  rpi_threads_set(4);
+  for (int threads = 4; threads >= 3; threads--) { /* and while it ends a worker */
+    rpi_threads_set(threads);
+    atomic_int done = 0;
+    pthread_t caller;
+    void *ended = NULL;
+    CHECK_INT(pthread_create(&caller, NULL, call_cancelled, &done), 0);
+    CHECK_INT(pthread_join(caller, &ended), 0);
+    CHECK(ended == PTHREAD_CANCELED);
+    if (!CHECK_INT(done, 1040)) exit(1); /* whoever calls next would wait for ever */
+  }
+}
+
 /* ---- nested and concurrent ------------------------------------------------- */
 
 typedef struct nest {
@@ -510,6 +533,7 @@ int main(void) {
   test_many_calls();
   test_work_is_shared();
   test_caller_sleeps_until_done();
+  test_cancelled_caller();
   test_nested();
   test_eight_callers_at_once();
   if (fork_works) {

@@ -14,7 +14,7 @@
  *
  * Thread safety: every function may be called from any thread at any time. Concurrent calls share
  * one pool of threads: the first one uses it, the others compute on their own thread. Results do
- * not depend on either.
+ * not depend on either. No thread inside of one may be cancelled asynchronously.
  */
 #ifndef RELPOS_RELPOS_H
 #define RELPOS_RELPOS_H
