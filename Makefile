@@ -320,7 +320,8 @@ install: all
 	ln -sf $(SONAME) "$(DESTDIR)$(LIBDIR)/$(notdir $(SHARED))"
 	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@LIBDIR@|$(LIBDIR)|' \
 	  -e 's|@INCLUDEDIR@|$(INCLUDEDIR)|' -e 's|@VERSION@|$(VERSION)|' \
-	  -e 's|@PRIVATE@|$(strip $(CORE_LIBS))|' csrc/relpos.pc.in > $(BUILD)/relpos.pc
+	  -e 's|@PRIVATE@|$(filter -Wl%,$(CORE_LDFLAGS)) $(CORE_LIBS)|' csrc/relpos.pc.in \
+	  > $(BUILD)/relpos.pc
 	install -m 644 $(BUILD)/relpos.pc "$(DESTDIR)$(LIBDIR)/pkgconfig"
 
 # The folder of the headers goes where nothing else is in it.

@@ -414,7 +414,10 @@ def test_install_whatever_the_umask(tmp_path: Path) -> None:
     rights = {path.name: path.stat().st_mode & 0o777 for path in prefix.rglob("*.*")}
     assert rights.pop("libcore.so.0") == rights.pop("libcore.so") == 0o755
     assert rights.pop("relpos.pc") == 0o644 and set(rights.values()) == {0o644}
-    assert f"prefix={prefix}\n" in (prefix / "lib" / "pkgconfig" / "relpos.pc").read_text()
+    told = (prefix / "lib" / "pkgconfig" / "relpos.pc").read_text()
+    assert f"prefix={prefix}\n" in told
+    # a plugin that is linked with libcore.a: the pool's threads sleep in it
+    assert "\nLibs.private: -Wl,-z,nodelete -lm -ldl -pthread\n" in told
 
 
 def test_uninstall_leaves_what_is_not_ours(tmp_path: Path) -> None:
