@@ -26,6 +26,8 @@
 
 #define RPI_ALIGN 64
 
+_Static_assert(sizeof(size_t) >= sizeof(int64_t), "sizes are int64_t: 64-bit machines alone");
+
 typedef struct rpi_allocator {
   void *(*allocate)(void *context, size_t bytes); /* aligned to RPI_ALIGN, NULL: failed */
   void (*release)(void *context, void *memory);   /* takes NULL */
