@@ -11,6 +11,7 @@
 #include <stdalign.h>
 
 #include "base/memory.h"
+#include "base/threads.h"
 #include "isa/devices.h"
 
 /* ---- the shape ---------------------------------------------------------------- */
@@ -126,7 +127,10 @@ static rp_status check_numbers(const rp_attention *a) {
 static rp_status check_shape(const rp_attention *given, rp_attention *a) {
   RPI_TRY(read_attention(given, a));
   RPI_TRY(check_sizes(a));
-  RPI_TRY(check_numbers(a));
+  const rpi_float_state caller = rpi_float_enter(false); /* who may trap on a NaN */
+  const rp_status numbers = check_numbers(a);
+  rpi_float_leave(caller);
+  RPI_TRY(numbers);
   RPI_TRY(check_sequences(a));
   return rpi_check_terms(a);
 }
@@ -268,7 +272,10 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
                                    .workspace = workspace,
                                    .workers = workers,
                                    .workspace_bytes = workspace_bytes};
-  return ops->attention_forward(&args);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = ops->attention_forward(&args);
+  rpi_float_leave(caller);
+  return status;
 }
 
 /* The same, but for terms that are not there: those have no gradient. */
@@ -320,7 +327,10 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
                                             .workers = workers,
                                             .workspace_bytes = workspace_bytes,
                                             .gradients = &wanted};
-  return ops->attention_backward(&args);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = ops->attention_backward(&args);
+  rpi_float_leave(caller);
+  return status;
 }
 
 bool rpi_is_show(int what) {
@@ -368,7 +378,9 @@ static rp_status map(const rp_attention *a, rp_rows q, rp_rows k, int what, int6
   RPI_TRY_MEMORY(ops->allocate(args.workspace_bytes, &args.workspace),
                  "attention: no memory for a workspace of %lld bytes",
                  (rpi_wide)args.workspace_bytes);
+  const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = ops->attention_map(&args, NULL);
+  rpi_float_leave(caller);
   ops->release(args.workspace);
   return status;
 }

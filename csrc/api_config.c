@@ -53,7 +53,10 @@ const char *rp_config_field(int index) { return rpi_config_field(index); }
 
 rp_status rp_config_check(const rp_config *config) {
   RPI_TRY(check_given("rp_config_check", "config", config));
-  return rpi_config_check(config);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rpi_config_check(config);
+  rpi_float_leave(caller);
+  return status;
 }
 
 rp_status rp_config_load(const char *path, rp_config *config) {

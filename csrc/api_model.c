@@ -44,9 +44,11 @@ rp_status rp_model_memory(const rp_config *config, const rp_limits *limits, rp_m
             "model: memory.struct_size=%zu, must be sizeof(rp_memory) = %zu", memory->struct_size,
             sizeof *memory);
   rp_memory told = {.struct_size = sizeof told};
-  RPI_TRY(rpi_model_memory(config, limits, &told));
-  *memory = told;
-  return RP_OK;
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rpi_model_memory(config, limits, &told);
+  rpi_float_leave(caller);
+  if (status == RP_OK) *memory = told;
+  return status;
 }
 
 rp_status rp_model_create(const rp_config *config, const rp_limits *limits, rp_model **model) {

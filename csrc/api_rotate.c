@@ -10,6 +10,7 @@
 
 #include "api_attention.h"
 #include "base/memory.h"
+#include "base/threads.h"
 #include "isa/dispatch.h"
 #include "model/waves.h"
 
@@ -70,7 +71,7 @@ static rp_status check_rotation(const rp_rotation *r) {
   return check_frequencies("rotate", r->pairs, r->frequencies);
 }
 
-rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
+static rp_status rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
   RPI_TRY(check_rotation(r));
   const int64_t rows = r->offsets ? r->offsets[r->B] : r->N;
   const int64_t batches = r->offsets ? 1 : r->B;
@@ -90,7 +91,14 @@ rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
   return ops->rotate(r, x, out);
 }
 
-rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies) {
+rp_status rp_rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = rotate(r, x, out);
+  rpi_float_leave(caller);
+  return status;
+}
+
+static rp_status make_frequencies(int64_t pairs, double base, int rule, double *frequencies) {
   RPI_CHECK(pairs >= 0 && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
             "frequencies: pairs=%lld, must be from 0 to 2^40", (rpi_wide)pairs);
   RPI_CHECK(base > 0 && isfinite(base), RP_ERROR_ARGUMENT,
@@ -107,8 +115,15 @@ rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequenci
   return RP_OK;
 }
 
-rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
-                      const double *frequencies, rp_real *table) {
+rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies) {
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = make_frequencies(pairs, base, rule, frequencies);
+  rpi_float_leave(caller);
+  return status;
+}
+
+static rp_status make_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
+                               const double *frequencies, rp_real *table) {
   int64_t count = 0;
   RPI_CHECK(rpi_multiply(rows, width, &count) && count <= INT64_MAX / 16, RP_ERROR_SHAPE,
             "sinusoid: rows=%lld and width=%lld must not be negative, nor their product overflow",
@@ -128,6 +143,14 @@ rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleave
     if (width % 2 != 0) table[width - 1] = 0;
   }
   return RP_OK;
+}
+
+rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int interleaved,
+                      const double *frequencies, rp_real *table) {
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = make_sinusoid(rows, width, first, interleaved, frequencies, table);
+  rpi_float_leave(caller);
+  return status;
 }
 
 static void close_waves(rpi_waves *w) {
@@ -183,7 +206,9 @@ rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64
   RPI_CHECK(table || H == 0 || D == 0, RP_ERROR_ARGUMENT, "wave table: table is NULL");
   RPI_TRY(rpi_ops_get(&ops));
   RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_waves_forward(ops, &w, weight, table);
+  rpi_float_leave(caller);
   close_waves(&w);
   return status;
 }
@@ -197,7 +222,9 @@ rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, in
             "wave table: dweight is NULL");
   RPI_TRY(rpi_ops_get(&ops));
   RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_waves_backward(ops, &w, dtable, dweight);
+  rpi_float_leave(caller);
   close_waves(&w);
   return status;
 }

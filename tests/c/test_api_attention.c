@@ -7,6 +7,7 @@
  */
 #include "call.h"
 
+#include <fenv.h>
 #include <stdlib.h>
 
 /* ---- the shape ---------------------------------------------------------------- */
@@ -15,6 +16,31 @@ static void test_valid(void) {
   const call c = valid();
   CHECK_INT(forward(&c), RP_OK);
   CHECK_INT(backward(&c), RP_OK);
+}
+
+/* The caller's rounding changes no result, and a NaN of his raises nothing that he may trap on. */
+static void test_float_state(void) {
+  static const int modes[] = {FE_TONEAREST, FE_UPWARD, FE_TOWARDZERO};
+  static rp_real tables[3][H * T * D];
+  call c = valid();
+  c.a.scale = 0.7;
+  for (int i = 0; i < B * H * N * DV; i++) dout_data[i] = (rp_real)(i % 4) - 1;
+  for (int i = 0; i < 3; i++) {
+    c.g.key[0] = tables[i];
+    fesetround(modes[i]);
+    const rp_status forth = forward(&c), back = backward(&c);
+    const int mode = fegetround();
+    fesetround(FE_TONEAREST);
+    CHECK_INT(forth, RP_OK);
+    CHECK_INT(back, RP_OK);
+    CHECK_INT(mode, modes[i]);
+    CHECK(memcmp(tables[i], tables[0], sizeof tables[0]) == 0);
+  }
+  c.a.scale = NAN;
+  feclearexcept(FE_ALL_EXCEPT);
+  const rp_status status = forward(&c);
+  CHECK_INT(fetestexcept(FE_ALL_EXCEPT), 0);
+  CHECK_INT(status, RP_ERROR_ARGUMENT);
 }
 
 static void test_default(void) {
@@ -424,6 +450,7 @@ int main(void) {
   const int code = call_begin();
   if (code != 0) return code;
   test_valid();
+  test_float_state();
   test_default();
   test_older_structs();
   test_struct();

@@ -248,6 +248,17 @@ static void test_rounding(void) {
   }
 }
 
+/* A caller who traps on an invalid operation is not trapped by ours. */
+static void test_no_exception_is_the_callers(void) {
+  rp_config config = tiny();
+  config.learning_rate = NAN;
+  feclearexcept(FE_ALL_EXCEPT);
+  const rp_status status = rp_config_check(&config);
+  CHECK_INT(fetestexcept(FE_ALL_EXCEPT), 0);
+  CHECK_INT(status, RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "learning_rate=nan");
+}
+
 /* A comma in the user's locale changes nothing. */
 static void test_locale(void) {
   static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "de_DE"};
@@ -617,6 +628,7 @@ int main(void) {
   test_numbers();
   test_numbers_read_back();
   test_rounding();
+  test_no_exception_is_the_callers();
   test_locale();
   test_switches();
   test_choices();

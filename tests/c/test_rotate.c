@@ -7,6 +7,7 @@
  * roundings. Rows beyond a length and margins are NaN before; what may not be written is
  * compared bit by bit. Sinusoids have known values.
  */
+#include <fenv.h>
 #include <float.h>
 #include <stdlib.h>
 
@@ -349,6 +350,26 @@ static void test_refused(void) {
   CHECK_INT(rp_sinusoid(4, 1, 0, 0, NULL, table), RP_OK);
 }
 
+/* The caller's rounding changes no frequency and no sinusoid. */
+static void test_rounding(void) {
+  enum { PAIRS = 12, ROWS = 50, NUMBERS = 2 * PAIRS * ROWS };
+  static const int modes[] = {FE_TONEAREST, FE_UPWARD, FE_TOWARDZERO};
+  static double angles[3][PAIRS];
+  static real tables[3][NUMBERS];
+  for (int i = 0; i < 3; i++) {
+    fesetround(modes[i]);
+    const rp_status made = rp_frequencies(PAIRS, 10000, 0, angles[i]);
+    const rp_status filled = rp_sinusoid(ROWS, 2 * PAIRS, 0, 0, angles[i], tables[i]);
+    const int mode = fegetround();
+    fesetround(FE_TONEAREST);
+    CHECK_INT(made, RP_OK);
+    CHECK_INT(filled, RP_OK);
+    CHECK_INT(mode, modes[i]);
+    CHECK(memcmp(angles[i], angles[0], sizeof angles[0]) == 0);
+    CHECK(same_bits(tables[i], tables[0], NUMBERS));
+  }
+}
+
 int main(void) {
   for (int i = 0; table_at(i) != NULL; i++) {
     test_rows(table_at(i));
@@ -356,5 +377,6 @@ int main(void) {
   }
   test_sinusoids();
   test_refused();
+  test_rounding();
   return check_report();
 }
