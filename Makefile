@@ -107,7 +107,7 @@ CORE_WARNINGS += -Werror
 endif
 INCLUDES := $(addprefix -Icsrc/,$(CORE_INCLUDES))
 COMPILE_FLAGS = $(CPPFLAGS) $(CFLAGS) $(INCLUDES) $(CORE_CFLAGS) $(CORE_WARNINGS) $(VARIANT_FLAGS)
-LINK_FLAGS = $(CFLAGS) $(LDFLAGS) $(VARIANT_FLAGS)
+LINK_FLAGS = $(CFLAGS) $(LDFLAGS) $(CORE_LDFLAGS) $(VARIANT_FLAGS)
 FILE_FLAGS = $(FLAGS_$(MACHINE)_$(basename $(notdir $<)))
 
 OBJECTS := $(CORE_SOURCES:%.c=$(BUILD)/csrc/%.o)
@@ -153,7 +153,7 @@ $(STATIC): $(OBJECTS)
 	$(AR) rcs $@ $^
 
 $(BUILD)/$(SONAME): $(OBJECTS)
-	$(CC) $(LINK_FLAGS) $(CORE_LDFLAGS) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(CORE_LIBS)
+	$(CC) $(LINK_FLAGS) -shared -Wl,-soname,$(SONAME) -o $@ $^ $(CORE_LIBS)
 
 $(SHARED): $(BUILD)/$(SONAME)
 	ln -sf $(SONAME) $@

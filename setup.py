@@ -107,8 +107,8 @@ binding = Extension(
     py_limited_api=not FREE_THREADED,
     libraries=["core"],
     runtime_library_dirs=[f"{SYSTEM_CORE}/lib" if SYSTEM_CORE else "$ORIGIN/lib"],
-    extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", *VARIANT],
-    extra_link_args=["-Wl,--disable-new-dtags", *VARIANT],  # RUNPATH comes after LD_LIBRARY_PATH
+    extra_compile_args=["-std=c11", "-O2", "-fno-fast-math", "-fvisibility=hidden", *VARIANT],
+    extra_link_args=["-O2", "-fno-fast-math", "-Wl,--disable-new-dtags", *VARIANT],  # no RUNPATH
 )
 
 setup(

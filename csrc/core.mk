@@ -69,18 +69,20 @@ CORE_INCLUDES = . include
 
 # Part of the design, each of them measured: without -ffp-contract=fast, -std=c11
 # turns fused multiply-adds off; without the two -fno- flags a maximum is no vector
-# instruction. Never -ffast-math: it breaks infinities and NaN. These come after
-# the user's flags, because an inherited -O2 costs a factor of four.
-CORE_CFLAGS = -std=c11 -O3 -fno-math-errno -fno-trapping-math -ffp-contract=fast \
-  -fopenmp-simd -fvisibility=hidden -fPIC -pthread -DNDEBUG
+# instruction. Never -ffast-math: it breaks infinities and NaN; -fno-fast-math before the
+# others, which it would undo. These come after the user's flags, because an inherited -O2
+# costs a factor of four.
+CORE_CFLAGS = -std=c11 -O3 -fno-fast-math -fno-math-errno -fno-trapping-math \
+  -ffp-contract=fast -fopenmp-simd -fvisibility=hidden -fPIC -pthread -DNDEBUG
 
 # Sizes are enumerators here, and clang 19 does not like them beside floats.
 CORE_WARNINGS = -Wall -Wextra -Wshadow -Wconversion -Wno-enum-float-conversion
 
 CORE_LIBS = -lm -ldl -pthread
 
-# nodelete: the threads of the pool sleep inside the library.
-CORE_LDFLAGS = -Wl,-z,nodelete
+# nodelete: the threads of the pool sleep inside the library. The others after the user's -Ofast or
+# -ffast-math, by which loading it would flush the whole program's denormals.
+CORE_LDFLAGS = -O3 -fno-fast-math -Wl,-z,nodelete
 
 # The promises of base/cpu.h: nothing here that is not checked there.
 FLAGS_x86_64_avx2 = -mavx2 -mfma -mbmi -mbmi2 -mf16c

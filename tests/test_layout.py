@@ -315,7 +315,21 @@ def test_no_fast_math() -> None:
     for name in ("Makefile", "setup.py", "csrc/core.mk", "cuda/cuda.mk", "cuda/nvcc.py"):
         lines = (ROOT / name).read_text().splitlines()
         flags = " ".join(line for line in lines if not line.lstrip().startswith("#"))
-        assert not re.search(r"fast.math|-Ofast|-funsafe|-fopenmp(?!-simd)", flags), name
+        assert not re.search(r"-ffast.math|-Ofast|-funsafe|-fopenmp(?!-simd)", flags), name
+
+
+@pytest.mark.parametrize("given", ["-ffast-math", "-Ofast"])
+def test_an_inherited_fast_math_does_nothing(given: str) -> None:
+    """Neither to what is compiled nor to who loads it; and what undoes it leaves our own flags."""
+    planned = run("make", "-n", "-B", f"CFLAGS={given}", "BUILD=build/none", "all")
+    lines = [line.split(" -o ")[0] for line in planned.splitlines() if f" {given} " in line]
+    compiled = next(line for line in lines if line.endswith(" -MMD -MP -c csrc/base/memory.c"))
+    macros = run(*shlex.split(compiled.replace("-MMD -MP -c", "-E -dM")))
+    assert "__FAST_MATH__" not in macros and "__FINITE_MATH_ONLY__ 0" in macros
+    assert "__NO_MATH_ERRNO__" in macros
+    linked = next(line for line in lines if " -shared " in line)
+    parts = run("sh", "-c", f"{linked} -### -x c /dev/null 2>&1")
+    assert "crtbegin" in parts and "crtfastmath" not in parts
 
 
 # ---- heads, sizes, left-overs --------------------------------------------------------------------
