@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds libcore, from the list in csrc/core.mk, and the binding on top of it.
 
-    relpos/_core.abi3.so         the binding; finds libcore by RPATH $ORIGIN/lib, and nowhere else
+    relpos/_core.abi3.so         the binding; finds libcore by RPATH, which LD_LIBRARY_PATH is behind
     relpos/lib/                  libcore.so, libcore.a, librelpos_cuda.so, OpenBLAS, its licence
     relpos/include/relpos/       relpos.h, device.h, model.h, decode.h
 
@@ -108,7 +108,7 @@ binding = Extension(
     libraries=["core"],
     runtime_library_dirs=[f"{SYSTEM_CORE}/lib" if SYSTEM_CORE else "$ORIGIN/lib"],
     extra_compile_args=["-std=c11", "-O2", "-fno-fast-math", "-fvisibility=hidden", *VARIANT],
-    extra_link_args=["-O2", "-fno-fast-math", "-Wl,--disable-new-dtags", *VARIANT],  # no RUNPATH
+    extra_link_args=["-O2", "-fno-fast-math", "-Wl,--disable-new-dtags", *VARIANT],
 )
 
 setup(

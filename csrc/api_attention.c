@@ -238,7 +238,10 @@ static rp_status workspace_of(const rp_attention *a, int workers, int64_t *forwa
     if (backward_bytes) *backward_bytes = 0;
     return RP_OK;
   }
-  return ops->attention_workspace(a, workers, forward_bytes, backward_bytes);
+  const rpi_float_state caller = rpi_float_enter(false);
+  const rp_status status = ops->attention_workspace(a, workers, forward_bytes, backward_bytes);
+  rpi_float_leave(caller);
+  return status;
 }
 
 rp_status rp_attention_workspace(const rp_attention *given, int64_t *forward_bytes,

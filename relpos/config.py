@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +25,10 @@ _DEFAULTS = dict(_core.config_default())
 
 def path_text(path: str | os.PathLike[str], name: str = "path") -> str:
     """A path as the text that the system can be asked for."""
-    try:
-        text = os.fsdecode(path)
-    except TypeError:
-        got = type(path).__name__
-        raise TypeError(f"{name}: expected str or PathLike, got {got}") from None
-    check_text(name, text, "surrogateescape")  # names of files need not be UTF-8
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{name}: expected str or PathLike, got {type(path).__name__}")
+    text = os.fsdecode(path)
+    check_text(name, text, sys.getfilesystemencoding(), "surrogateescape")
     return text
 
 

@@ -241,14 +241,16 @@ def _of_translator(
 
 
 def _together(*doors: Callable[..., Any]) -> inspect.Signature:
-    """The options of all, by name, and the defaults that they agree on: what help() shows."""
+    """The options of all, by name: what help() shows. ...: none of them alone has to be given, or the
+    forms have defaults of their own."""
     shown = {"given": inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL)}
     for door in doors:
         for name, option in inspect.signature(door).parameters.items():
-            option = option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            own = ... if option.default is inspect.Parameter.empty else option.default
+            option = option.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own)
             first = shown.setdefault(name, option)
-            if first.default != option.default:
-                shown[name] = first.replace(default=inspect.Parameter.empty)
+            if first.default != own:
+                shown[name] = first.replace(default=...)
     return inspect.Signature([*shown.values()])
 
 

@@ -46,9 +46,14 @@ class ModelMaps:
     relations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.maps, Mapping):
+            raise TypeError(f"maps: expected a mapping, got {describe(self.maps)}")
         for kind, of_kind in self.maps.items():
             if not isinstance(of_kind, AttentionMaps):
                 raise TypeError(f"maps[{kind!r}]: expected AttentionMaps, got {describe(of_kind)}")
+            if not isinstance(of_kind.parts, Mapping):
+                got = describe(of_kind.parts)
+                raise TypeError(f"maps[{kind!r}].parts: expected a mapping, got {got}")
             whole = {"probabilities": of_kind.probabilities, "logits": of_kind.logits}
             parts = {f"parts[{name!r}]": x for name, x in of_kind.parts.items()}
             for name, x in (whole | parts).items():

@@ -231,9 +231,11 @@ class Translator:
             _several("prefixes", prefixes)
         budget = self._budget(batch_tokens)
         if align is not None:
-            if not isinstance(align, Sequence) or len(align) != 2:
-                raise TypeError(f"align: expected (layer, head), got {align!r}")
-            self._check_aligned(*align)
+            try:
+                layer, head = align
+            except (TypeError, ValueError):
+                raise TypeError(f"align: expected (layer, head), got {align!r}") from None
+            self._check_aligned(layer, head)
         return self._searched(windows, prefixes, how, budget, align, progress)
 
     def generate(

@@ -341,12 +341,14 @@ def test_names_of_no_letters(run: SimpleNamespace, capsys: Capture, tmp_path: Pa
         assert said == f"relpos: --{name}: expected a name, got ''\n"
     file = tmp_path / "run.toml"
     for name, toml in (
-        ("start", 'start = ""'), ("source", '[data]\nsource = ["a", ""]'),
-        ("subwords", '[data]\nsubwords = ""'), ("output", '[train]\noutput = ""'),
+        ("start", 'start = ""'), ("data.source", '[data]\nsource = ["a", ""]'),
+        ("data.subwords", '[data]\nsubwords = ""'), ("train.output", '[train]\noutput = ""'),
     ):  # fmt: skip
         file.write_text(toml)
         said = relpos_says(capsys, "train", "--config", file, status=1)
         assert said == f"relpos: {file}: {name}: expected a name, got ''\n"
+    said = relpos_says(capsys, *given, "--device", "", status=1)
+    assert "cpu, cuda or cuda:N" in said
 
 
 def test_the_whole_command_again_says_the_same(

@@ -400,9 +400,12 @@ def test_maps_that_are_no_arrays_are_refused() -> None:
         (AttentionMaps(p.tolist(), None, {}), r"\['encoder'\].probabilities: .* array .*got list"),
         (AttentionMaps(p, p.tolist(), {}), r"\['encoder'\].logits: expected an array .*, got list"),
         (AttentionMaps(p, p, {"content": p.tolist()}), r"\.parts\['content'\]: .*, got list"),
+        (AttentionMaps(p, p, None), r"\['encoder'\].parts: expected a mapping, got NoneType"),  # type: ignore[arg-type]
     ):
         with pytest.raises(TypeError, match=sentence):
             ModelMaps(("a", "b"), (), {"encoder": of_kind}, (0,), (0,))
+    with pytest.raises(TypeError, match="maps: expected a mapping, got NoneType"):
+        ModelMaps(("a", "b"), (), None, (0,), (0,))  # type: ignore[arg-type]
 
 
 def test_maps_of_nothing() -> None:

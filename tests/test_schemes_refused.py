@@ -228,6 +228,18 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         "angles: expected finite numbers (P,), got nan at 1",
     ),
     (
+        "rope, angles, large",
+        lambda: relpos.RoPE(angles=[1e300]),
+        V,
+        "angles: expected numbers up to 1e+290 in magnitude",
+    ),
+    (
+        "rope, angles, beyond float64",
+        lambda: relpos.RoPE(angles=np.array([np.longdouble("1e4000")])),
+        V,
+        "angles: expected finite numbers (P,), got inf at 0",
+    ),
+    (
         "rope, angles, complex",
         lambda: relpos.RoPE(angles=[1j]),
         T,

@@ -261,10 +261,15 @@ class _Layer:
 
 def _check_names(layer: _Layer) -> None:
     """Refuses those of no letters: a folder without a name would be the one where we are."""
-    for name, value in (layer.model | layer.data | layer.train).items():
-        if value == "" or (isinstance(value, list) and "" in value):
-            called = f"{layer.where}{name}" if layer.where else f"--{name.replace('_', '-')}"
-            raise ValueError(f"{called}: expected a name, got ''")
+    names = {"preset", "start", "output", "subwords", *FILES}
+    for table, values in (("", layer.model), ("data.", layer.data), ("train.", layer.train)):
+        for name, value in values.items():
+            if name not in names:
+                continue
+            if value == "" or (isinstance(value, list) and "" in value):
+                option = f"--{name.replace('_', '-')}"
+                called = f"{layer.where}{table}{name}" if layer.where else option
+                raise ValueError(f"{called}: expected a name, got ''")
 
 
 def _last(tables: list[dict[str, Any]], name: str, default: Any = None) -> Any:

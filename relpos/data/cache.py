@@ -369,7 +369,7 @@ class _Writer:
 def _encoded(subwords: Subwords, texts: Sequence[str]) -> list[list[int]]:
     """Tokens of texts; those of a vocabulary of the user's are looked at."""
     encoded = subwords.encode_many(texts)
-    if not isinstance(subwords, SentencePiece | Words | Wrapped):
+    if type(subwords) not in (SentencePiece, Words, Wrapped):
         encoded = [integers("subwords: encode_many()", tokens) for tokens in encoded]
     if len(encoded) != len(texts):
         raise ValueError(

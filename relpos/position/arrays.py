@@ -234,16 +234,17 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_text(name: str, value: Any, errors: str = "strict") -> None:
-    """A text that the core can be given; errors: as of str.encode."""
+def check_text(name: str, value: Any, encoding: str = "utf-8", errors: str = "strict") -> None:
+    """A text that the core can be given; encoding, errors: as of str.encode."""
     if not isinstance(value, str):
         raise TypeError(f"{name}: expected str, got {type(value).__name__}")
     if "\0" in value:
         raise ValueError(f"{name}: expected a text without NUL, got {value!r}")
     try:
-        value.encode(errors=errors)
+        value.encode(encoding, errors)
     except UnicodeEncodeError:
-        raise ValueError(f"{name}: expected a text that has UTF-8, got {value!r}") from None
+        coded = encoding.upper()
+        raise ValueError(f"{name}: expected a text that has {coded}, got {value!r}") from None
 
 
 def check_truth(name: str, value: Any) -> bool:
@@ -266,7 +267,8 @@ def check_reals(name: str, values: Any, axes: str, rank: int) -> npt.NDArray[np.
         raise TypeError(f"{expected}, got {describe(array)}")
     if array.ndim != rank:
         raise ValueError(f"{expected}, got {describe(array)}")
-    numbers = array.astype(np.float64)
+    with np.errstate(over="ignore"):  # of long doubles
+        numbers = array.astype(np.float64)
     if not np.isfinite(numbers).all():
         at = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ValueError(f"{expected}, got {numbers.flat[at]} at {at}")

@@ -36,6 +36,8 @@ from relpos.position.arrays import (
 from relpos.position.places import check_start
 from relpos.position.terms import Counts, Lowered, Rotation, Scheme, Shape, Side
 
+_LARGEST = 1e290  # of an angle, as the core has it
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoPE(Scheme):
@@ -94,6 +96,8 @@ class RoPE(Scheme):
         for name, default in (("base", 10000.0), ("scaling", None)):
             if getattr(self, name) != default:
                 raise ValueError(f"{name}: without effect beside angles, which say it all")
+        if (np.abs(angles) > _LARGEST).any():
+            raise ValueError(f"angles: expected numbers up to {_LARGEST:g} in magnitude")
         object.__setattr__(self, "angles", tuple(angles.tolist()))
 
     def frequencies(self, D: int) -> npt.NDArray[np.float64]:
