@@ -164,6 +164,32 @@ class BandBlock {
     }
   }
 
+  /* The block's rows of a gradient, the first of them row `begin` of the sequence: factor * sums,
+   * and zeros for padding, which is from `in_use` on. Whatever depends on the row alone is read
+   * before the first number is written: nvcc reads again what a store might have changed. */
+  __device__ void put_rows(Storage *rows, int64_t stride, int begin, int in_use, int there,
+                           int width, float factor, const Sums &sums) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = begin + warp * 16 + row + 8 * h;
+      if (i >= there) continue;
+      Storage *const to = rows + i * stride;
+      const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+        const int c = n * 8 + t;
+        const float x = i < in_use ? factor * sums[n][2 * h] : 0.0f;
+        const float y = i < in_use ? factor * sums[n][2 * h + 1] : 0.0f;
+        if (paired && c + 1 < width) {
+          put_pair(to + c, x, y);
+        } else {
+          if (c < width) put_number(to[c], x);
+          if (c + 1 < width) put_number(to[c + 1], y);
+        }
+      }
+    }
+  }
+
   __device__ Meets meets_band(int nearest, int farthest) const {
     if (!f.banded) return MEETS_NOTHING;
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
@@ -556,16 +582,9 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void write(const Sums &dq) {
-#pragma unroll
-    for (int n = 0; n < S::kOut; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int i = q0 + warp * 16 + row + e / 2 * 8, c = n * 8 + t + e % 2;
-        if (i >= seq->query_rows || c >= call.D) continue;
-        put_number(row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row + i)[c],
-                   i < seq->queries ? f.c.scale * dq[n][e] : 0.0f);
-      }
-    }
+    Storage *const first = row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row);
+    this->put_rows(first, f.c.dq.row_stride, q0, seq->queries, seq->query_rows, call.D, f.c.scale,
+                   dq);
   }
 
   float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
@@ -751,16 +770,8 @@ class KeyBlock : BandBlock<S> {
   }
 
   __device__ void write(const rp_rows_out &to, int width, float factor, const Sums &sums) {
-#pragma unroll
-    for (int n = 0; n < S::kOut; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int j = k0 + warp * 16 + row + e / 2 * 8, c = n * 8 + t + e % 2;
-        if (j >= seq->key_rows || c >= width) continue;
-        put_number(row_of<Storage>(to, seq->key_batch, head, seq->key_row + j)[c],
-                   j < seq->keys ? factor * sums[n][e] : 0.0f);
-      }
-    }
+    Storage *const first = row_of<Storage>(to, seq->key_batch, head, seq->key_row);
+    this->put_rows(first, to.row_stride, k0, seq->keys, seq->key_rows, width, factor, sums);
   }
 
   Left k;

@@ -26,8 +26,9 @@ using bf16 = __nv_bfloat16;
 template <class Operand, int kWidth>
 constexpr int row_stride = kWidth + 16 / int{sizeof(Operand)};
 
-__device__ inline int lane_of() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ inline int warp_of() { return static_cast<int>(threadIdx.x) / 32; }
+/* By unsigned division, which is a mask or a shift. */
+__device__ inline int lane_of() { return static_cast<int>(threadIdx.x % 32); }
+__device__ inline int warp_of() { return static_cast<int>(threadIdx.x / 32); }
 
 /* Over the four lanes that share a row. */
 __device__ inline float quad_sum(float v) {
@@ -105,10 +106,17 @@ __device__ inline void load_rows(Operand *to, const Storage *from, int64_t strid
   constexpr int kLine = row_stride<Operand, kWidth>;
   if (aligned) {
     constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = kWidth / kPiece;
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kPieces; i += kThreads) {
-      const int row = i / kPieces, column = i % kPieces * kPiece;
-      const bool there = row < valid && column < width;
-      load_piece(to + row * kLine + column, there ? from + row * stride + column : from, there);
+    constexpr int kRowStep = kThreads / kPieces; /* a thread's pieces are in one column */
+    static_assert(kThreads % kPieces == 0 && kRows % kRowStep == 0, "every thread has as many");
+    const int first = static_cast<int>(threadIdx.x / kPieces);
+    const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+    const int count = column < width ? valid - first : 0;
+    int64_t at = first * stride + column;
+#pragma unroll 4
+    for (int row = 0; row < kRows; row += kRowStep) {
+      const bool there = row < count;
+      load_piece(to + (first + row) * kLine + column, there ? from + at : from, there);
+      at += kRowStep * stride;
     }
     return;
   }
