@@ -341,6 +341,24 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == ["cuda:0"] * 5
 
 
+def test_nothing_is_allocated_beside_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that only the call has is freed at its end, which waits for the GPU, and a stream that
+    is being captured takes no allocation."""
+    there = [Foreign(x) for x in (*qkv(), *tables_for([(T, D), (T, E)]))]
+    out: Any = Foreign(np.zeros((B, H, N, E), np.float32))
+    asked: list[int] = []
+    allocate = _core.device_memory
+    monkeypatch.setattr(
+        "relpos.device_array._core.device_memory",
+        lambda device, count: (asked.append(count), allocate(device, count))[1],
+    )
+    for options in OPTIONS.values():
+        relpos.attention(*there[:3], position=relpos.Shaw(*there[3:]), out=out, **options)
+    assert asked == []
+    relpos.attention(*there[:3])
+    assert asked == [B * H * N * E * 4]
+
+
 def test_strides_that_run_backwards_are_refused_by_name() -> None:
     q, k, v = (Foreign(x) for x in qkv())
     out = Foreign(np.zeros((B, H, N, E), np.float32)).part(lambda x: x[:, :, ::-1])
@@ -403,12 +421,13 @@ def test_a_stream_that_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -
     if os.environ.get("RELPOS_TEST_CUDA") == "gpu":
         pytest.skip("the emulator is told which stream is being captured")
     there = [Foreign(x) for x in qkv()]
+    out: Any = Foreign(np.zeros((B, H, N, E), np.float32))
     monkeypatch.setenv("EMU_CAPTURES", "77")
     monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: (77, None))
     with pytest.raises(_core.DeviceError, match="is being captured in a CUDA graph"):
-        relpos.attention(*there)
+        relpos.attention(*there, out=out)
     monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: (78, None))
-    relpos.attention(*there)
+    relpos.attention(*there, out=out)
 
 
 # ---- life and death ------------------------------------------------------------------------------
