@@ -82,6 +82,13 @@ class Compiler:
         ptx = [f"-gencode=arch=compute_{n},code=compute_{n}" for n in dict.fromkeys((first, last))]
         return [*codes, *ptx]
 
+    def program(self) -> list[str]:
+        """The command that makes a program for the card of this machine, but for its files. A
+        package has its libraries where nvcc does not look, and PTX may be too new for a driver."""
+        folders = [f"-I{ROOT / folder}" for folder in listed()["CUDA_INCLUDES"]]
+        libraries = f"-L{self.libraries[0].parent}"
+        return [str(self.nvcc), "-std=c++17", "-arch=native", *folders, libraries]
+
 
 def find() -> Compiler:
     folders = toolkits()

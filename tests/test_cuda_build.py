@@ -63,6 +63,18 @@ def test_a_toolkit_is_found(
     assert compiler.targets()[-1] == "-gencode=arch=compute_100,code=compute_100"
 
 
+def test_a_package_s_libraries_are_found_by_programs_too(
+    nvcc: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc looks into lib64; nvidia/cu13 has lib."""
+    here = toolkit(tmp_path)
+    (here / "lib64").rename(here / "lib")
+    monkeypatch.setenv("NVCC", str(here / "bin" / "nvcc"))
+    command = nvcc.find().program()
+    assert command[0] == str(here / "bin" / "nvcc")
+    assert {"-arch=native", f"-L{here / 'lib'}", f"-I{ROOT / 'cuda'}"} <= set(command)
+
+
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [

@@ -143,10 +143,10 @@ def test_random_numbers(tmp_path: Path, nvcc: ModuleType) -> None:
     """cuda/philox.h: the published answers, base/rng.h's blocks, ops/keep.h's masks."""
     program = tmp_path / "philox_answers"
     source = ROOT / "tests" / "cuda" / "philox_answers.cu"
-    folders = [f"-I{ROOT / folder}" for folder in ("cuda", "csrc", "csrc/include")]
     if on_a_gpu():
-        command = [str(nvcc.find().nvcc), "-std=c++17", *folders, str(source)]
+        command = [*nvcc.find().program(), str(source)]
     else:
+        folders = [f"-I{ROOT / folder}" for folder in ("cuda", "csrc", "csrc/include")]
         listed = re.search(r"EMULATOR_SOURCES = (.*)", (ROOT / "cuda" / "cuda.mk").read_text())
         assert listed  # other programs' objects may lie beside these
         names = [Path(name).with_suffix(".o") for name in listed[1].split()]
