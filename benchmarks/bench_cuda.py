@@ -280,6 +280,7 @@ def step_sides(model: str, tokens: int, dry: bool) -> Json:
     case = {"model": model, "tokens": tokens, "length": SENTENCE, "threads": 2}
     sides: Json = {}
     precision = "bf16"
+    torch.cuda.empty_cache()  # what the peers before have let go is ours to ask for
     for name, absolute in (("ours", False), ("ours absolute", True)):
         config = relpos.Config.preset("tiny") if dry else bench_step.config_of(case, absolute)
         batch = bench_step.batch_of(config, bench_step.lengths_of(case)[0], False)
@@ -327,6 +328,7 @@ def measure_steps(report: Report, options: argparse.Namespace) -> None:
             result["tokens_a_second"] = 2 * tokens / result["seconds"]
         report.add(name, results, failed)
         report.memory(name)
+        del sides, calls  # before the next one's are made
 
 
 # ----------------------------------------------------------------------------------------- report
