@@ -74,7 +74,7 @@ def training(position: str, precision: str, activation: str) -> str:
         assert result.finite, result
         digest.add(result.loss)
     digest.add(*model.parameters.values(), *model.averages.values())
-    search = relpos.Search(begin=BOS, end=EOS, max_length=6, beam=2)
+    search = relpos.Search(begin=BOS, end=EOS, max_length=6, beam=2, coverage=0.2)
     tokens = sentences(3)
     offsets = np.cumsum([0, *map(len, tokens)])
     batch = relpos.Batch(np.concatenate(tokens).astype(np.int32), offsets)

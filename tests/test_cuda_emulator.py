@@ -126,6 +126,7 @@ CHECKED = [
     ("missing_barrier", r".*(race|has not written).*planted.cpp:\d+"),
     ("read_of_nothing", r"read of shared memory that this block has not written.*planted.cpp:\d+"),
     ("half_written", r"read of global memory that nobody has written.*planted.cpp:\d+"),
+    ("copy_of_nothing", r"copy of global memory that nobody has written, offset 0"),
     ("blocks_meet", r"write-after-write race in global memory.* of another block"),
     ("store_beyond_shared", r"access outside device memory.*planted.cpp:\d+"),
     ("store_beyond_global", r"access outside device memory.*planted.cpp:\d+"),

@@ -316,7 +316,11 @@ static rp_status encode(rpi_cache *c, rpi_run *run) {
   if (c->start.attention) {
     const int64_t bytes = c->longest_source * (int64_t)sizeof(real);
     RPI_TRY(need_numbers(c, &c->attention, c->start.most_rows, c->longest_source));
-    if (!c->ops->host) RPI_TRY(rpi_room_need(&c->seen, c->start.most_rows, bytes));
+    if (!c->ops->host) { /* all of it is read, and nobody writes behind a shorter source */
+      const int64_t numbers = c->start.most_rows * c->longest_source;
+      RPI_TRY(rpi_room_need(&c->seen, c->start.most_rows, bytes));
+      RPI_TRY(c->ops->zero(c->attention.memory, numbers));
+    }
   }
   if (c->source_rows == 0) return RP_OK;
   RPI_TRY(need_numbers(c, &c->cross, c->layers * c->source_rows, c->token));

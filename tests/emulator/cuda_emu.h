@@ -99,6 +99,7 @@ extern void (*access_hook)(const void *, size_t, Access, Fiber *);
 extern void (*sync_hook)(int warp, unsigned mask); /* warp < 0: the whole block */
 extern void (*start_hook)(bool new_launch);
 extern void (*fill_hook)(const void *, size_t, bool fresh); /* fresh: allocated, else written */
+extern void (*copy_hook)(const void *to, const void *from, size_t);
 
 [[noreturn]] void fault(const char *op, const char *file, int line, const std::string &what);
 void check_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel);

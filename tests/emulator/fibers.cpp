@@ -76,6 +76,7 @@ void (*access_hook)(const void *, size_t, Access, Fiber *) = nullptr;
 void (*sync_hook)(int, unsigned) = nullptr;
 void (*start_hook)(bool) = nullptr;
 void (*fill_hook)(const void *, size_t, bool) = nullptr;
+void (*copy_hook)(const void *, const void *, size_t) = nullptr;
 
 namespace {
 

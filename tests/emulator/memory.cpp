@@ -70,7 +70,12 @@ void catch_up(uint64_t much) {
     const auto work = std::move(asked.front());
     asked.pop_front();
     done++;
-    work();
+    try {
+      work();
+    } catch (const Fault &f) {
+      last_fault = f.what();
+      last_error = failed = cudaErrorLaunchFailure;
+    }
   }
 }
 
@@ -168,16 +173,6 @@ bool find_allocation(const void *p, const char **base, size_t *size) {
   return place < found->first + found->second;
 }
 
-static void run_launch(dim3 grid, dim3 block, size_t bytes,
-                       const std::function<void(const Runner &)> &body) {
-  try {
-    body([&](std::function<void()> thread) { run(grid, block, bytes, std::move(thread)); });
-  } catch (const Fault &f) {
-    last_fault = f.what();
-    last_error = failed = cudaErrorLaunchFailure;
-  }
-}
-
 void ask(std::function<void()> work) {
   open_context(current_device());
   const std::lock_guard<std::recursive_mutex> lock(turn);
@@ -194,7 +189,9 @@ cudaError_t launch(dim3 grid, dim3 block, size_t bytes, const void *kernel,
     last_fault = f.what();
     return last_error = cudaErrorLaunchFailure;
   }
-  ask([=] { run_launch(grid, block, bytes, body); });
+  ask([=] {
+    body([&](std::function<void()> thread) { run(grid, block, bytes, std::move(thread)); });
+  });
   return std::exchange(failed, cudaSuccess);
 }
 
@@ -420,7 +417,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
   emu::ask([=] {
     const emu::Open open;
     std::memcpy(to, from, bytes);
-    if (emu::fill_hook != nullptr) emu::fill_hook(to, bytes, false);
+    if (emu::copy_hook != nullptr) emu::copy_hook(to, from, bytes);
   });
   const bool waits = (kind == cudaMemcpyDeviceToHost && !emu::is_locked(to)) ||
                      (kind == cudaMemcpyHostToDevice && !emu::is_locked(from));

@@ -198,6 +198,7 @@ cudaError_t start(const char *name, Run &run) {
   if (is("copy_to_device")) return copy(run.host, run.host, cudaMemcpyHostToDevice);
   if (is("copy_within")) return copy(run.x, run.host, cudaMemcpyDeviceToDevice);
   if (is("copy_of_any_kind")) return copy(run.x, run.host, cudaMemcpyDefault);
+  if (is("copy_of_nothing")) return copy(run.host, run.fresh, cudaMemcpyDeviceToHost);
   if (is("pass")) return launch(pass, one, run.x, run.count);
   if (is("wide_block")) return launch(turn_round, {dim3(1), dim3(1056), sizeof(Smem)}, run.x);
   if (is("empty_block")) return launch(turn_round, {dim3(1), dim3(0), sizeof(Smem)}, run.x);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * race.cpp: finds races, accesses out of bounds and reads of what nobody wrote.
+ * race.cpp: finds races, accesses out of bounds and reads of what nobody wrote, copies too.
  *
  * Kernels are compiled with -fsanitize=thread and linked without it: the compiler then calls
  * __tsan_readN and __tsan_writeN before every access to memory, and those functions are these. Two
@@ -149,13 +149,30 @@ bool locate(const void *p, Place *place) {
   return true;
 }
 
-void fill(const void *p, size_t bytes, bool fresh) {
+/* For every byte of the device from p on, was it written? NULL: p is the host's. */
+char *written_at(const void *p) {
   const char *base;
   size_t size;
-  if (fresh) {
-    written[p].assign(bytes, 0);
-  } else if (bytes > 0 && emu::find_allocation(p, &base, &size)) {
-    std::memset(&written[base][static_cast<size_t>(static_cast<const char *>(p) - base)], 1, bytes);
+  if (!emu::find_allocation(p, &base, &size)) return nullptr;
+  return &written[base][static_cast<size_t>(static_cast<const char *>(p) - base)];
+}
+
+void fill(const void *p, size_t bytes, bool fresh) {
+  if (fresh) written[p].assign(bytes, 0);
+  else if (char *const to = bytes > 0 ? written_at(p) : nullptr) std::memset(to, 1, bytes);
+}
+
+/* What nobody has written may move within the device, and not come to the host. */
+void copy(const void *to, const void *from, size_t bytes) {
+  if (bytes == 0) return;
+  char *const target = written_at(to), *const source = written_at(from);
+  if (source == nullptr) return fill(to, bytes, false);
+  if (target != nullptr) {
+    std::memmove(target, source, bytes);
+  } else if (const void *const gap = std::memchr(source, 0, bytes)) {
+    emu::fault("cudaMemcpyAsync", "?", 0,
+               "checker: copy of global memory that nobody has written, offset " +
+                   std::to_string(static_cast<const char *>(gap) - source));
   }
 }
 
@@ -228,6 +245,7 @@ const bool installed = [] {
   emu::sync_hook = sync;
   emu::start_hook = start;
   emu::fill_hook = fill;
+  emu::copy_hook = copy;
   return true;
 }();
 
