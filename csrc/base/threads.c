@@ -339,10 +339,12 @@ static void *work(void *argument) {
   rpi_float_enter(true);
   for (;;) {
     wait_for_work(seen);
-    if (worker >= atomic_load(&pool.leave_from)) return NULL;
-    if (!enter(worker, &seen)) continue;
-    run_tasks(worker);
-    leave();
+    if (enter(worker, &seen)) {
+      run_tasks(worker);
+      leave();
+    } else if (worker >= atomic_load(&pool.leave_from)) {
+      return NULL; /* asked behind the gate: what it said last came with this number */
+    }
   }
 }
 

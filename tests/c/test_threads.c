@@ -126,6 +126,26 @@ static void test_resizing(void) {
   }
 }
 
+static void count_one(void *done, int64_t task, int worker) {
+  (void)task, (void)worker;
+  atomic_fetch_add((atomic_int *)done, 1);
+}
+
+/* A worker that is told to end while it looks for work just done by others must not take the one
+ * for the other: it was waited for for ever (with ASan, in one of some 30,000 turns). */
+static void test_resizing_often(void) {
+  enum { TURNS = 4000 };
+  atomic_int done = 0;
+  alarm(240);
+  for (int turn = 0; turn < TURNS; turn++) {
+    rpi_threads_set(turn % 2 == 0 ? 8 : 3);
+    rpi_parallel_for(8, 8, count_one, &done);
+    rpi_parallel_for(8, 8, count_one, &done);
+  }
+  alarm(0);
+  CHECK_INT(done, 2 * 8 * TURNS);
+}
+
 /* Calls that follow each other at once (workers spinning), and with pauses long
  * enough for the workers to fall asleep, or to be about to. */
 static void test_many_calls(void) {
@@ -530,6 +550,7 @@ int main(void) {
   test_every_task_once();
   test_workers_are_bounded();
   test_resizing();
+  test_resizing_often();
   test_many_calls();
   test_work_is_shared();
   test_caller_sleeps_until_done();
