@@ -185,7 +185,7 @@ static rp_status read_tensors(rp_model *m, const char *path, int what, listing *
   return status;
 }
 
-static rp_status load(rp_model *m, const char *path, int what, listing *l) {
+static rp_status load(rp_model *m, const char *path, int what, listing *l, bool is_new) {
   counters found = {path, -1, -1};
   if (what == RP_SAVE_OPTIMIZER) {
     RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
@@ -193,7 +193,7 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l) {
               "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
               path, (rpi_wide)found.step, (rpi_wide)found.attempt);
   }
-  RPI_TRY(read_tensors(m, path, what, l, false));
+  RPI_TRY(read_tensors(m, path, what, l, is_new));
   if (what == RP_SAVE_WEIGHTS && m->average) {
     const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
     RPI_TRY(m->ops->copy(m->average, m->weights, bytes));
@@ -202,12 +202,16 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l) {
   return rpi_model_count_from(m, found.step, found.attempt);
 }
 
-rp_status rpi_model_load(rp_model *m, const char *path, int what) {
+static rp_status load_listed(rp_model *m, const char *path, int what, bool is_new) {
   listing l = {.count = 0};
   RPI_TRY(list(m, what, &l));
-  const rp_status status = load(m, path, what, &l);
+  const rp_status status = load(m, path, what, &l, is_new);
   release(&l);
   return status;
+}
+
+rp_status rpi_model_load(rp_model *m, const char *path, int what) {
+  return load_listed(m, path, what, false);
 }
 
 /* ---- a model from a file --------------------------------------------------- */
@@ -254,20 +258,12 @@ static rp_status map_weights(rp_model *m, const char *path) {
   return status;
 }
 
-static rp_status read_weights(rp_model *m, const char *path) {
-  listing l = {.count = 0};
-  RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
-  const rp_status status = read_tensors(m, path, RP_SAVE_WEIGHTS, &l, true);
-  release(&l);
-  return status;
-}
-
 /* Mapped, or else read into memory of their own. */
 static rp_status take_weights(rp_model *m, const char *path) {
   if (m->ops->host) RPI_TRY(map_weights(m, path));
   if (m->weights) return RP_OK;
   RPI_TRY(rpi_model_own_weights(m));
-  return read_weights(m, path);
+  return load_listed(m, path, RP_SAVE_WEIGHTS, true);
 }
 
 rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {

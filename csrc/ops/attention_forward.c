@@ -629,27 +629,28 @@ static void empty_sums(const running *state, int64_t rows, int64_t width, real *
   memset(out, 0, (size_t)(rows * width) * sizeof(real));
 }
 
-static void add_past(int64_t count, const real *restrict from, real *restrict to) {
+static void add_all(int64_t count, const real *restrict from, real *restrict to) {
   for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
+
+static void add_sums(const running *state, int64_t rows, int64_t width, const real *from_sums,
+                     const real *from_out, real *sums, real *out) {
+  for (int x = 0; x < state->used; x++) {
+    const int64_t at = x * state->plane;
+    add_all(rows * RPI_LANES, from_sums + at, sums + at);
+  }
+  add_all(rows * width, from_out, out);
 }
 
 /* Adds sums and out to their past, and begins them anew. */
 static void fold(const running *state, int64_t rows, int64_t width) {
-  for (int x = 0; x < state->used; x++) {
-    const int64_t at = x * state->plane;
-    add_past(rows * RPI_LANES, state->sums + at, state->past_sums + at);
-  }
-  add_past(rows * width, state->out, state->past_out);
+  add_sums(state, rows, width, state->sums, state->out, state->past_sums, state->past_out);
   empty_sums(state, rows, width, state->sums, state->out);
 }
 
 /* Adds the past to sums and out. */
 static void unfold(const running *state, int64_t rows, int64_t width) {
-  for (int x = 0; x < state->used; x++) {
-    const int64_t at = x * state->plane;
-    add_past(rows * RPI_LANES, state->past_sums + at, state->sums + at);
-  }
-  add_past(rows * width, state->past_out, state->out);
+  add_sums(state, rows, width, state->past_sums, state->past_out, state->sums, state->out);
 }
 
 static void forward_rows(const forward_item *item, forward_scratch *w) {

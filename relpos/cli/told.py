@@ -264,9 +264,8 @@ def _check_names(layer: _Layer) -> None:
     names = {"preset", "start", "output", "subwords", *FILES}
     for table, values in (("", layer.model), ("data.", layer.data), ("train.", layer.train)):
         for name, value in values.items():
-            if name not in names:
-                continue
-            if value == "" or (isinstance(value, list) and "" in value):
+            nameless = value == "" or (isinstance(value, list) and "" in value)
+            if name in names and nameless:
                 option = f"--{name.replace('_', '-')}"
                 called = f"{layer.where}{table}{name}" if layer.where else option
                 raise ValueError(f"{called}: expected a name, got ''")

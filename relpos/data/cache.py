@@ -32,7 +32,7 @@ from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_fo
 from relpos.data.pieces import SentencePiece
 from relpos.data.subwords import Side, Words, Wrapped, of_side
 from relpos.data.text import Item, Lines, Pairs, Report, check_text, has_sides
-from relpos.data.vocabulary import Subwords, integers
+from relpos.data.vocabulary import Subwords, integers, is_subwords
 
 FORMAT = 1
 META = "meta.json"
@@ -134,7 +134,7 @@ class TokenCache:
         """
         if isinstance(pairs, str) or not isinstance(pairs, Iterable):
             raise TypeError(f"pairs: expected several, as read_pairs gives, got {pairs!r:.80}")
-        if not isinstance(subwords, Subwords) or isinstance(subwords, type):
+        if not is_subwords(subwords):
             raise TypeError(
                 f"subwords: expected SentencePiece, Words or another relpos.data.Subwords, got "
                 f"{subwords!r:.80}; relpos.data.Wrapped makes them of an object with encode and decode"

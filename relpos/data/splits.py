@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.order import STEP, WORD, Numbers, mixed
-from relpos.data.vocabulary import Subwords
+from relpos.data.vocabulary import Subwords, is_subwords
 from relpos.position.arrays import check_number
 
 Tokens = npt.NDArray[np.int32]
@@ -68,7 +68,7 @@ class Splits:
 
     def __init__(self, subwords: Subwords, chance: float) -> None:
         self.chance = check_chance("chance", chance)
-        if not isinstance(subwords, Subwords) or isinstance(subwords, type):
+        if not is_subwords(subwords):
             raise TypeError(f"subwords: expected Subwords, got {subwords!r:.80}")
         spellings = check_spelled("subwords", subwords).spellings()
         self.size, self.fingerprint = subwords.size, subwords.fingerprint()

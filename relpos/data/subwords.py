@@ -33,6 +33,7 @@ from relpos.data.vocabulary import (
     Folder,
     Subwords,
     description_of,
+    is_subwords,
     save_vocabulary,
     within,
 )
@@ -374,7 +375,7 @@ class Sides:
 
     def __init__(self, source: Subwords, target: Subwords) -> None:
         for name, given in (("source", source), ("target", target)):
-            if not isinstance(given, Subwords) or isinstance(given, type | Sides):
+            if not is_subwords(given) or isinstance(given, Sides):
                 raise TypeError(f"{name}: expected Subwords of one side, got {given!r:.80}")
         self.source, self.target = source, target
 

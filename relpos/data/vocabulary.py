@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from relpos.data.files import write_file, write_json
 
@@ -53,6 +53,11 @@ class Subwords(Protocol):
 
     def save(self, folder: Folder) -> None:
         """Writes into a folder what `load_subwords` reads, if that need not be given the object."""
+
+
+def is_subwords(x: Any) -> TypeGuard[Subwords]:
+    """A class has all that they have, and is none."""
+    return isinstance(x, Subwords) and not isinstance(x, type)
 
 
 def description_of(kind: str, subwords: Subwords) -> dict[str, Any]:

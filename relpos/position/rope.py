@@ -102,9 +102,9 @@ class RoPE(Scheme):
 
     def frequencies(self, D: int) -> npt.NDArray[np.float64]:
         """The angle per position of every pair of a head of width D: (width / 2,)."""
-        if self.angles is not None and 2 * len(self.angles) > D:
-            raise ValueError(f"angles: expected at most D/2={D // 2}, got {len(self.angles)}")
         if self.angles is not None:
+            if 2 * len(self.angles) > D:
+                raise ValueError(f"angles: expected at most D/2={D // 2}, got {len(self.angles)}")
             return np.array(self.angles)
         width = D if self.width is None else int(self.width)
         if width > D or width % 2 != 0:

@@ -43,6 +43,7 @@ from relpos.data import (
 from relpos.data.batches import check_seed
 from relpos.data.splits import check_chance, check_spelled
 from relpos.data.subwords import save_subwords, wants_object
+from relpos.data.vocabulary import is_subwords
 from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import find_model
@@ -641,7 +642,7 @@ def _check_minutes(name: str, value: float) -> float:
 
 def _made(makes: Callable[[], Subwords]) -> Subwords:
     own = makes()
-    if not isinstance(own, Subwords) or isinstance(own, type):
+    if not is_subwords(own):
         raise TypeError(f"subwords: expected it to make Subwords, got {own!r:.80}")
     return own
 
