@@ -3,7 +3,8 @@
 
     prepare    where there is a network: wheels of NumPy and pytest into build/gpu-wheels
     build      libcore with its own products, librelpos_cuda.so for this card, the binding
-    test       the tests of cuda/ on the card, and the words of every function of ptx.h
+    test       the tests of cuda/ on the card, and the words of every function of ptx.h; by several
+               processes where pytest-xdist is
     sanitize   compute-sanitizer's four tools over tests/gpu_small.py
     bench      benchmarks/bench_cuda.py
 
@@ -28,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,19 @@ OUT = ROOT / "build" / "gpu-check"
 WHEELS = ROOT / "build" / "gpu-wheels"
 SITE = OUT / "site"
 CUDA = ROOT / "build" / "cuda" / "librelpos_cuda.so"
-PACKAGES = ("numpy", "pytest", "setuptools")
+PACKAGES = {
+    "numpy": "numpy",
+    "pytest": "pytest",
+    "xdist": "pytest-xdist",
+    "setuptools": "setuptools",
+}
 MINUTES = 8.5
 MORE = 3  # status: time is up, start it again
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SHARES = 8  # of tests/gpu_small.py, each a step of its own
 DONE = ("passed", "skipped")
+CHECKERS = 8  # at once
+PROCESSES = 12  # of pytest: most of a test's time is NumPy's
 # These are about the emulator, or about how things are built.
 NOT_ON_A_GPU = tuple(f"test_cuda_{of}.py" for of in ("emulator", "orders", "build", "vectors"))
 
@@ -218,7 +227,7 @@ def surroundings() -> dict[str, str]:
 
 def prepare(part: Part) -> int:
     command = (sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:")
-    part.step("wheels", *command, "--dest", WHEELS, *PACKAGES)
+    part.step("wheels", *command, "--dest", WHEELS, *PACKAGES.values())
     return part.finish()
 
 
@@ -232,7 +241,7 @@ sys.exit(all(d.problem or not d.name.startswith("cuda") for d in relpos.devices(
 
 def build(part: Part) -> int:
     part.done.clear()  # make and nvcc.py know themselves what is there already
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [of for name, of in PACKAGES.items() if importlib.util.find_spec(name) is None]
     if missing:
         command = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index")
         part.step("packages", *command, "--find-links", WHEELS, "--target", SITE, *missing)
@@ -246,7 +255,12 @@ def build(part: Part) -> int:
     return part.finish()
 
 
-VERDICT = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+VERDICTS = "PASSED|FAILED|ERROR|SKIPPED"
+# Of pytest -v, without and with pytest-xdist.
+VERDICT = re.compile(
+    rf"^(?:(tests/\S+::.*?) ({VERDICTS})|\[gw\d+\] \[ *\d+%\] ({VERDICTS}) (tests/\S+::.*?) *$)",
+    re.MULTILINE,
+)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -255,22 +269,21 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = [item for item in items if done.get(item.nodeid) not in DONE]
 
 
-def run_tests(part: Part, file: Path) -> None:
-    """The tests of a file that are not done yet; what is done is kept, also if time runs out."""
+def run_tests(part: Part, files: list[Path], processes: int = 0) -> None:
+    """The tests of these files that are not done yet; what is done is kept, also if time runs out."""
     part.write()
-    command = (sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short")
-    command += ("-p", "no:cacheprovider", "-p", "gpu_check")
-    status, text = part.run(*command, file.relative_to(ROOT), GPU_CHECK_DONE=str(part.path))
-    for name, verdict in VERDICT.findall(text):
-        part.done[name] = verdict.lower() if verdict.lower() in DONE else f"failed: {verdict}"
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short"]
+    command += ["-p", "no:cacheprovider", "-p", "gpu_check"]
+    command += ["-n", str(processes)] if processes else []
+    names = [str(file.relative_to(ROOT)) for file in files]
+    status, text = part.run(*command, *names, GPU_CHECK_DONE=str(part.path))
+    for alone, verdict, shared, name in VERDICT.findall(text):
+        ended = (verdict or shared).lower()
+        part.done[alone or name] = ended if ended in DONE else f"failed: {ended}"
     part.write()
     if status is None:
         part.stop()
-    known = any(what.startswith(f"tests/{file.name}::") for what in part.done)
-    if status in (0, 5):  # passed; none left, or skipped as a whole
-        part.keep(file.name, "passed" if known else "skipped")
-    else:
-        part.keep(file.name, f"failed ({status}): {text[-2000:]}")
+    part.keep("pytest", "passed" if status in (0, 5) else f"failed ({status}): {text[-2000:]}")
 
 
 def test(part: Part) -> int:
@@ -282,22 +295,28 @@ def test(part: Part) -> int:
         (OUT / "ptx_vectors.txt").write_text(head + text)
         part.keep("vectors run", "passed" if status == 0 else f"failed: {text[-500:]}")
     files = sorted((ROOT / "tests").glob("test_cuda_*.py"))
-    for file in files:
-        if file.name in NOT_ON_A_GPU or part.done.get(file.name) in DONE:
-            continue
-        if part.left() < 10:
-            part.stop()
-        run_tests(part, file)
+    parallel = importlib.util.find_spec("xdist") is not None
+    processes = min(PROCESSES, os.cpu_count() or 1) if parallel else 0
+    run_tests(part, [file for file in files if file.name not in NOT_ON_A_GPU], processes)
     return part.finish()
 
 
 def sanitize(part: Part) -> int:
-    for tool, share in itertools.product(TOOLS, range(1, SHARES + 1)):
-        if part.left() < 30:
-            part.stop()
+    """Several at once: most of the time is the checker's, on the host."""
+
+    def look(tool: str, share: int) -> None:
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         command += ("--target-processes", "all", sys.executable, "tests/gpu_small.py")
         part.step(f"{tool} {share}/{SHARES}", *command, f"{share}/{SHARES}")
+
+    with ThreadPoolExecutor(min(CHECKERS, os.cpu_count() or 1)) as pool:
+        every = [pool.submit(look, *of) for of in itertools.product(TOOLS, range(1, SHARES + 1))]
+        for one in every:
+            try:
+                one.result()
+            except SystemExit:  # time is up
+                pool.shutdown(cancel_futures=True)
+                raise
     return part.finish()
 
 

@@ -3,6 +3,7 @@
 
     python benchmarks/bench_cuda.py --output cuda.json                 everything
     python benchmarks/bench_cuda.py --only attention --minutes 8       goes on where the last stopped
+    python benchmarks/bench_cuda.py --compile 1/4 & ... 4/4            a share of the peers' compiling
     python benchmarks/bench_cuda.py --dry-run                          the smallest, on the emulator
 
 Attention: bf16, D = 64, B H N^2 the same work for every n, forward and backward. A round times every
@@ -10,12 +11,15 @@ side once, between two events on torch's stream, after a write that takes the ca
 a figure is the median of the rounds with their quartiles. Sides:
 
     ours plain, ours shaw (both terms, k = 16), ours key (the key term)
-    torch plain      scaled_dot_product_attention
-    torch flex       FlexAttention, compiled, with the key term as score_mod
+    torch plain      scaled_dot_product_attention as torch chooses, and by cuDNN and FlashAttention
+    torch flex       FlexAttention, compiled, key term as score_mod, blocks of the future skipped
     torch gather     the formula with both terms by gather and scatter, compiled
 
 The step: paper-base and paper-big in bf16 with 25,000 + 25,000 tokens; ours, ours with absolute
-positions, and the compiled peer of peers/torch_step.py under autocast.
+positions, and the compiled peers of peers/torch_step.py under autocast: bands by strides, and by gather.
+
+Peers are compiled before they are timed, which takes minutes: --compile does nothing else, for a share
+of them, into torch's cache (TORCHINDUCTOR_CACHE_DIR), so that several processes can share the work.
 
 What is measured is written at once, with card, clocks, driver and command; a case that is there
 already, of the same sources, is not measured again.
@@ -33,6 +37,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +54,14 @@ from sources import digest  # noqa: E402
 
 Json = dict[str, Any]
 Call = Callable[[], Any]
+Peer = Callable[..., Any]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, WIDTH, CLIP, TOKENS = 16, 64, 16, 16384  # B = TOKENS / n
-STEPS = {"base": "paper-base", "big": "paper-big"}
+STEPS = ("paper-base", "paper-big")
 STEP_TOKENS, SENTENCE = 25_000, 25
-ROUNDS, FLUSH = 30, 256 << 20
+STEP_PEERS = ("compiled", "compiled gather")  # of the step
+ROUNDS, FLUSH = 30, 1 << 30
 MORE = 3  # status: time is up, start it again
 
 # ------------------------------------------------------------------------------------ the machine
@@ -224,18 +231,41 @@ def torch_side(peer: Any, x: Json, causal: bool, tables: bool) -> tuple[Call, Ca
     return forward, backward
 
 
+def by_backend(name: str) -> Peer:
+    """Torch's own attention, by one of its libraries."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def peer(*inputs: torch.Tensor, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return torch_attention.plain(*inputs, causal=causal)
+
+    return peer
+
+
+def torch_makers(
+    x: Json, causal: bool, compiled: bool
+) -> dict[str, Callable[[], tuple[Call, Call]]]:
+    """By name: what makes (forward, backward) of a peer."""
+    plain: dict[str, Peer] = {"torch plain": torch_attention.plain}
+    plain |= {"torch cudnn": by_backend("CUDNN_ATTENTION")}
+    plain |= {"torch flash": by_backend("FLASH_ATTENTION")}
+    relative: dict[str, Peer] = {"torch flex": torch_attention.flex}
+    relative["torch gather"] = torch.compile(torch_attention.gather, dynamic=False)
+    makers = {}
+    for name, peer in (relative if compiled else plain).items():
+        makers[name] = partial(torch_side, peer, x, causal, compiled)
+    return makers
+
+
 def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
     """By name: (forward, backward), or why there is none."""
-    compiled = torch.compile(torch_attention.gather, dynamic=False)
     makers: dict[str, Callable[[], tuple[Call, Call]]] = {
         "ours plain": lambda: ours.prepare(x, (), causal),
         "ours shaw": lambda: ours.prepare(x, ("key", "value"), causal),
         "ours key": lambda: ours.prepare(x, ("key",), causal),
-        "torch plain": lambda: torch_side(torch_attention.plain, x, causal, False),
     }
-    if not dry:
-        makers["torch flex"] = lambda: torch_side(torch_attention.flex, x, causal, True)
-        makers["torch gather"] = lambda: torch_side(compiled, x, causal, True)
+    makers |= torch_makers(x, causal, compiled=False)
+    makers |= {} if dry else torch_makers(x, causal, compiled=True)
     sides: Json = {}
     for name, make in makers.items():
         try:
@@ -246,12 +276,38 @@ def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
             if name.startswith("ours"):
                 raise
             sides[name] = f"{type(error).__name__}: {str(error)[:300]}"
+            if not dry:
+                torch.cuda.empty_cache()
     return sides
+
+
+def compile_share(share: str) -> None:
+    """The k-th of n shares of what torch compiles here; the longest first."""
+    k, n = (int(word) for word in share.split("/"))
+    work: list[Callable[[], Any]] = []
+    for model in STEPS:
+        case = {"model": model, "tokens": STEP_TOKENS, "length": SENTENCE, "threads": 2}
+        work += [partial(torch_step, case, peer) for peer in STEP_PEERS]
+    for length in LENGTHS:
+        for causal in (False, True):
+            work.append(partial(compile_attention, length, causal))
+    for one in work[k - 1 :: n]:
+        one()
+        torch.cuda.empty_cache()
+
+
+def compile_attention(n: int, causal: bool) -> None:
+    for make in torch_makers(arrays(n, HEADS), causal, compiled=True).values():
+        try:
+            for call in make():
+                call()
+        except Exception as error:
+            print(f"n={n}, causal={causal}: {type(error).__name__}: {str(error)[:300]}")
 
 
 def measure_attention(report: Report, ours: Ours, options: argparse.Namespace) -> None:
     heads = 1 if options.dry_run else HEADS
-    for n in (64,) if options.dry_run else LENGTHS:
+    for n in (64,) if options.dry_run else options.lengths:
         for causal in (False, True):
             names = [f"attention {p} n={n} causal={causal}" for p in ("forward", "backward")]
             if all(report.has(name) for name in names):
@@ -290,14 +346,16 @@ def step_sides(model: str, tokens: int, dry: bool) -> Json:
         )
         sides[name] = lambda t=transformer, b=batch: t.step(b)
     if not dry:
-        sides["torch compiled"] = torch_step(bench_step.shape_of(bench_step.config_of(case)), case)
+        sides |= {f"torch {peer}": torch_step(case, peer) for peer in STEP_PEERS}
     return sides
 
 
-def torch_step(shape: Any, case: Json) -> Call | str:
+def torch_step(case: Json, peer: str) -> Call | str:
+    import bench_step
     from peers.torch_step import PEERS
     from peers.torch_training import Batch
 
+    shape = bench_step.shape_of(bench_step.config_of(case))
     size = (case["tokens"] // case["length"], case["length"])
     ids = [torch.randint(3, shape.vocabulary, size) for _ in range(3)]
 
@@ -306,7 +364,7 @@ def torch_step(shape: Any, case: Json) -> Call | str:
             return step.step()
 
     try:
-        step = PEERS["compiled"](shape, Batch(*ids))
+        step = PEERS[peer](shape, Batch(*ids))
         call()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
@@ -314,9 +372,9 @@ def torch_step(shape: Any, case: Json) -> Call | str:
 
 
 def measure_steps(report: Report, options: argparse.Namespace) -> None:
-    for model, preset in STEPS.items():
-        name = f"step {preset}"
-        if report.has(name) or (options.dry_run and model != "base"):
+    for model in STEPS[:1] if options.dry_run else STEPS:
+        name = f"step {model}"
+        if report.has(name):
             continue
         report.leave_in_time()
         tokens = 2 * SENTENCE if options.dry_run else STEP_TOKENS
@@ -391,6 +449,8 @@ def parse() -> argparse.Namespace:
     add("--minutes", type=float, default=math.inf, help="stop between cases after that long")
     add("--rounds", type=int, default=ROUNDS)
     add("--core", type=Path, default=ROOT / "build" / "release" / "libcore.so")
+    add("--lengths", type=int, nargs="+", default=LENGTHS, help="of attention")
+    add("--compile", metavar="K/N", help="compile this share of the peers, and nothing else")
     add("--dry-run", action="store_true", help="small, on the CPU, with the emulated library")
     options = parser.parse_args()
     if options.output.parent == Path("."):
@@ -408,6 +468,9 @@ def main() -> int:
         os.environ.setdefault("EMU_OPEN", "1")  # torch's arrays are the host's
     else:
         torch.set_default_device("cuda")
+    if options.compile:
+        compile_share(options.compile)
+        return 0
     report = Report(options)
     print(json.dumps(report.machine))
     if options.only != "step":

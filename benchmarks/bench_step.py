@@ -65,10 +65,10 @@ def make_case(options: argparse.Namespace, model: str, **changes: Any) -> Json:
 
 
 def config_of(case: Json, absolute: bool = False) -> Any:
-    """The preset of a case; absolute: sinusoids in place of relations."""
+    """The preset of a case, by ours or by its own name; absolute: sinusoids in place of relations."""
     import relpos
 
-    config = relpos.Config.preset(MODELS[case["model"]])
+    config = relpos.Config.preset(MODELS.get(case["model"], case["model"]))
     changes: Json = {"max_length": max(config.max_length, case["length"])} | case.get("config", {})
     for stack in ("encoder", "decoder") if absolute else ():
         changes |= {f"{stack}.position": "none", f"{stack}.absolute": "sinusoidal"}

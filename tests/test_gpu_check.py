@@ -63,19 +63,22 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_has_been_tested_is_not_tested_again(check: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_what_has_been_tested_is_not_tested_again(
+    check: ModuleType, tmp_path: Path, processes: int
+) -> None:
     file = tmp_path / "tests" / "test_few.py"
     file.write_text(FEW)
     part = check.Part("test", 1)
-    check.run_tests(part, file)
+    check.run_tests(part, [file], processes)
     assert part.finish() == 1
-    assert part.result["failed"] == ["tests/test_few.py::test_ab", "test_few.py"]
+    assert part.result["failed"] == ["tests/test_few.py::test_ab", "pytest"]
     assert part.result["skipped"] == ["tests/test_few.py::test_not_here"]
     (tmp_path / "mended").touch()
     part = check.Part("test", 1)
-    check.run_tests(part, file)
+    check.run_tests(part, [file], processes)
     assert part.finish() == 0 and len(part.done) == 6
-    assert (tmp_path / "begun").read_text() == "abccdb"
+    assert sorted((tmp_path / "begun").read_text()) == sorted("abccdb")
     file.write_text(FEW + "\n")
     assert check.Part("test", 1).done == {}
 

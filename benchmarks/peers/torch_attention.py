@@ -310,15 +310,22 @@ def tiled(
 # --------------------------------------------------------------------------------------------- flex
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, to_relation: Tensor, clip: int, causal: bool) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, to_relation: Tensor, clip: int, mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        s = s + to_relation[b, h, i, (j - i).clamp(-clip, clip) + clip]
-        return torch.where(j <= i, s, -math.inf) if causal else s
+        return s + to_relation[b, h, i, (j - i).clamp(-clip, clip) + clip]
 
-    out: Tensor = flex_attention(q, k, v, score_mod=score)
+    out: Tensor = flex_attention(q, k, v, score_mod=score, block_mask=mask)
     return out
+
+
+@cache
+def _causal_blocks(n: int, device: str) -> Any:
+    """What is to be skipped: blocks of the future."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: j <= i, None, None, n, n, device=device)
 
 
 def flex(
@@ -330,7 +337,8 @@ def flex(
     with the table stays outside: torch 2.13 fails to compile a score_mod that captures it.
     """
     to_relation = (q @ key_table.mT) * q.shape[-1] ** -0.5
-    return _compiled(_flex)(q, k, v, to_relation, key_table.shape[-2] // 2, causal)
+    mask = _causal_blocks(q.shape[-2], str(q.device)) if causal else None
+    return _compiled(_flex)(q, k, v, to_relation, key_table.shape[-2] // 2, mask)
 
 
 @cache

@@ -4,8 +4,9 @@
     eager      attention with a backward of its own: heads first, so that one copy serves the
                products with tables and with keys; gather and scatter_add for the relations
     compiled   plain operations without index arithmetic, for torch.compile
+    gathered   as everyone writes it, for torch.compile on a GPU, where gather costs little
     dropout    a mask of random bytes, 26 of 256 for 0.1, as relpos: bernoulli_ costs several times
-               as much, and inductor's own draws a number at a time
+               as much, and inductor's own draws a number at a time; a GPU has numbers enough
 
 Attention without relations and without dropout is torch's own kernel. Sentences are equally long.
 """
@@ -241,6 +242,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, rate: float, *tables: 
         right = torch.where(distance > clip, p, 0.0).sum(-1, keepdim=True)
         first, last = inner[..., :1] + left, inner[..., -1:] + right
         sums = torch.cat((first, inner[..., 1:-1], last), -1)
+        out = out + (sums.flatten(1, 2) @ value).view_as(out)
+    return out
+
+
+def attend_by_gather(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, rate: float, *tables: Tensor
+) -> Tensor:
+    """The same by an index for each pair."""
+    H, B, n, _ = q.shape
+    scores = q @ k.mT
+    if tables:
+        key, value = (_per_head(table, H) for table in tables)
+        index = relations(n, key.shape[1] // 2, False).expand(H, B, n, n)
+        to_relation = (q.flatten(1, 2) @ key.mT).unflatten(1, (B, n))
+        scores = scores + to_relation.gather(-1, index)
+    scores = scores * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores + future(n)
+    p = F.dropout(scores.softmax(-1), rate)
+    out = p @ v
+    if tables:
+        sums = torch.zeros_like(to_relation, dtype=p.dtype).scatter_add(-1, index, p)
         out = out + (sums.flatten(1, 2) @ value).view_as(out)
     return out
 

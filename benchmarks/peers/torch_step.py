@@ -61,6 +61,13 @@ def compiled(shape: Shape, batch: Batch) -> Step:
     return step
 
 
+def compiled_gather(shape: Shape, batch: Batch) -> Step:
+    """The same with gather, and dropout by the compiler: for GPUs."""
+    step = own(shape, batch, stacks.attend_by_gather, F.dropout)
+    step.hidden = torch.compile(step.hidden, dynamic=False)
+    return step
+
+
 def compiled_around(shape: Shape, batch: Batch) -> Step:
     """The eager attention, with what lies between by torch.compile."""
     stacks.register_bytes()
@@ -235,6 +242,7 @@ PEERS: dict[str, Callable[[Shape, Batch], Step]] = {
     "compiled": compiled,
     "compiled absolute": absolute(compiled),
     "compiled around attention": compiled_around,
+    "compiled gather": compiled_gather,
     "OpenNMT-py": opennmt,
     "OpenNMT-py as written": as_written(opennmt),
 }
