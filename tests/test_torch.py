@@ -41,8 +41,11 @@ LABELS = np.random.default_rng(0).integers(-1, 3, (B, 1, N, N)).astype(np.int8)
 
 def tensor(*shape: int, seed: int = 0, dtype: Any = None, grad: bool = True) -> Any:
     generator = torch.Generator().manual_seed(seed + 100 * sum(shape))
-    x = 0.7 * torch.randn(*shape, generator=generator, dtype=dtype or torch.float32)
-    return x.requires_grad_(grad)
+    drawn = (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )  # torch draws others its own way
+    x = 0.7 * torch.randn(*shape, generator=generator, dtype=drawn)
+    return x.to(dtype or drawn).requires_grad_(grad)
 
 
 def qkv(dtype: Any = None) -> list[Any]:

@@ -43,7 +43,10 @@ from relpos.torch.operation import OPERATION
 
 __all__ = ["Attention", "attention"]
 
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # from torch 2.7 on
+
+def _is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which says yes to all that torch.compile compiles up to 2.11."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 class Attention(torch.nn.Module):
