@@ -270,11 +270,20 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def run_tests(part: Part, files: list[Path], processes: int = 0) -> None:
-    """The tests of these files that are not done yet; what is done is kept, also if time runs out."""
+    """The tests of these files that are not done yet; what is done is kept, also if time runs out.
+    Those that look at the whole GPU come when the others are done."""
+    if processes:
+        run_pytest(part, "pytest", files, "-n", str(processes), "-m", "not alone")
+        run_pytest(part, "pytest, alone", files, "-m", "alone")
+    else:
+        run_pytest(part, "pytest", files)
+
+
+def run_pytest(part: Part, what: str, files: list[Path], *options: str) -> None:
     part.write()
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short"]
     command += ["-p", "no:cacheprovider", "-p", "gpu_check"]
-    command += ["-n", str(processes)] if processes else []
+    command += options
     names = [str(file.relative_to(ROOT)) for file in files]
     status, text = part.run(*command, *names, GPU_CHECK_DONE=str(part.path))
     for alone, verdict, shared, name in VERDICT.findall(text):
@@ -283,7 +292,7 @@ def run_tests(part: Part, files: list[Path], processes: int = 0) -> None:
     part.write()
     if status is None:
         part.stop()
-    part.keep("pytest", "passed" if status in (0, 5) else f"failed ({status}): {text[-2000:]}")
+    part.keep(what, "passed" if status in (0, 5) else f"failed ({status}): {text[-2000:]}")
 
 
 def test(part: Part) -> int:

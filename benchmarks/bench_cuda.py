@@ -60,7 +60,8 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HEADS, WIDTH, CLIP, TOKENS = 16, 64, 16, 16384  # B = TOKENS / n
 STEPS = ("paper-base", "paper-big")
 STEP_TOKENS, SENTENCE = 25_000, 25
-STEP_PEERS = ("compiled", "compiled gather")  # of the step
+STEP_PEERS = ("compiled gather", "compiled skew")  # of the step
+LOAD = "clocks.sm,temperature.gpu,power.draw"  # as a case has ended
 ROUNDS, FLUSH = 30, 1 << 30
 MORE = 3  # status: time is up, start it again
 
@@ -74,11 +75,16 @@ def asked(*command: str) -> str:
         return ""
 
 
+def own_card() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
 def machine(dry: bool) -> Json:
     """What stands beside every figure."""
-    names = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    line = asked("nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={own}")
+    names = "name,driver_version,clocks.mem,clocks.max.sm,power.limit"
+    line = asked(
+        "nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader", f"--id={own_card()}"
+    )
     card = dict(zip(names.split(","), (word.strip() for word in line.split(",")), strict=False))
     return card | {
         "commit": asked("git", "rev-parse", "HEAD").strip(),
@@ -145,6 +151,7 @@ class Ours:
         bf16 = device_capi.BF16
         size = ctypes.sizeof(device_capi.Placement)
         self.where = device_capi.Placement(size, b"cuda", stream, bf16, bf16)
+        self.workspace: Json = {}  # bytes of forward and of backward, by terms
 
     def prepare(self, x: Json, terms: tuple[str, ...], causal: bool) -> tuple[Call, Call]:
         q = x["q"]
@@ -163,6 +170,7 @@ class Ours:
         forward, backward = ctypes.c_int64(), ctypes.c_int64()
         sizes = (ctypes.byref(forward), ctypes.byref(backward))
         self.check(self.lib.rp_attention_workspace(ctypes.byref(a), *sizes))
+        self.workspace[" ".join(terms) or "plain"] = [forward.value, backward.value]
         bytes_needed = max(forward.value, backward.value, 1) + 256
         memory = torch.empty(bytes_needed, dtype=torch.uint8)
         place = (memory.data_ptr() + 255) // 256 * 256
@@ -286,8 +294,7 @@ def compile_share(share: str) -> None:
     k, n = (int(word) for word in share.split("/"))
     work: list[Callable[[], Any]] = []
     for model in STEPS:
-        case = {"model": model, "tokens": STEP_TOKENS, "length": SENTENCE, "threads": 2}
-        work += [partial(torch_step, case, peer) for peer in STEP_PEERS]
+        work += [partial(torch_step, case_of(model), peer) for peer in STEP_PEERS]
     for length in LENGTHS:
         for causal in (False, True):
             work.append(partial(compile_attention, length, causal))
@@ -323,22 +330,33 @@ def measure_attention(report: Report, ours: Ours, options: argparse.Namespace) -
                 for result in results.values():
                     result["tflops"] = factor * pairs * WIDTH / result["seconds"] / 1e12
                 report.add(names[part], results, failed)
-            report.memory(names[1])
+            report.memory(names[1], ours.workspace)
 
 
 # ------------------------------------------------------------------------------------------- step
+
+
+def config_of_step(model: str, dry: bool, absolute: bool = False) -> Any:
+    import bench_step
+    import relpos
+
+    return relpos.Config.preset("tiny") if dry else bench_step.config_of(case_of(model), absolute)
+
+
+def case_of(model: str, tokens: int = STEP_TOKENS) -> Json:
+    return {"model": model, "tokens": tokens, "length": SENTENCE, "threads": 2}
 
 
 def step_sides(model: str, tokens: int, dry: bool) -> Json:
     import bench_step
     import relpos
 
-    case = {"model": model, "tokens": tokens, "length": SENTENCE, "threads": 2}
+    case = case_of(model, tokens)
     sides: Json = {}
     precision = "bf16"
     torch.cuda.empty_cache()  # what the peers before have let go is ours to ask for
     for name, absolute in (("ours", False), ("ours absolute", True)):
-        config = relpos.Config.preset("tiny") if dry else bench_step.config_of(case, absolute)
+        config = config_of_step(model, dry, absolute)
         batch = bench_step.batch_of(config, bench_step.lengths_of(case)[0], False)
         room = max(len(batch.source), len(batch.target))
         transformer = relpos.Transformer(
@@ -348,6 +366,16 @@ def step_sides(model: str, tokens: int, dry: bool) -> Json:
     if not dry:
         sides |= {f"torch {peer}": torch_step(case, peer) for peer in STEP_PEERS}
     return sides
+
+
+def flops_of(config: Any, tokens: int) -> float:
+    """Of a step's products: weights six a number and token, attention in the same ratio."""
+    C, F, n = config.width, config.feed_forward, SENTENCE
+    wide = config.heads * config.head_width
+    encoder = 4 * C * wide + 2 * C * F + 2 * n * wide
+    decoder = 8 * C * wide + 2 * C * F + 3 * n * wide
+    layers = config.encoder.layers * encoder + config.decoder.layers * decoder
+    return 6.0 * tokens * (layers + C * config.target_vocabulary)
 
 
 def torch_step(case: Json, peer: str) -> Call | str:
@@ -382,8 +410,10 @@ def measure_steps(report: Report, options: argparse.Namespace) -> None:
         failed = {side: why for side, why in sides.items() if isinstance(why, str)}
         calls = {side: call for side, call in sides.items() if side not in failed}
         results = take_turns(report.clock, calls, options.rounds)
+        flops = flops_of(config_of_step(model, options.dry_run), tokens)
         for result in results.values():
             result["tokens_a_second"] = 2 * tokens / result["seconds"]
+            result["tflops"] = flops / result["seconds"] / 1e12
         report.add(name, results, failed)
         report.memory(name)
         del sides, calls  # before the next one's are made
@@ -415,7 +445,10 @@ class Report:
             sys.exit(MORE)
 
     def add(self, name: str, results: dict[str, Json], failed: dict[str, str]) -> None:
-        self.cases[name] = {"sides": results, "failed": failed, "machine": self.machine}
+        load = asked(
+            "nvidia-smi", f"--query-gpu={LOAD}", "--format=csv,noheader", f"--id={own_card()}"
+        )
+        self.cases[name] = {"sides": results, "failed": failed, "after": f"{LOAD}: {load.strip()}"}
         print(name)
         for side, r in sorted(results.items()):
             more = [f"{r[k]:.4g} {k}" for k in ("tflops", "tokens_a_second") if k in r]
@@ -425,8 +458,10 @@ class Report:
             print(f"  {side:<16} failed: {why}")
         self.write()
 
-    def memory(self, name: str) -> None:
-        """The most that torch's side held; ours is in relpos.devices() and the model's plan."""
+    def memory(self, name: str, workspace: Json | None = None) -> None:
+        """The most that torch's side held, and ours beside arrays; a model's is in its plan."""
+        if workspace is not None:
+            self.cases[name]["workspace_bytes"] = dict(workspace)
         if torch.cuda.is_available():
             self.cases[name]["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()

@@ -508,6 +508,7 @@ def test_nothing_leaks(freed: Callable[[], int]) -> None:
     assert [x.lent for x in there] == [0] * 5
 
 
+@pytest.mark.alone
 def test_many_masks_take_no_more_room_than_they_may() -> None:
     """What the host gives is kept on the GPU in 256 MiB: of masks of 64 MiB four."""
     batch, n, count = 64, 1024, 8

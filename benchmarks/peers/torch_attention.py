@@ -44,9 +44,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 @cache
-def relation_index(n: int, clip: int) -> Tensor:
+def relation_index(n: int, clip: int, device: torch.device) -> Tensor:
     """r(i,j), int64 [n, n]."""
-    position = torch.arange(n)
+    position = torch.arange(n, device=device)
     return (position[None, :] - position[:, None]).clamp(-clip, clip) + clip
 
 
@@ -55,20 +55,20 @@ def gather(
 ) -> Tensor:
     """The formula as everyone writes it, without the [N, N, D] array."""
     n = q.shape[-2]
-    index = relation_index(n, key_table.shape[-2] // 2).expand(*q.shape[:-1], n)
+    index = relation_index(n, key_table.shape[-2] // 2, q.device).expand(*q.shape[:-1], n)
     q = q * q.shape[-1] ** -0.5
     to_relation = q @ key_table.mT  # [B, H, N, T]
     scores = q @ k.mT + to_relation.gather(-1, index)
     if causal:
-        scores = scores.masked_fill(_future(n), -math.inf)
+        scores = scores.masked_fill(_future(n, q.device), -math.inf)
     p = scores.softmax(-1)
     buckets = torch.zeros_like(to_relation).scatter_add(-1, index, p)
     return p @ v + buckets @ value_table
 
 
 @cache
-def _future(n: int) -> Tensor:
-    return torch.ones(n, n, dtype=torch.bool).triu(1)
+def _future(n: int, device: torch.device) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1)
 
 
 # ------------------------------------------------------------------------------------------- skewed
@@ -100,7 +100,7 @@ def skewed(
     the left run then has no term at all.
     """
     n, clip = q.shape[-2], key_table.shape[-2] // 2
-    position = torch.arange(n)
+    position = torch.arange(n, device=q.device)
     distance = position[None, :] - position[:, None]
     first = value_table[..., :1, :]
     q = q * q.shape[-1] ** -0.5
@@ -197,7 +197,7 @@ class _Tiles:
         self.window.add(tile, first, to_relation)
         if self.causal:
             rows = tile.shape[1]
-            tile[..., first:].masked_fill_(_future(rows), -math.inf)
+            tile[..., first:].masked_fill_(_future(rows, tile.device), -math.inf)
         return torch.softmax(tile, -1, out=tile)
 
 

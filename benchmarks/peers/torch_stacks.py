@@ -76,7 +76,9 @@ def initial(shape: Shape) -> Parameters:
 
 def random_bytes(x: Tensor) -> Tensor:
     """A byte for every number of x: eight of each random word."""
-    words = torch.empty(-(-x.numel() // 8), dtype=torch.int64).random_(-(2**63), None)
+    words = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(
+        -(2**63), None
+    )
     return words.view(torch.uint8)[: x.numel()].view(x.shape)
 
 
@@ -91,17 +93,17 @@ def drop(x: Tensor, rate: float) -> Tensor:
 
 
 @cache
-def relations(n: int, k: int, causal: bool) -> Tensor:
+def relations(n: int, k: int, causal: bool, device: torch.device) -> Tensor:
     """The row for each pair, int64 [n, n]; 2k + 1, a column of -inf, where the key is hidden."""
-    position = torch.arange(n)
+    position = torch.arange(n, device=device)
     distance = position[None, :] - position[:, None]
     rows = distance.clamp(-k, k) + k
     return rows.masked_fill(distance > 0, 2 * k + 1) if causal else rows
 
 
 @cache
-def future(n: int) -> Tensor:
-    return torch.full((n, n), -math.inf).triu_(1)
+def future(n: int, device: torch.device) -> Tensor:
+    return torch.full((n, n), -math.inf, device=device).triu_(1)
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -120,11 +122,11 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         if tables:
             key, value = (_per_head(table, H) for table in tables)
             to_relation = F.pad(q.flatten(1, 2) @ key.mT, (0, 1), value=-math.inf)
-            index = relations(n, key.shape[1] // 2, causal).expand(H, B, n, n)
+            index = relations(n, key.shape[1] // 2, causal, q.device).expand(H, B, n, n)
             p = to_relation.view(H, B, n, -1).gather(-1, index).flatten(0, 1)
             p.baddbmm_(q.flatten(0, 1), k.flatten(0, 1).mT, beta=scale, alpha=scale)
         elif causal:
-            p = torch.baddbmm(future(n), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+            p = torch.baddbmm(future(n, q.device), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
         else:
             p = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).mul_(scale)
         torch.softmax(p, -1, out=p)
@@ -150,7 +152,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         own: list[Tensor] = []
         if tables:
             key, value = (_per_head(table, H) for table in tables)
-            index = relations(n, key.shape[1] // 2, ctx.causal).expand(H, B, n, n)
+            index = relations(n, key.shape[1] // 2, ctx.causal, q.device).expand(H, B, n, n)
             to_value = F.pad(dout.flatten(1, 2) @ value.mT, (0, 1)).view(H, B, n, -1)
             ds = to_value.gather(-1, index).flatten(0, 1)
             ds.baddbmm_(dout.flatten(0, 1), v.flatten(0, 1).mT)
@@ -220,7 +222,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, rate: float, *tables: 
     The band is an array read back with another row stride (torch_attention.skew).
     """
     H, B, n, D = q.shape
-    position = torch.arange(n)
+    position = torch.arange(n, device=q.device)
     distance = position[None, :] - position[:, None]
     scores = q @ k.mT
     if tables:
@@ -254,12 +256,12 @@ def attend_by_gather(
     scores = q @ k.mT
     if tables:
         key, value = (_per_head(table, H) for table in tables)
-        index = relations(n, key.shape[1] // 2, False).expand(H, B, n, n)
+        index = relations(n, key.shape[1] // 2, False, q.device).expand(H, B, n, n)
         to_relation = (q.flatten(1, 2) @ key.mT).unflatten(1, (B, n))
         scores = scores + to_relation.gather(-1, index)
     scores = scores * q.shape[-1] ** -0.5
     if causal:
-        scores = scores + future(n)
+        scores = scores + future(n, q.device)
     p = F.dropout(scores.softmax(-1), rate)
     out = p @ v
     if tables:

@@ -61,11 +61,15 @@ def compiled(shape: Shape, batch: Batch) -> Step:
     return step
 
 
-def compiled_gather(shape: Shape, batch: Batch) -> Step:
-    """The same with gather, and dropout by the compiler: for GPUs."""
-    step = own(shape, batch, stacks.attend_by_gather, F.dropout)
-    step.hidden = torch.compile(step.hidden, dynamic=False)
-    return step
+def compiled_for_gpus(attend: stacks.Attend) -> Callable[[Shape, Batch], Step]:
+    """The same with dropout by the compiler, which a GPU has numbers enough for."""
+
+    def build(shape: Shape, batch: Batch) -> Step:
+        step = own(shape, batch, attend, F.dropout)
+        step.hidden = torch.compile(step.hidden, dynamic=False)
+        return step
+
+    return build
 
 
 def compiled_around(shape: Shape, batch: Batch) -> Step:
@@ -242,7 +246,8 @@ PEERS: dict[str, Callable[[Shape, Batch], Step]] = {
     "compiled": compiled,
     "compiled absolute": absolute(compiled),
     "compiled around attention": compiled_around,
-    "compiled gather": compiled_gather,
+    "compiled gather": compiled_for_gpus(stacks.attend_by_gather),
+    "compiled skew": compiled_for_gpus(stacks.attend),
     "OpenNMT-py": opennmt,
     "OpenNMT-py as written": as_written(opennmt),
 }
