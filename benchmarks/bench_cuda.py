@@ -265,7 +265,7 @@ def torch_makers(
     return makers
 
 
-def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
+def attention_sides(ours: Ours, x: Json, causal: bool, compiled: bool) -> Json:
     """By name: (forward, backward), or why there is none."""
     makers: dict[str, Callable[[], tuple[Call, Call]]] = {
         "ours plain": lambda: ours.prepare(x, (), causal),
@@ -273,7 +273,7 @@ def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
         "ours key": lambda: ours.prepare(x, ("key",), causal),
     }
     makers |= torch_makers(x, causal, compiled=False)
-    makers |= {} if dry else torch_makers(x, causal, compiled=True)
+    makers |= torch_makers(x, causal, compiled=True) if compiled else {}
     sides: Json = {}
     for name, make in makers.items():
         try:
@@ -284,8 +284,7 @@ def attention_sides(ours: Ours, x: Json, causal: bool, dry: bool) -> Json:
             if name.startswith("ours"):
                 raise
             sides[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            if not dry:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     return sides
 
 
@@ -321,7 +320,7 @@ def measure_attention(report: Report, ours: Ours, options: argparse.Namespace) -
                 continue
             report.leave_in_time()
             x = arrays(n, heads)
-            sides = attention_sides(ours, x, causal, options.dry_run)
+            sides = attention_sides(ours, x, causal, not (options.dry_run or options.quick))
             failed = {name: why for name, why in sides.items() if isinstance(why, str)}
             pairs = x["q"].shape[0] * heads * n * n / (2 if causal else 1)
             for part, factor in ((0, 4), (1, 10)):
@@ -485,6 +484,7 @@ def parse() -> argparse.Namespace:
     add("--rounds", type=int, default=ROUNDS)
     add("--core", type=Path, default=ROOT / "build" / "release" / "libcore.so")
     add("--lengths", type=int, nargs="+", default=LENGTHS, help="of attention")
+    add("--quick", action="store_true", help="attention without the peers that are compiled")
     add("--compile", metavar="K/N", help="compile this share of the peers, and nothing else")
     add("--dry-run", action="store_true", help="small, on the CPU, with the emulated library")
     options = parser.parse_args()
