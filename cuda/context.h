@@ -102,6 +102,7 @@ rp_status collect(void *letter, void *to, int64_t bytes);
 bool arrived(void *letter);
 void discard(void *letter);
 rp_status gemm(const rpi_gemm_args *args);
+rp_status linear_backward(const rpi_linear_backward_args *args);
 rp_status attention_workspace(const rp_attention *shape, int workers, int64_t *forward_bytes,
                               int64_t *backward_bytes);
 rp_status attention_forward(const rpi_attention_args *args);

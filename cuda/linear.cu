@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * linear.cu: the matrix product, by cuBLAS.
+ * linear.cu: the matrix product, by cuBLAS, and the way back of a linear layer, two of them.
  *
  * cuBLAS counts by columns: what we store by rows is the transposed matrix to it. So it computes
  *
@@ -11,15 +11,15 @@
  *
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
- * finds its operands as it likes them. Sums are f32 in any case, and never TF32.
+ * finds its operands as it likes them. The way back packs dy once for both products, and adds up
+ * its columns as it passes. Sums are f32 in any case, and never TF32.
  */
 #include "blas.h"
-#include "four.h"
+#include "ops/linear.h"
+#include "rounded.h"
 
 namespace rpc {
 namespace {
-
-constexpr int64_t pack_border = 8; /* numbers of 16 bytes in bf16 */
 
 /* One operand as stored: `rows` of `columns` numbers. */
 struct Operand {
@@ -47,17 +47,13 @@ __global__ void bias_rows(const float *bias, float *c, int64_t c_stride, int64_t
   }
 }
 
-/* to[rows][to_stride] = x rounded to bf16; what is beyond the columns becomes 0. */
 template <bool wide>
 __global__ void pack_rows(const float *x, int64_t stride, int64_t rows, int64_t columns, bf16 *to,
                           int64_t to_stride) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   for (int64_t at = 4 * threadIdx.x; at < to_stride; at += 4 * blockDim.x) {
-    const Four four = load_four<wide>(x + row * stride + at, columns - at);
-    __nv_bfloat162 *const pairs = reinterpret_cast<__nv_bfloat162 *>(to + row * to_stride + at);
-    pairs[0] = __floats2bfloat162_rn(four.x[0], four.x[1]);
-    pairs[1] = __floats2bfloat162_rn(four.x[2], four.x[3]);
+    store_rounded(to + row * to_stride + at, load_four<wide>(x + row * stride + at, columns - at));
   }
 }
 
@@ -70,19 +66,45 @@ rp_status start_with_bias(const rpi_gemm_args *g) {
   return RP_OK;
 }
 
-/* The operand in bf16, in scratch. */
-rp_status pack(Operand *x) {
+Operand a_of(const rpi_gemm_args &g) {
+  return {g.a, g.transpose_a ? g.inner : g.rows, g.transpose_a ? g.rows : g.inner, g.a_stride,
+          CUDA_R_32F};
+}
+
+Operand b_of(const rpi_gemm_args &g) {
+  return {g.b, g.transpose_b ? g.columns : g.inner, g.transpose_b ? g.inner : g.columns, g.b_stride,
+          CUDA_R_32F};
+}
+
+/* The operand in bf16, in scratch; with the sums of its columns added to `sum` where that is not
+ * NULL. */
+rp_status pack(Operand *x, float *sum = nullptr) {
   const float *const from = static_cast<const float *>(x->data);
-  const int64_t stride = (x->columns + pack_border - 1) / pack_border * pack_border;
+  const int64_t stride = rounded_stride(x->columns);
   bf16 *to = nullptr;
   RPI_TRY(scratch(x->rows * stride, &to));
-  const RowGrid g = row_grid(x->rows, stride);
-  CUDA_TRY(launch(is_wide(from, x->stride) ? pack_rows<true> : pack_rows<false>,
-                  {g.grid, g.block, 0, context().stream}, from, x->stride, x->rows, x->columns, to,
-                  stride));
-  x->data = to;
-  x->stride = stride;
-  x->type = CUDA_R_16BF;
+  if (sum != nullptr) {
+    const rpi_column_sums_args sums = {x->rows, x->columns, from, x->stride, sum};
+    RPI_TRY(sum_and_round(&sums, to));
+  } else {
+    const RowGrid g = row_grid(x->rows, stride);
+    CUDA_TRY(launch(is_wide(from, x->stride) ? pack_rows<true> : pack_rows<false>,
+                    {g.grid, g.block, 0, context().stream}, from, x->stride, x->rows, x->columns,
+                    to, stride));
+  }
+  *x = {to, x->rows, x->columns, stride, CUDA_R_16BF};
+  return RP_OK;
+}
+
+/* The product of operands that are what they shall be. */
+rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
+  cublasHandle_t handle = nullptr;
+  RPI_TRY(blas_handle(&handle));
+  const float one = 1, before = g.accumulate || g.bias != nullptr ? 1.0f : 0.0f;
+  CUBLAS_TRY(cublasGemmEx_64(handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+                             g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, g.columns, g.rows, g.inner,
+                             &one, b.data, b.type, b.stride, a.data, a.type, a.stride, &before, g.c,
+                             CUDA_R_32F, g.c_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   return RP_OK;
 }
 
@@ -93,24 +115,35 @@ rp_status gemm(const rpi_gemm_args *args) {
   if (g->rows == 0 || g->columns == 0) return RP_OK;
   if (g->bias != nullptr || (g->inner == 0 && !g->accumulate)) RPI_TRY(start_with_bias(g));
   if (g->inner == 0) return RP_OK;
-  Operand a = {g->a, g->transpose_a ? g->inner : g->rows, g->transpose_a ? g->rows : g->inner,
-               g->a_stride, CUDA_R_32F};
-  Operand b = {g->b, g->transpose_b ? g->columns : g->inner, g->transpose_b ? g->inner : g->columns,
-               g->b_stride, CUDA_R_32F};
+  Operand a = a_of(*g), b = b_of(*g);
   if (g->precision == RP_BF16) {
     scratch_begin();
     RPI_TRY(pack(&a));
     RPI_TRY(pack(&b));
   }
-  cublasHandle_t handle = nullptr;
-  RPI_TRY(blas_handle(&handle));
-  const float one = 1, before = g->accumulate || g->bias != nullptr ? 1.0f : 0.0f;
-  CUBLAS_TRY(cublasGemmEx_64(handle, g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                             g->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, g->columns, g->rows,
-                             g->inner, &one, b.data, b.type, b.stride, a.data, a.type, a.stride,
-                             &before, g->c, CUDA_R_32F, g->c_stride, CUBLAS_COMPUTE_32F,
-                             CUBLAS_GEMM_DEFAULT));
-  return RP_OK;
+  return multiply(*g, a, b);
+}
+
+rp_status linear_backward(const rpi_linear_backward_args *args) {
+  const rpi_linear *const l = &args->forward;
+  if (l->rows == 0) return RP_OK;
+  const rpi_gemm_args to_weight =
+      rpi_linear_to_weight(l, args->dy, args->dy_stride, args->dweight, args->precision);
+  const rpi_gemm_args to_input =
+      rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, args->add, args->precision);
+  Operand dy = a_of(to_weight), x = b_of(to_weight), weight = b_of(to_input);
+  scratch_begin();
+  if (args->precision == RP_BF16) {
+    RPI_TRY(pack(&dy, args->dbias));
+    RPI_TRY(pack(&x));
+  } else if (args->dbias != nullptr) {
+    const rpi_column_sums_args sums = {l->rows, l->out, args->dy, args->dy_stride, args->dbias};
+    RPI_TRY(sum_and_round(&sums, nullptr));
+  }
+  RPI_TRY(multiply(to_weight, dy, x));
+  if (args->dx == nullptr) return RP_OK;
+  if (args->precision == RP_BF16) RPI_TRY(pack(&weight));
+  return multiply(to_input, dy, weight);
 }
 
 }  // namespace rpc

@@ -8,30 +8,48 @@
 #include "gpu.h"
 #include "ops/verdict.h"
 #include "reduce.h"
+#include "rounded.h"
 
 namespace rpc {
 namespace {
 
 constexpr int sums_warps = 8;        /* of a block: 128 columns, every eighth row of a piece each */
 constexpr int sums_chain = 64;       /* numbers added up in float; these sums in double */
+constexpr int sums_ahead = 4;        /* of them are read before they are added */
 constexpr int64_t sums_blocks = 512; /* about as many at work */
 constexpr int square_threads = 256;
 
-/* The sums of one piece of rows over 128 columns. */
-template <bool wide>
-__global__ void column_sums_piece(const float *x, int64_t x_stride, int64_t rows, int64_t columns,
-                                  int64_t piece_rows, float *partials) {
+struct ColumnSums {
+  const float *x;
+  int64_t x_stride, rows, columns, piece_rows;
+  float *partials;
+  bf16 *rounded; /* rounds: [rows][rounded_stride(columns)] */
+};
+
+/* The sums of one piece of rows over 128 columns. A thread has several rows on their way. */
+template <bool wide, bool rounds>
+__global__ void __launch_bounds__(32 * sums_warps) column_sums_piece(ColumnSums a) {
   __shared__ double sums[sums_warps][4][32];
   const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
-  const int64_t first = blockIdx.y * piece_rows;
-  const int64_t end = rows - first < piece_rows ? rows : first + piece_rows;
+  const int64_t first = blockIdx.y * a.piece_rows, left = a.columns - column;
+  const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  const int64_t stride = rounds ? rounded_stride(a.columns) : a.columns;
   double total[4] = {0, 0, 0, 0};
-  for (int64_t row = first + threadIdx.y; column < columns && row < end;) {
+  for (int64_t row = first + threadIdx.y; column < stride && row < end;) {
     Four sum = {{0, 0, 0, 0}};
-    for (int n = 0; n < sums_chain && row < end; n++, row += sums_warps) {
-      const Four one = load_four<wide>(x + row * x_stride + column, columns - column);
+    for (int n = 0; n < sums_chain && row < end; n += sums_ahead) {
+      Four ahead[sums_ahead];
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum.x[i] += one.x[i];
+      for (int m = 0; m < sums_ahead; m++) {
+        const int64_t at = row + m * sums_warps;
+        ahead[m] = load_four<wide>(a.x + at * a.x_stride + column, at < end ? left : 0);
+      }
+#pragma unroll
+      for (int m = 0; m < sums_ahead; m++, row += sums_warps) {
+        if (rounds && row < end) store_rounded(a.rounded + row * stride + column, ahead[m]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum.x[i] += ahead[m].x[i];
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) total[i] += static_cast<double>(sum.x[i]);
@@ -39,10 +57,10 @@ __global__ void column_sums_piece(const float *x, int64_t x_stride, int64_t rows
 #pragma unroll
   for (int i = 0; i < 4; i++) sums[threadIdx.y][i][threadIdx.x] = total[i];
   __syncthreads();
-  if (threadIdx.y >= 4 || column + threadIdx.y >= columns) return;
+  if (threadIdx.y >= 4 || column + threadIdx.y >= a.columns) return;
   double sum = 0;
   for (int warp = 0; warp < sums_warps; warp++) sum += sums[warp][threadIdx.y][threadIdx.x];
-  partials[blockIdx.y * columns + column + threadIdx.y] = static_cast<float>(sum);
+  a.partials[blockIdx.y * a.columns + column + threadIdx.y] = static_cast<float>(sum);
 }
 
 /* The squares of one block of ops.h. */
@@ -97,7 +115,7 @@ __global__ void blame_parameter(rpi_outcome *outcome, const float *gradients,
 
 }  // namespace
 
-rp_status column_sums(const rpi_column_sums_args *args) {
+rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
   const int64_t blocks = (columns + 127) / 128;
@@ -109,15 +127,22 @@ rp_status column_sums(const rpi_column_sums_args *args) {
   if (pieces > wanted) pieces = wanted;
   const int64_t piece_rows = (rows + pieces - 1) / pieces;
   pieces = (rows + piece_rows - 1) / piece_rows;
-  float *partials = nullptr;
-  scratch_begin();
-  RPI_TRY(scratch(pieces * columns, &partials));
+  ColumnSums a = {args->x, args->x_stride, rows, columns, piece_rows, nullptr, to};
+  RPI_TRY(scratch(pieces * columns, &a.partials));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces));
-  const bool wide = is_wide(args->x, args->x_stride);
-  CUDA_TRY(launch(wide ? column_sums_piece<true> : column_sums_piece<false>,
-                  {grid, dim3(32, sums_warps), 0, context().stream}, args->x, args->x_stride, rows,
-                  columns, piece_rows, partials));
-  return launch_add_partials(partials, columns, pieces, columns, args->sum);
+  const bool wide = is_wide(a.x, a.x_stride);
+  void (*const plain)(ColumnSums) =
+      wide ? column_sums_piece<true, false> : column_sums_piece<false, false>;
+  void (*const rounding)(ColumnSums) =
+      wide ? column_sums_piece<true, true> : column_sums_piece<false, true>;
+  CUDA_TRY(launch(to != nullptr ? rounding : plain,
+                  {grid, dim3(32, sums_warps), 0, context().stream}, a));
+  return launch_add_partials(a.partials, columns, pieces, columns, args->sum);
+}
+
+rp_status column_sums(const rpi_column_sums_args *args) {
+  scratch_begin();
+  return sum_and_round(args, nullptr);
 }
 
 rp_status square_sum(const real *x, int64_t count, double *workspace, double *sum) {

@@ -35,6 +35,7 @@ const rp_ops ops = {
     Entry<arrived>::call,
     discard, /* as release */
     Entry<gemm>::call,
+    Entry<linear_backward>::call,
     Entry<attention_workspace>::call,
     Entry<attention_forward>::call,
     Entry<attention_backward>::call,

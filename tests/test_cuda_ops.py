@@ -30,6 +30,7 @@ LIBRARY = "librelpos_cuda.so"
 
 PROGRAMS = (
     "test_gemm",
+    "test_linear",
     "test_norm",
     "test_embed",
     "test_residual",
@@ -43,7 +44,7 @@ PROGRAMS = (
 )
 # Those whose threads share memory or add numbers up together.
 SHARING = ("test_norm", "test_embed", "test_cross_entropy", "test_sums")
-SHARING += ("test_attend_rows", "test_choose")
+SHARING += ("test_linear", "test_attend_rows", "test_choose")
 
 DEVICE = {"RELPOS_TEST_DEVICE": "cuda", "RELPOS_TEST_SMALL": "tiny"}
 # Device memory stays open to the host: what protects it takes most of the time.

@@ -40,6 +40,8 @@
 #include "ops/residual.c"
 #include "ops/sums.c"
 
+#include "ops/linear.c"
+
 #define RPI_TABLE(its_name, by)                                                                    \
   {                                                                                                \
       .name = its_name,                                                                            \
@@ -54,6 +56,7 @@
       .arrived = rpi_host_arrived,                                                                 \
       .discard = rpi_release,                                                                      \
       .gemm = gemm##by,                                                                            \
+      .linear_backward = linear_backward##by,                                                      \
       .attention_workspace = attention_workspace##by,                                              \
       .attention_forward = attention_forward##by,                                                  \
       .attention_backward = attention_backward##by,                                                \

@@ -10,7 +10,7 @@
 
 #include <math.h>
 
-#include "model/linear.h"
+#include "ops/linear.h"
 #include "model/waves.h"
 
 rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
@@ -119,7 +119,7 @@ static rpi_linear projection(const rpi_positions *p, const real *from, int64_t r
 static rp_status project(const rp_ops *ops, const rpi_positions *p, const real *from, int64_t rows,
                          const real *weight, const real *bias, real *made) {
   const rpi_linear l = projection(p, from, rows, weight, bias);
-  const rpi_gemm_args g = rpi_linear_forward(&l, made, l.out);
+  const rpi_gemm_args g = rpi_linear_forward(&l, made, l.out, RP_F32);
   return ops->gemm(&g);
 }
 
@@ -128,16 +128,14 @@ static rp_status project_back(const rp_ops *ops, const rpi_positions *p, const r
                               int64_t rows, const real *weight, const real *dmade, real *dweight,
                               real *dbias, real *dfrom) {
   const rpi_linear l = projection(p, from, rows, weight, NULL);
-  const rpi_gemm_args to_weight = rpi_linear_to_weight(&l, dmade, l.out, dweight);
-  RPI_TRY(ops->gemm(&to_weight));
-  if (dbias) {
-    const rpi_column_sums_args sums = {
-        .rows = rows, .columns = l.out, .x = dmade, .x_stride = l.out, .sum = dbias};
-    RPI_TRY(ops->column_sums(&sums));
-  }
-  if (!dfrom) return RP_OK;
-  const rpi_gemm_args to_from = rpi_linear_to_input(&l, dmade, l.out, dfrom, true);
-  return ops->gemm(&to_from);
+  const rpi_linear_backward_args args = {.forward = l,
+                                         .dy = dmade,
+                                         .dy_stride = l.out,
+                                         .dweight = dweight,
+                                         .dbias = dbias,
+                                         .dx = dfrom,
+                                         .add = true};
+  return ops->linear_backward(&args);
 }
 
 /* The longest distance of a batch, on either side. */

@@ -5,19 +5,7 @@
  */
 #include "model/sublayer.h"
 
-/* One product, and its line in the profile. */
-static rp_status gemm(const rpi_run *run, const char *name, bool backward, rpi_gemm_args g) {
-  rp_model *const m = run->model;
-  g.precision = m->placement.precision;
-  const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->gemm(&g));
-  const double operations = 2 * (double)g.rows * (double)g.columns * (double)g.inner;
-  const int64_t c = g.rows * g.columns * (g.accumulate ? 2 : 1);
-  rpi_note_cost(run, name, backward, began, operations, g.rows * g.inner + g.inner * g.columns + c);
-  return RP_OK;
-}
-
-static rpi_linear products_of(const rpi_run *run, const rpi_layer_linear *l) {
+static rpi_linear layer_of(const rpi_run *run, const rpi_layer_linear *l) {
   return (rpi_linear){.rows = l->rows,
                       .in = l->in,
                       .out = l->out,
@@ -29,28 +17,30 @@ static rpi_linear products_of(const rpi_run *run, const rpi_layer_linear *l) {
 
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,
                                    int64_t y_stride) {
-  const rpi_linear products = products_of(run, l);
-  const rpi_gemm_args g = rpi_linear_forward(&products, y, y_stride);
-  return gemm(run, l->name, run->again, g);
+  rp_model *const m = run->model;
+  const rpi_linear layer = layer_of(run, l);
+  const rpi_gemm_args g = rpi_linear_forward(&layer, y, y_stride, m->placement.precision);
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->gemm(&g));
+  rpi_note_cost(run, l->name, run->again, began, rpi_linear_operations(&layer),
+                rpi_linear_numbers(&layer));
+  return RP_OK;
 }
 
 rp_status rpi_layer_linear_backward(const rpi_run *run, const rpi_layer_linear *l, const real *dy,
                                     int64_t dy_stride, real *dx, bool add) {
   rp_model *const m = run->model;
-  const rpi_linear products = products_of(run, l);
-  const rpi_gemm_args to_weight =
-      rpi_linear_to_weight(&products, dy, dy_stride, rpi_gradient_at(m, l->weight));
-  RPI_TRY(gemm(run, l->name, true, to_weight));
-  if (l->bias != RPI_ABSENT) {
-    const rpi_column_sums_args sums = {.rows = l->rows,
-                                       .columns = l->out,
-                                       .x = dy,
-                                       .x_stride = dy_stride,
-                                       .sum = rpi_gradient_at(m, l->bias)};
-    const double began = rpi_profile_now(&m->profile);
-    RPI_TRY(m->ops->column_sums(&sums));
-    rpi_note_cost(run, "biases", true, began, (double)(l->rows * l->out), l->rows * l->out);
-  }
-  const rpi_gemm_args to_x = rpi_linear_to_input(&products, dy, dy_stride, dx, add);
-  return gemm(run, l->name, true, to_x);
+  const rpi_linear_backward_args args = {.forward = layer_of(run, l),
+                                         .dy = dy,
+                                         .dy_stride = dy_stride,
+                                         .dweight = rpi_gradient_at(m, l->weight),
+                                         .dbias = rpi_gradient_at(m, l->bias),
+                                         .dx = dx,
+                                         .add = add,
+                                         .precision = m->placement.precision};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->linear_backward(&args));
+  rpi_note_cost(run, l->name, true, began, 2 * rpi_linear_operations(&args.forward),
+                2 * rpi_linear_numbers(&args.forward));
+  return RP_OK;
 }

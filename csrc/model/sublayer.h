@@ -6,7 +6,7 @@
 #ifndef RPI_SUBLAYER_H
 #define RPI_SUBLAYER_H
 
-#include "model/linear.h"
+#include "ops/linear.h"
 #include "model/model.h"
 
 /* ---- the profile ----------------------------------------------------------- */

@@ -128,18 +128,6 @@ static void note_output(rp_model *m, const char *operation, bool backward, doubl
                   rpi_bytes_of(numbers));
 }
 
-/* logits = x . Eᵀ of one block of rows, or the products of its way back. */
-static rp_status output_gemm(rpi_run *run, bool backward, rpi_gemm_args g) {
-  rp_model *const m = run->model;
-  g.precision = m->placement.precision;
-  const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->gemm(&g));
-  const int64_t moved = g.rows * g.inner + g.inner * g.columns + g.rows * g.columns;
-  note_output(m, "output", backward, began,
-              2 * (double)g.rows * (double)g.columns * (double)g.inner, moved);
-  return RP_OK;
-}
-
 static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
   return (rpi_linear){.rows = rows,
                       .in = m->config.width,
@@ -149,22 +137,33 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
                       .weight = m->weights + m->layout.output};
 }
 
+/* logits = x . Eᵀ of one block of rows */
 rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
-  const rpi_linear output = output_of(run->model, x, rows);
-  const rpi_gemm_args g = rpi_linear_forward(&output, logits, output.out);
-  return output_gemm(run, false, g);
+  rp_model *const m = run->model;
+  const rpi_linear output = output_of(m, x, rows);
+  const rpi_gemm_args g = rpi_linear_forward(&output, logits, output.out, m->placement.precision);
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->gemm(&g));
+  note_output(m, "output", false, began, rpi_linear_operations(&output),
+              rpi_linear_numbers(&output));
+  return RP_OK;
 }
 
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
 static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
-  const rp_model *const m = run->model;
+  rp_model *const m = run->model;
   const rpi_linear output = output_of(m, x, rows);
-  const real *const dlogits = m->scratch.logits;
-  const rpi_gemm_args to_x = rpi_linear_to_input(&output, dlogits, output.out, dx, false);
-  const rpi_gemm_args to_weight =
-      rpi_linear_to_weight(&output, dlogits, output.out, m->gradients + m->layout.output);
-  RPI_TRY(output_gemm(run, true, to_x));
-  return output_gemm(run, true, to_weight);
+  const rpi_linear_backward_args args = {.forward = output,
+                                         .dy = m->scratch.logits,
+                                         .dy_stride = output.out,
+                                         .dweight = m->gradients + m->layout.output,
+                                         .dx = dx,
+                                         .precision = m->placement.precision};
+  const double began = rpi_profile_now(&m->profile);
+  RPI_TRY(m->ops->linear_backward(&args));
+  note_output(m, "output", true, began, 2 * rpi_linear_operations(&output),
+              2 * rpi_linear_numbers(&output));
+  return RP_OK;
 }
 
 /* Loss, score and hit of every row; where gradients are wanted, that of x in dstream. Tokens x

@@ -56,6 +56,28 @@ typedef struct rpi_gemm_args {
   int precision; /* RP_F32, RP_BF16 */
 } rpi_gemm_args;
 
+/* A linear layer y = x . Wᵀ + b, W being [out, in]. Its products: linear.h. */
+typedef struct rpi_linear {
+  int64_t rows, in, out;
+  const real *x;
+  int64_t x_stride;
+  const real *weight;
+  const real *bias; /* or NULL */
+} rpi_linear;
+
+/* Its way back, of which a device reads dy once: dW += dyᵀ . x, db += the sums of dy's columns, and
+ * dx (or dx +) = dy . W. */
+typedef struct rpi_linear_backward_args {
+  rpi_linear forward; /* bias is not read */
+  const real *dy;
+  int64_t dy_stride;
+  real *dweight;
+  real *dbias; /* NULL: there is none */
+  real *dx;    /* [rows, in]; NULL: not wanted */
+  bool add;    /* dx +, else dx */
+  int precision;
+} rpi_linear_backward_args;
+
 /* One sequence's place in the arrays. */
 typedef struct rpi_sequence {
   int64_t query_row, key_row;     /* first row, along row_stride (packed arrays) */
@@ -380,6 +402,7 @@ typedef struct rp_ops {
   void (*discard)(void *letter);
 
   rp_status (*gemm)(const rpi_gemm_args *args);
+  rp_status (*linear_backward)(const rpi_linear_backward_args *args);
   rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,
                                    int64_t *backward_bytes);
   rp_status (*attention_forward)(const rpi_attention_args *args);

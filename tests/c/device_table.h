@@ -118,6 +118,18 @@ static inline rp_status there_gemm(const rpi_gemm_args *args) {
   return there_end(there.ops->gemm(&g));
 }
 
+static inline rp_status there_linear_backward(const rpi_linear_backward_args *args) {
+  rpi_linear_backward_args a = *args;
+  rpi_linear *const l = &a.forward;
+  l->x = there_rows(l->x, l->rows, l->x_stride, l->in);
+  l->weight = there_numbers(l->weight, l->in * l->out);
+  a.dy = there_rows(a.dy, l->rows, a.dy_stride, l->out);
+  a.dweight = there_numbers(a.dweight, l->in * l->out);
+  a.dbias = there_numbers(a.dbias, l->out);
+  a.dx = there_numbers(a.dx, l->rows * l->in);
+  return there_end(there.ops->linear_backward(&a));
+}
+
 /* A table has as many rows as its map can name. */
 static inline int64_t there_longest(const rpi_embed_args *e) {
   int64_t most = 0;
@@ -404,6 +416,7 @@ static inline void there_report(void) { printf("bits %016llx\n", (unsigned long 
 static const rp_ops there_table = {
     .name = "device",
     .gemm = there_gemm,
+    .linear_backward = there_linear_backward,
     .rotate = there_rotate,
     .attend_rows = there_attend_rows,
     .choose = there_choose,

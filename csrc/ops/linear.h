@@ -5,21 +5,16 @@
  *   forward     y            = x . Wᵀ + b
  *   to weight   dW          += dyᵀ . x
  *   to input    dx (or dx +) = dy . W
+ *
+ * One source for the host and for cuda/, where every field has to be given.
  */
 #ifndef RPI_LINEAR_H
 #define RPI_LINEAR_H
 
 #include "ops/ops.h"
 
-typedef struct rpi_linear {
-  int64_t rows, in, out;
-  const real *x;
-  int64_t x_stride;
-  const real *weight;
-  const real *bias; /* or NULL */
-} rpi_linear;
-
-static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int64_t y_stride) {
+static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int64_t y_stride,
+                                               int precision) {
   return (rpi_gemm_args){.rows = l->rows,
                          .columns = l->out,
                          .inner = l->in,
@@ -30,11 +25,14 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .c = y,
                          .c_stride = y_stride,
                          .bias = l->bias,
-                         .transpose_b = true};
+                         .transpose_a = false,
+                         .transpose_b = true,
+                         .accumulate = false,
+                         .precision = precision};
 }
 
 static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real *dy,
-                                                 int64_t dy_stride, real *dweight) {
+                                                 int64_t dy_stride, real *dweight, int precision) {
   return (rpi_gemm_args){.rows = l->out,
                          .columns = l->in,
                          .inner = l->rows,
@@ -44,12 +42,16 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .b_stride = l->x_stride,
                          .c = dweight,
                          .c_stride = l->in,
+                         .bias = NULL,
                          .transpose_a = true,
-                         .accumulate = true};
+                         .transpose_b = false,
+                         .accumulate = true,
+                         .precision = precision};
 }
 
 static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real *dy,
-                                                int64_t dy_stride, real *dx, bool add) {
+                                                int64_t dy_stride, real *dx, bool add,
+                                                int precision) {
   return (rpi_gemm_args){.rows = l->rows,
                          .columns = l->in,
                          .inner = l->out,
@@ -59,7 +61,19 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .b_stride = l->in,
                          .c = dx,
                          .c_stride = l->in,
-                         .accumulate = add};
+                         .bias = NULL,
+                         .transpose_a = false,
+                         .transpose_b = false,
+                         .accumulate = add,
+                         .precision = precision};
+}
+
+/* Of each of them, for the profile. */
+static inline double rpi_linear_operations(const rpi_linear *l) {
+  return 2 * (double)l->rows * (double)l->in * (double)l->out;
+}
+static inline int64_t rpi_linear_numbers(const rpi_linear *l) {
+  return l->rows * l->in + l->in * l->out + l->rows * l->out;
 }
 
 #endif

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * test_linear.c: the way back of a linear layer has the bits of the two products and the sums that
+ * it stands for (test_gemm.c, test_sums.c); on a device in f32 and rounded to bf16.
+ */
+#include "layer.h"
+#include "ops/linear.h"
+
+typedef struct layer {
+  array x, weight, dy, dweight, dbias, dx;
+} layer;
+
+static layer layer_create(int64_t rows, int64_t in, int64_t out, int64_t gap) {
+  return (layer){.x = array_random("x", rows * (in + gap), 1),
+                 .weight = array_random("weight", in * out, 1),
+                 .dy = array_random("dy", rows * (out + gap), 1),
+                 .dweight = array_random("dweight", in * out, 1),
+                 .dbias = array_random("dbias", out, 1),
+                 .dx = array_random("dx", rows * in, 1)};
+}
+
+static bool same(const rp_ops *ops, const array *got, const array *expected) {
+  if (memcmp(got->data, expected->data, (size_t)got->count * sizeof(real)) == 0) return true;
+  printf("\n  %s: %s is another", ops->name, got->name);
+  return false;
+}
+
+/* flags: 1 a bias, 2 dx is wanted, 4 it is added to, 8 bf16. */
+static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, int64_t gap,
+                          int flags) {
+  layer l = layer_create(rows, in, out, gap);
+  array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias), dx = array_copy(&l.dx);
+  const rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out + gap,
+      .dweight = l.dweight.data,
+      .dbias = (flags & 1) != 0 ? l.dbias.data : NULL,
+      .dx = (flags & 2) != 0 ? l.dx.data : NULL,
+      .add = (flags & 4) != 0,
+      .precision = (flags & 8) != 0 ? RP_BF16 : RP_F32};
+  CHECK_INT(ops->linear_backward(&a), RP_OK);
+  const rpi_gemm_args to_weight =
+      rpi_linear_to_weight(&a.forward, a.dy, a.dy_stride, dweight.data, a.precision);
+  const rpi_gemm_args to_input =
+      rpi_linear_to_input(&a.forward, a.dy, a.dy_stride, dx.data, a.add, a.precision);
+  const rpi_column_sums_args sums = {rows, out, a.dy, a.dy_stride, dbias.data};
+  CHECK_INT(ops->gemm(&to_weight), RP_OK);
+  if (a.dbias) CHECK_INT(ops->column_sums(&sums), RP_OK);
+  if (a.dx) CHECK_INT(ops->gemm(&to_input), RP_OK);
+  CHECK(same(ops, &l.dweight, &dweight));
+  CHECK(same(ops, &l.dbias, &dbias));
+  CHECK(same(ops, &l.dx, &dx));
+  array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &dweight, &dbias, &dx};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+}
+
+int main(void) {
+  static const int64_t shapes[][4] = {{0, 3, 5, 0},    {1, 1, 1, 0},     {7, 8, 12, 0},
+                                      {70, 20, 9, 4},  {33, 17, 130, 3}, {600, 5, 40, 0},
+                                      {90, 64, 256, 8}};
+  const int count = (int)(sizeof shapes / sizeof shapes[0]);
+  for (int t = 0; table_at(t) != NULL; t++) {
+    for (int i = 0; i < count; i++) {
+      const int64_t *const s = shapes[i];
+      for (int flags = 0; flags < (is_device_run() ? 16 : 8); flags++) {
+        test_backward(table_at(t), s[0], s[1], s[2], s[3], flags);
+      }
+    }
+  }
+  return check_report();
+}
