@@ -7,46 +7,79 @@
  *   loss = log sum_c e^x_c - wrong sum_c x_c - (right - wrong) x_label
  *   gradient_c = e^x_c / sum - y_c
  *
- * A block has a row. It reads it from memory once: the passes after the one that finds the highest
- * find it in the second-level cache, which holds the rows of all blocks at work. A thread adds its
- * numbers up in float, the block those of its threads in double.
+ * A block has a row. It reads it from memory once, and keeps it in shared memory where that holds
+ * it: 32,768 classes are 128 KiB, the rows of all blocks at work more than the second-level cache.
+ * A thread goes through its own numbers alone. It adds them up in float, the block those of its
+ * threads in double.
  */
 #include <math.h>
 
 #include "reduce.h"
+#include "rounded.h"
 
 namespace rpc {
 namespace {
+
+constexpr int64_t kept_beside = 1024; /* bytes of shared memory, for sums, beside a kept row */
+constexpr int kept_ahead = 6;         /* quads of a thread on their way */
 
 struct CrossRows {
   int64_t classes, stride;
   float *logits;
   const int32_t *labels;
   double right, wrong;
-  bool gradient;
+  bool gradient, rounded;
   float *loss, *nll;
   int8_t *hit;
 };
 
+/* A quad of the gradient. Rounded, a row begins where its logits do. */
 template <bool wide>
-__global__ void cross_entropy_row(CrossRows a) {
+__device__ void store_gradient(const CrossRows &a, float *x, int64_t c, const Four &four) {
+  if (a.rounded) store_rounded(reinterpret_cast<bf16 *>(x) + c, four);
+  else store_four<wide>(x + c, a.classes - c, four);
+}
+
+/* The numbers that the passes of this thread take, several on their way at once. */
+template <bool wide>
+__device__ void keep_row(const float *x, int64_t classes, float *to) {
+  const int64_t apart = 4 * blockDim.x;
+  for (int64_t first = 4 * threadIdx.x; first < classes; first += kept_ahead * apart) {
+    Four ahead[kept_ahead];
+#pragma unroll
+    for (int n = 0; n < kept_ahead; n++) {
+      const int64_t c = first + n * apart;
+      ahead[n] = load_four<wide>(x + c, classes - c);
+    }
+#pragma unroll
+    for (int n = 0; n < kept_ahead; n++) {
+      const int64_t c = first + n * apart;
+      store_four<wide>(to + c, classes - c, ahead[n]);
+    }
+  }
+}
+
+template <bool wide, bool kept>
+__global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a) {
   __shared__ double shared[row_threads / 32];
   const int64_t row = blockIdx.x, classes = a.classes, label = a.labels[row];
   float *const x = a.logits + row * a.stride;
   if (label < 0) {
     const Four none = {{0, 0, 0, 0}};
     for (int64_t c = 4 * threadIdx.x; a.gradient && c < classes; c += 4 * blockDim.x) {
-      store_four<wide>(x + c, classes - c, none);
+      store_gradient<wide>(a, x, c, none);
     }
     if (threadIdx.x != 0) return;
     a.loss[row] = a.nll[row] = 0;
     a.hit[row] = 0;
     return;
   }
-  const Highest highest = highest_of<wide>(x, classes, no_limit());
+  float *const in = kept ? reinterpret_cast<float *>(dynamic_smem()) : x;
+  if (kept) keep_row<wide>(x, classes, in);
+  const Highest highest = highest_of<wide>(in, classes, no_limit());
   float exponentials = 0, distances = 0;
   for (int64_t c = 4 * threadIdx.x; c < classes; c += 4 * blockDim.x) {
-    const Four four = load_four<wide>(x + c, classes - c);
+    const Four four = load_four<wide>(in + c, classes - c);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       if (c + i >= classes) continue;
@@ -73,15 +106,18 @@ __global__ void cross_entropy_row(CrossRows a) {
   }
   if (!a.gradient) return;
   const float inverse = static_cast<float>(1 / sum), wrong = static_cast<float>(a.wrong);
-  for (int64_t c = 4 * threadIdx.x; c < classes; c += 4 * blockDim.x) {
-    Four four = load_four<wide>(x + c, classes - c);
+  for (int64_t first = 0; first < classes; first += 4 * blockDim.x) {
+    const int64_t c = first + 4 * threadIdx.x;
+    Four four = load_four<wide>(in + c, classes - c);
+    /* A rounded row grows half as fast as it is read: it is behind what all have read. */
+    if (!kept) __syncthreads();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float e = exp2f(1.44269504088896340736f * (four.x[i] - highest.value));
       four.x[i] = e * inverse - wrong;
       if (c + i == label) four.x[i] = static_cast<float>(static_cast<double>(e) / sum - a.right);
     }
-    store_four<wide>(x + c, classes - c, four);
+    if (c < classes) store_gradient<wide>(a, x, c, four);
   }
 }
 
@@ -143,14 +179,22 @@ rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   }
   a.right = 1 - a.wrong * (classes - 1);
   a.gradient = args->gradient;
+  a.rounded = args->rounded;
   a.loss = args->loss;
   a.nll = args->nll;
   a.hit = args->hit;
   RPI_TRY(stage(args->labels, args->rows, &a.labels));
   const dim3 grid(static_cast<unsigned>(args->rows));
   const bool wide = is_wide(a.logits, a.stride);
-  CUDA_TRY(launch(wide ? cross_entropy_row<true> : cross_entropy_row<false>,
-                  {grid, dim3(threads_of_row(args->classes)), 0, context().stream}, a));
+  const int64_t bytes = args->classes * static_cast<int64_t>(sizeof(float));
+  const bool kept = bytes <= context().shared_bytes - kept_beside;
+  const size_t shared = kept ? static_cast<size_t>(bytes) : 0;
+  void (*const keeps)(CrossRows) =
+      wide ? cross_entropy_row<true, true> : cross_entropy_row<false, true>;
+  void (*const rereads)(CrossRows) =
+      wide ? cross_entropy_row<true, false> : cross_entropy_row<false, false>;
+  CUDA_TRY(launch(kept ? keeps : rereads,
+                  {grid, dim3(threads_of_row(args->classes)), shared, context().stream}, a));
   return RP_OK;
 }
 

@@ -134,7 +134,8 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
   Operand dy = a_of(to_weight), x = b_of(to_weight), weight = b_of(to_input);
   scratch_begin();
   if (args->precision == RP_BF16) {
-    RPI_TRY(pack(&dy, args->dbias));
+    if (args->rounded) dy = {args->dy, dy.rows, dy.columns, 2 * dy.stride, CUDA_R_16BF};
+    else RPI_TRY(pack(&dy, args->dbias));
     RPI_TRY(pack(&x));
   } else if (args->dbias != nullptr) {
     const rpi_column_sums_args sums = {l->rows, l->out, args->dy, args->dy_stride, args->dbias};

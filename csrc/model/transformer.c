@@ -149,6 +149,12 @@ rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *log
   return RP_OK;
 }
 
+/* Are the gradients of logits in bf16? Who multiplies them would round them, and half of the memory
+ * is moved. */
+static bool leaves_rounded(const rp_model *m) {
+  return !m->ops->host && m->placement.precision == RP_BF16 && m->classes % 4 == 0;
+}
+
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
 static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
   rp_model *const m = run->model;
@@ -156,6 +162,7 @@ static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real 
   const rpi_linear_backward_args args = {.forward = output,
                                          .dy = m->scratch.logits,
                                          .dy_stride = output.out,
+                                         .rounded = leaves_rounded(m),
                                          .dweight = m->gradients + m->layout.output,
                                          .dx = dx,
                                          .precision = m->placement.precision};
@@ -184,6 +191,7 @@ static rp_status loss_of(rpi_run *run) {
                                          .smoothing = m->config.label_smoothing,
                                          .rule = m->config.smoothing,
                                          .gradient = run->backward,
+                                         .rounded = leaves_rounded(m),
                                          .loss = m->scratch.loss + row,
                                          .nll = m->scratch.nll + row,
                                          .hit = m->scratch.hit + row};

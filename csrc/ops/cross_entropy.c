@@ -11,6 +11,7 @@
  * second-level cache. Sums run over CROSS_PART numbers in vectors of `real`, and over the parts in
  * double.
  */
+#include <assert.h>
 #include <math.h>
 
 #include "base/threads.h"
@@ -112,6 +113,7 @@ static void cross_entropy_block(void *context, int64_t task, int worker) {
 }
 
 static rp_status cross_entropy(const rpi_cross_entropy_args *args) {
+  assert(!args->rounded);
   const double classes = (double)args->classes;
   cross_job job = {.args = args, .block = rpi_max(CROSS_BLOCK / rpi_max(args->classes, 1), 1)};
   if (args->classes > 1) {

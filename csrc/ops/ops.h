@@ -71,6 +71,7 @@ typedef struct rpi_linear_backward_args {
   rpi_linear forward; /* bias is not read */
   const real *dy;
   int64_t dy_stride;
+  bool rounded; /* dy is what cross_entropy left rounded */
   real *dweight;
   real *dbias; /* NULL: there is none */
   real *dx;    /* [rows, in]; NULL: not wanted */
@@ -280,6 +281,8 @@ typedef struct rpi_cross_entropy_args {
   double smoothing;
   int rule; /* RP_SMOOTH_... */
   bool gradient;
+  bool rounded; /* of a device alone, where all rows start on borders of 16 bytes: the gradient is
+                   left in bf16 for linear_backward, each row from where its logits start */
   real *loss, *nll; /* [rows] */
   int8_t *hit;      /* [rows] */
 } rpi_cross_entropy_args;

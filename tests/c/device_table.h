@@ -123,6 +123,7 @@ static inline rp_status there_linear_backward(const rpi_linear_backward_args *ar
   rpi_linear *const l = &a.forward;
   l->x = there_rows(l->x, l->rows, l->x_stride, l->in);
   l->weight = there_numbers(l->weight, l->in * l->out);
+  if (a.rounded) there_whole(a.dy, ((l->rows - 1) * a.dy_stride + l->out) * (int64_t)sizeof(real));
   a.dy = there_rows(a.dy, l->rows, a.dy_stride, l->out);
   a.dweight = there_numbers(a.dweight, l->in * l->out);
   a.dbias = there_numbers(a.dbias, l->out);
@@ -280,6 +281,8 @@ static inline rp_status there_zero(real *x, int64_t count) {
 
 static inline rp_status there_cross_entropy(const rpi_cross_entropy_args *args) {
   rpi_cross_entropy_args a = *args;
+  if (a.rounded)
+    there_whole(a.logits, ((a.rows - 1) * a.stride + a.classes) * (int64_t)sizeof(real));
   a.logits = there_rows(a.logits, a.rows, a.stride, a.classes);
   a.loss = there_numbers(a.loss, a.rows);
   a.nll = there_numbers(a.nll, a.rows);

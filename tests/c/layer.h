@@ -83,6 +83,25 @@ static inline bool is_close(const rp_ops *ops, const char *what, int64_t at, rea
   return false;
 }
 
+/* ---- rows in bf16, of numbers that are finite --------------------------------------- */
+
+static inline uint16_t rounded(real x) {
+  const float number = (float)x;
+  uint32_t bits = 0;
+  memcpy(&bits, &number, sizeof bits);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline void put_rounded(real *row, int64_t c, real x) {
+  const uint16_t number = rounded(x);
+  memcpy((char *)row + c * 2, &number, sizeof number);
+}
+
+static inline bool has_rounded(const real *row, int64_t c, real x) {
+  const uint16_t number = rounded(x);
+  return memcmp((const char *)row + c * 2, &number, sizeof number) == 0;
+}
+
 /* ---- packed sentences ------------------------------------------------------------- */
 
 enum { MOST_SENTENCES = 512 };

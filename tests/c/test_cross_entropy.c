@@ -168,6 +168,29 @@ static void test_shapes(const rp_ops *ops) {
   }
 }
 
+/* What a device leaves in bf16 is the gradient rounded, of rows that it keeps and of longer ones.
+ */
+static void test_rounded(const rp_ops *ops, int64_t rows, int64_t classes) {
+  layer l;
+  layer_create(&l, rows, classes, 3, 0.1, RP_SMOOTH_ALL);
+  array logits = array_copy(&l.logits);
+  l.args.gradient = true;
+  run(ops, &l);
+  rpi_cross_entropy_args a = l.args;
+  a.logits = logits.data;
+  a.rounded = true;
+  CHECK_INT(ops->cross_entropy(&a), RP_OK);
+  bool right = true;
+  for (int64_t row = 0; row < rows; row++) {
+    const real *const x = l.logits.data + row * a.stride, *const to = logits.data + row * a.stride;
+    for (int64_t c = 0; c < classes; c++) right = right && has_rounded(to, c, x[c]);
+    for (int64_t c = classes; c < a.stride; c++) right = right && to[c] == CANARY;
+  }
+  CHECK(right);
+  array_free(&logits);
+  layer_free(&l);
+}
+
 static void test_derivatives(const rp_ops *ops, double smoothing, int rule) {
   for (int64_t classes = 1; classes <= 23; classes += 22) {
     layer l;
@@ -195,7 +218,7 @@ static void test_values(const rp_ops *ops) {
     for (int i = 0; i < 32768; i++) logits[i] = 1000;
     const int32_t label = rule == 0 ? 0 : 700;
     const rpi_cross_entropy_args a = {1,    32768, logits, 32768, &label, 0.1,
-                                      rule, true,  &loss,  &nll,  &hit};
+                                      rule, true,  false,  &loss, &nll,   &hit};
     CHECK_INT(ops->cross_entropy(&a), RP_OK);
     CHECK_NEAR((double)loss, log(32768), 2 * UNIT);
     CHECK_NEAR((double)nll, log(32768), 2 * UNIT);
@@ -219,7 +242,7 @@ static void test_not_finite(const rp_ops *ops) {
       if (what == 1) x[3] = (real)INFINITY;
       if (what == 3) x[3] = (real)-INFINITY;
       const rpi_cross_entropy_args a = {
-          1, 70, x, 70, &label, 0, RP_SMOOTH_ALL, gradient != 0, &loss, &nll, &hit};
+          1, 70, x, 70, &label, 0, RP_SMOOTH_ALL, gradient != 0, false, &loss, &nll, &hit};
       CHECK_INT(ops->cross_entropy(&a), RP_OK);
       CHECK(hit == 0 || hit == 1);
       if (what == 3) {
@@ -301,6 +324,11 @@ int main(void) {
     test_derivatives(ops, 0, RP_SMOOTH_ALL);
     test_derivatives(ops, 0.1, RP_SMOOTH_ALL);
     test_derivatives(ops, 0.3, RP_SMOOTH_OTHERS);
+    if (is_device_run()) {
+      test_rounded(ops, 9, 40);
+      test_rounded(ops, 5, 2100);
+      test_rounded(ops, 2, 60000);
+    }
     test_values(ops);
     test_not_finite(ops);
     test_losses(ops);
