@@ -21,6 +21,8 @@
 namespace rpc {
 namespace {
 
+constexpr int pack_threads = 256;
+
 /* One operand as stored: `rows` of `columns` numbers. */
 struct Operand {
   const void *data;
@@ -47,14 +49,33 @@ __global__ void bias_rows(const float *bias, float *c, int64_t c_stride, int64_t
   }
 }
 
-template <bool wide>
-__global__ void pack_rows(const float *x, int64_t stride, int64_t rows, int64_t columns, bf16 *to,
-                          int64_t to_stride) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return;
-  for (int64_t at = 4 * threadIdx.x; at < to_stride; at += 4 * blockDim.x) {
-    store_rounded(to + row * to_stride + at, load_four<wide>(x + row * stride + at, columns - at));
+/* to[rows][to_stride] = x rounded to bf16; what is beyond the columns becomes 0. */
+struct Pack {
+  const float *x;
+  int64_t stride, rows, columns;
+  bf16 *to;
+  int64_t to_stride;
+  unsigned blocks; /* of pack_threads: several rows, or one that a thread goes along */
+  int across;      /* 2 to this power threads have a row */
+  bool wide;
+};
+
+__device__ void pack_block(const Pack &p, unsigned block) {
+  const unsigned down = pack_threads >> p.across, apart = 4u << p.across;
+  const int64_t row = static_cast<int64_t>(block) * down + (threadIdx.x >> p.across);
+  if (row >= p.rows) return;
+  const float *const x = p.x + row * p.stride;
+  for (int64_t at = 4 * threadIdx.x & (apart - 1); at < p.to_stride; at += apart) {
+    const int64_t left = p.columns - at;
+    const Four four = p.wide ? load_four<true>(x + at, left) : load_four<false>(x + at, left);
+    store_rounded(p.to + row * p.to_stride + at, four);
   }
+}
+
+/* The blocks of one, then those of the other. */
+__global__ void __launch_bounds__(pack_threads) pack_rows(Pack first, Pack second) {
+  if (blockIdx.x < first.blocks) pack_block(first, blockIdx.x);
+  else pack_block(second, blockIdx.x - first.blocks);
 }
 
 rp_status start_with_bias(const rpi_gemm_args *g) {
@@ -76,24 +97,36 @@ Operand b_of(const rpi_gemm_args &g) {
           CUDA_R_32F};
 }
 
-/* The operand in bf16, in scratch; with the sums of its columns added to `sum` where that is not
- * NULL. */
-rp_status pack(Operand *x, float *sum = nullptr) {
-  const float *const from = static_cast<const float *>(x->data);
-  const int64_t stride = rounded_stride(x->columns);
-  bf16 *to = nullptr;
-  RPI_TRY(scratch(x->rows * stride, &to));
-  if (sum != nullptr) {
-    const rpi_column_sums_args sums = {x->rows, x->columns, from, x->stride, sum};
-    RPI_TRY(sum_and_round(&sums, to));
-  } else {
-    const RowGrid g = row_grid(x->rows, stride);
-    CUDA_TRY(launch(is_wide(from, x->stride) ? pack_rows<true> : pack_rows<false>,
-                    {g.grid, g.block, 0, context().stream}, from, x->stride, x->rows, x->columns,
-                    to, stride));
-  }
-  *x = {to, x->rows, x->columns, stride, CUDA_R_16BF};
+/* The operand becomes one in bf16, in scratch; how to fill that. */
+rp_status begin_pack(Operand *x, Pack *p) {
+  *p = {static_cast<const float *>(x->data), x->stride, x->rows, x->columns, nullptr,
+        rounded_stride(x->columns),          0,         0,       false};
+  p->wide = is_wide(p->x, p->stride);
+  while (4 << p->across < p->to_stride && 1 << p->across < pack_threads) p->across++;
+  const int64_t down = pack_threads >> p->across;
+  p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
+  RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
+  *x = {p->to, x->rows, x->columns, p->to_stride, CUDA_R_16BF};
   return RP_OK;
+}
+
+/* One operand, or two by one launch. */
+rp_status pack(Operand *x, Operand *y = nullptr) {
+  Pack first = {}, second = {};
+  RPI_TRY(begin_pack(x, &first));
+  if (y != nullptr) RPI_TRY(begin_pack(y, &second));
+  CUDA_TRY(launch(pack_rows,
+                  {dim3(first.blocks + second.blocks), dim3(pack_threads), 0, context().stream},
+                  first, second));
+  return RP_OK;
+}
+
+/* One, and the sums of its columns are added to `sum`. */
+rp_status pack_and_sum(Operand *x, float *sum) {
+  Pack p = {};
+  RPI_TRY(begin_pack(x, &p));
+  const rpi_column_sums_args sums = {p.rows, p.columns, p.x, p.stride, sum};
+  return sum_and_round(&sums, p.to);
 }
 
 /* The product of operands that are what they shall be. */
@@ -118,8 +151,7 @@ rp_status gemm(const rpi_gemm_args *args) {
   Operand a = a_of(*g), b = b_of(*g);
   if (g->precision == RP_BF16) {
     scratch_begin();
-    RPI_TRY(pack(&a));
-    RPI_TRY(pack(&b));
+    RPI_TRY(pack(&a, &b));
   }
   return multiply(*g, a, b);
 }
@@ -132,19 +164,19 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
   const rpi_gemm_args to_input =
       rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, args->add, args->precision);
   Operand dy = a_of(to_weight), x = b_of(to_weight), weight = b_of(to_input);
+  const bool to_x = args->dx != nullptr;
   scratch_begin();
   if (args->precision == RP_BF16) {
     if (args->rounded) dy = {args->dy, dy.rows, dy.columns, 2 * dy.stride, CUDA_R_16BF};
-    else RPI_TRY(pack(&dy, args->dbias));
-    RPI_TRY(pack(&x));
+    else if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
+    else RPI_TRY(pack(&dy));
+    RPI_TRY(pack(&x, to_x ? &weight : nullptr));
   } else if (args->dbias != nullptr) {
     const rpi_column_sums_args sums = {l->rows, l->out, args->dy, args->dy_stride, args->dbias};
     RPI_TRY(sum_and_round(&sums, nullptr));
   }
   RPI_TRY(multiply(to_weight, dy, x));
-  if (args->dx == nullptr) return RP_OK;
-  if (args->precision == RP_BF16) RPI_TRY(pack(&weight));
-  return multiply(to_input, dy, weight);
+  return to_x ? multiply(to_input, dy, weight) : RP_OK;
 }
 
 }  // namespace rpc
