@@ -6,8 +6,11 @@
  *
  *   C = A . B   as   C' = B' . A'
  *
- * with our B as its first operand, plain where ours is plain, and our strides as its own. A bias is
- * put into C first, and the product added to it.
+ * with our B as its first operand, plain where ours is plain, and our strides as its own.
+ *
+ * A bias of packed operands is part of the product: behind A stand three columns of ones, behind B
+ * the bias, as three numbers of bf16 whose sum it is. To write it into C first, and add the
+ * product, would move C twice more; that is done where operands are not packed, or lie otherwise.
  *
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
@@ -58,7 +61,31 @@ struct Pack {
   unsigned blocks; /* of pack_threads: several rows, or one that a thread goes along */
   int across;      /* 2 to this power threads have a row */
   bool wide;
+  const float *behind; /* [rows], whose parts follow each row's columns; or NULL */
+  bool ones;           /* ones follow */
 };
+
+constexpr int bias_parts = 3; /* of 8 bits each, as many as f32 has */
+
+/* Their sum is x, and each is one of bf16 without rounding. */
+__device__ float part_of(float x, int part) {
+  float cut = 0;
+  for (int n = 0; n <= part; n++) {
+    x -= cut;
+    cut = __uint_as_float(__float_as_uint(x) & 0xffff0000u);
+  }
+  return cut;
+}
+
+/* What stands `left` numbers behind the start of this quad. */
+__device__ void put_behind(const Pack &p, int64_t row, int64_t left, Four &four) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int64_t part = i - left;
+    if (part < 0 || part >= bias_parts) continue;
+    four.x[i] = p.ones ? 1 : part_of(p.behind[row], static_cast<int>(part));
+  }
+}
 
 __device__ void pack_block(const Pack &p, unsigned block) {
   const unsigned down = pack_threads >> p.across, apart = 4u << p.across;
@@ -67,7 +94,8 @@ __device__ void pack_block(const Pack &p, unsigned block) {
   const float *const x = p.x + row * p.stride;
   for (int64_t at = 4 * threadIdx.x & (apart - 1); at < p.to_stride; at += apart) {
     const int64_t left = p.columns - at;
-    const Four four = p.wide ? load_four<true>(x + at, left) : load_four<false>(x + at, left);
+    Four four = p.wide ? load_four<true>(x + at, left) : load_four<false>(x + at, left);
+    if (left < 4 && (p.ones || p.behind != nullptr)) put_behind(p, row, left, four);
     store_rounded(p.to + row * p.to_stride + at, four);
   }
 }
@@ -78,12 +106,12 @@ __global__ void __launch_bounds__(pack_threads) pack_rows(Pack first, Pack secon
   else pack_block(second, blockIdx.x - first.blocks);
 }
 
-rp_status start_with_bias(const rpi_gemm_args *g) {
-  const RowGrid grid = row_grid(g->rows, g->columns);
-  const bool wide = is_wide(g->bias, 0) && is_wide(g->c, g->c_stride);
+rp_status start_with_bias(const rpi_gemm_args &g) {
+  const RowGrid grid = row_grid(g.rows, g.columns);
+  const bool wide = is_wide(g.bias, 0) && is_wide(g.c, g.c_stride);
   CUDA_TRY(launch(wide ? bias_rows<true> : bias_rows<false>,
-                  {grid.grid, grid.block, 0, context().stream}, g->bias, g->c, g->c_stride, g->rows,
-                  g->columns, g->accumulate));
+                  {grid.grid, grid.block, 0, context().stream}, g.bias, g.c, g.c_stride, g.rows,
+                  g.columns, g.accumulate));
   return RP_OK;
 }
 
@@ -97,24 +125,31 @@ Operand b_of(const rpi_gemm_args &g) {
           CUDA_R_32F};
 }
 
-/* The operand becomes one in bf16, in scratch; how to fill that. */
-rp_status begin_pack(Operand *x, Pack *p) {
-  *p = {static_cast<const float *>(x->data), x->stride, x->rows, x->columns, nullptr,
-        rounded_stride(x->columns),          0,         0,       false};
+/* The operand becomes one in bf16, in scratch, with `more` columns; how to fill that. */
+rp_status begin_pack(Operand *x, int more, Pack *p) {
+  p->x = static_cast<const float *>(x->data);
+  p->stride = x->stride;
+  p->rows = x->rows;
+  p->columns = x->columns;
+  p->to_stride = rounded_stride(x->columns + more);
   p->wide = is_wide(p->x, p->stride);
   while (4 << p->across < p->to_stride && 1 << p->across < pack_threads) p->across++;
   const int64_t down = pack_threads >> p->across;
   p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
   RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
-  *x = {p->to, x->rows, x->columns, p->to_stride, CUDA_R_16BF};
+  *x = {p->to, x->rows, more != 0 ? p->to_stride : x->columns, p->to_stride, CUDA_R_16BF};
   return RP_OK;
 }
 
-/* One operand, or two by one launch. */
-rp_status pack(Operand *x, Operand *y = nullptr) {
+/* One operand, or two by one launch; with a bias of y's rows they are those of a product that has
+ * it, and their columns are more. */
+rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr) {
+  const int more = bias != nullptr ? bias_parts : 0;
   Pack first = {}, second = {};
-  RPI_TRY(begin_pack(x, &first));
-  if (y != nullptr) RPI_TRY(begin_pack(y, &second));
+  first.ones = bias != nullptr;
+  second.behind = bias;
+  RPI_TRY(begin_pack(x, more, &first));
+  if (y != nullptr) RPI_TRY(begin_pack(y, more, &second));
   CUDA_TRY(launch(pack_rows,
                   {dim3(first.blocks + second.blocks), dim3(pack_threads), 0, context().stream},
                   first, second));
@@ -124,7 +159,7 @@ rp_status pack(Operand *x, Operand *y = nullptr) {
 /* One, and the sums of its columns are added to `sum`. */
 rp_status pack_and_sum(Operand *x, float *sum) {
   Pack p = {};
-  RPI_TRY(begin_pack(x, &p));
+  RPI_TRY(begin_pack(x, 0, &p));
   const rpi_column_sums_args sums = {p.rows, p.columns, p.x, p.stride, sum};
   return sum_and_round(&sums, p.to);
 }
@@ -144,16 +179,25 @@ rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
 }  // namespace
 
 rp_status gemm(const rpi_gemm_args *args) {
-  const rpi_gemm_args *const g = args;
-  if (g->rows == 0 || g->columns == 0) return RP_OK;
-  if (g->bias != nullptr || (g->inner == 0 && !g->accumulate)) RPI_TRY(start_with_bias(g));
-  if (g->inner == 0) return RP_OK;
-  Operand a = a_of(*g), b = b_of(*g);
-  if (g->precision == RP_BF16) {
-    scratch_begin();
-    RPI_TRY(pack(&a, &b));
+  rpi_gemm_args g = *args;
+  if (g.rows == 0 || g.columns == 0) return RP_OK;
+  const bool packed = g.precision == RP_BF16 && g.inner != 0;
+  const bool within =
+      packed && g.bias != nullptr && !g.transpose_a && g.transpose_b && !g.accumulate;
+  if (!within && (g.bias != nullptr || (g.inner == 0 && !g.accumulate))) {
+    RPI_TRY(start_with_bias(g));
   }
-  return multiply(*g, a, b);
+  if (g.inner == 0) return RP_OK;
+  Operand a = a_of(g), b = b_of(g);
+  if (packed) {
+    scratch_begin();
+    RPI_TRY(pack(&a, &b, within ? g.bias : nullptr));
+  }
+  if (within) {
+    g.inner = a.columns;
+    g.bias = nullptr;
+  }
+  return multiply(g, a, b);
 }
 
 rp_status linear_backward(const rpi_linear_backward_args *args) {
