@@ -21,7 +21,7 @@
 /* Logits of a block of rows take about this many numbers: enough rows that reading the output
  * projection for every block is cheap beside the product. */
 #define LOGITS ((int64_t)1 << 23)
-#define DEVICE_LOGITS ((int64_t)1 << 26) /* of a device, which reads much faster than it begins */
+#define DEVICE_LOGITS ((int64_t)1 << 27) /* of a device, which reads much faster than it begins */
 
 typedef struct plan {
   rpi_arena fixed; /* small, and needed to ask attention for sizes */
