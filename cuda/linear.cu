@@ -125,8 +125,9 @@ Operand b_of(const rpi_gemm_args &g) {
           CUDA_R_32F};
 }
 
-/* The operand becomes one in bf16, in scratch, with `more` columns; how to fill that. */
-rp_status begin_pack(Operand *x, int more, Pack *p) {
+/* The operand becomes one in bf16, in `to` or else in scratch, with `more` columns; how to fill
+ * that. */
+rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   p->x = static_cast<const float *>(x->data);
   p->stride = x->stride;
   p->rows = x->rows;
@@ -136,20 +137,22 @@ rp_status begin_pack(Operand *x, int more, Pack *p) {
   while (4 << p->across < p->to_stride && 1 << p->across < pack_threads) p->across++;
   const int64_t down = pack_threads >> p->across;
   p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
-  RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
+  p->to = static_cast<bf16 *>(to);
+  if (to == nullptr) RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
   *x = {p->to, x->rows, more != 0 ? p->to_stride : x->columns, p->to_stride, CUDA_R_16BF};
   return RP_OK;
 }
 
 /* One operand, or two by one launch; with a bias of y's rows they are those of a product that has
  * it, and their columns are more. */
-rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr) {
+rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr,
+               void *x_to = nullptr) {
   const int more = bias != nullptr ? bias_parts : 0;
   Pack first = {}, second = {};
   first.ones = bias != nullptr;
   second.behind = bias;
-  RPI_TRY(begin_pack(x, more, &first));
-  if (y != nullptr) RPI_TRY(begin_pack(y, more, &second));
+  RPI_TRY(begin_pack(x, more, x_to, &first));
+  if (y != nullptr) RPI_TRY(begin_pack(y, more, nullptr, &second));
   CUDA_TRY(launch(pack_rows,
                   {dim3(first.blocks + second.blocks), dim3(pack_threads), 0, context().stream},
                   first, second));
@@ -159,7 +162,7 @@ rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr) {
 /* One, and the sums of its columns are added to `sum`. */
 rp_status pack_and_sum(Operand *x, float *sum) {
   Pack p = {};
-  RPI_TRY(begin_pack(x, 0, &p));
+  RPI_TRY(begin_pack(x, 0, nullptr, &p));
   const rpi_column_sums_args sums = {p.rows, p.columns, p.x, p.stride, sum};
   return sum_and_round(&sums, p.to);
 }
@@ -191,7 +194,7 @@ rp_status gemm(const rpi_gemm_args *args) {
   Operand a = a_of(g), b = b_of(g);
   if (packed) {
     scratch_begin();
-    RPI_TRY(pack(&a, &b, within ? g.bias : nullptr));
+    RPI_TRY(pack(&a, &b, within ? g.bias : nullptr, g.kept));
   }
   if (within) {
     g.inner = a.columns;
@@ -214,7 +217,13 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
     if (args->rounded) dy = {args->dy, dy.rows, dy.columns, 2 * dy.stride, CUDA_R_16BF};
     else if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
     else RPI_TRY(pack(&dy));
-    RPI_TRY(pack(&x, to_x ? &weight : nullptr));
+    if (l->kept == nullptr) {
+      RPI_TRY(pack(&x, to_x ? &weight : nullptr));
+    } else {
+      const int64_t stride = rounded_stride(l->in + (l->bias != nullptr ? bias_parts : 0));
+      x = {l->kept, l->rows, l->in, stride, CUDA_R_16BF};
+      if (to_x) RPI_TRY(pack(&weight));
+    }
   } else if (args->dbias != nullptr) {
     const rpi_column_sums_args sums = {l->rows, l->out, args->dy, args->dy_stride, args->dbias};
     RPI_TRY(sum_and_round(&sums, nullptr));

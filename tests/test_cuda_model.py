@@ -112,11 +112,15 @@ def test_steps_are_those_of_the_host(f32: Core) -> None:
         assert not any(g.any() for g in device.gradients.values())
 
 
-def test_runs_and_recomputing_change_no_bit(f32: Core) -> None:
-    batch = batch_for(TRAINED)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize("precision", [0, 1])
+def test_runs_and_recomputing_change_no_bit(f32: Core, precision: int, activation: str) -> None:
+    """In bf16 operands are kept as they were rounded, unless what they were made of is made again."""
+    changes = TRAINED | {"activation": activation}
+    batch = batch_for(changes)
     found = []
     for recompute in (0, 0, 1):
-        with on_device(f32, TRAINED, recompute=recompute) as model:
+        with on_device(f32, changes, recompute=recompute, precision=precision) as model:
             model.step(batch)
             model.backward(batch)
             found.append(copies(model))

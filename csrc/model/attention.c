@@ -195,7 +195,7 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
   return RP_OK;
 }
 
-static rpi_layer_linear qkv_of(const rpi_run *run, const real *n) {
+static rpi_layer_linear qkv_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
   const rpi_self_params *const at = &rpi_layer_params_of(run, run->layer)->self;
   const int64_t C = run->model->config.width;
   return (rpi_layer_linear){.name = "attention.qkv",
@@ -205,10 +205,11 @@ static rpi_layer_linear qkv_of(const rpi_run *run, const real *n) {
                             .weight = at->qkv,
                             .bias = at->qkv_bias,
                             .x = n,
-                            .x_stride = C};
+                            .x_stride = C,
+                            .kept = stored->kept_n};
 }
 
-static rpi_layer_linear cross_q_of(const rpi_run *run, const real *n) {
+static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
   const rpi_cross_params *const at = &rpi_layer_params_of(run, run->layer)->cross;
   const int64_t C = run->model->config.width;
   return (rpi_layer_linear){.name = "cross.q",
@@ -218,7 +219,8 @@ static rpi_layer_linear cross_q_of(const rpi_run *run, const real *n) {
                             .weight = at->q,
                             .bias = at->q_bias,
                             .x = n,
-                            .x_stride = C};
+                            .x_stride = C,
+                            .kept = stored->kept_n};
 }
 
 static rpi_layer_linear cross_kv_of(const rpi_run *run) {
@@ -245,7 +247,8 @@ rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stor
                             .weight = self ? at->self.out : at->cross.out,
                             .bias = self ? at->self.out_bias : at->cross.out_bias,
                             .x = stored->z,
-                            .x_stride = HD};
+                            .x_stride = HD,
+                            .kept = stored->kept_in};
 }
 
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
@@ -274,12 +277,12 @@ rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, 
   const int64_t HD = rpi_head_columns(m);
   const bool step = run->kept && run->kept->step;
   if (part == RPI_SELF) {
-    const rpi_layer_linear qkv = qkv_of(run, n);
+    const rpi_layer_linear qkv = qkv_of(run, stored, n);
     RPI_TRY(rpi_layer_linear_forward(run, &qkv, stored->qkv, 3 * HD));
     RPI_TRY(rotate(run, step ? run->kept->places : NULL, stored->qkv, false));
     if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
-    const rpi_layer_linear q = cross_q_of(run, n), kv = cross_kv_of(run);
+    const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
     RPI_TRY(rpi_layer_linear_forward(run, &q, stored->qkv, HD));
     if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * HD));
   }
@@ -296,10 +299,10 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
   RPI_TRY(attend_backward(run, stored, part, dkv));
   if (part == RPI_SELF) {
     RPI_TRY(rotate(run, NULL, dq, true));
-    const rpi_layer_linear qkv = qkv_of(run, n);
+    const rpi_layer_linear qkv = qkv_of(run, stored, n);
     return rpi_layer_linear_backward(run, &qkv, dq, 3 * HD, dn, add);
   }
-  const rpi_layer_linear q = cross_q_of(run, n), kv = cross_kv_of(run);
+  const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
   RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, 2 * HD, m->stack[RPI_ENCODER].dstream, true));
   return rpi_layer_linear_backward(run, &q, dq, HD, dn, add);
 }

@@ -100,7 +100,7 @@ static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const 
 
 /* ---- feed-forward ---------------------------------------------------------- */
 
-static rpi_layer_linear hidden_of(const rpi_run *run, const real *n) {
+static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
   const rpi_feed_forward_params *const at = &rpi_layer_params_of(run, run->layer)->feed_forward;
   const rp_config *const config = &run->model->config;
   return (rpi_layer_linear){.name = "feed_forward.in",
@@ -110,10 +110,16 @@ static rpi_layer_linear hidden_of(const rpi_run *run, const real *n) {
                             .weight = at->in,
                             .bias = at->in_bias,
                             .x = n,
-                            .x_stride = config->width};
+                            .x_stride = config->width,
+                            .kept = stored->kept_n};
 }
 
-static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const real *act) {
+/* RELU works in place: its result says all that backward asks. The others keep h. */
+static real *act_of(const rp_model *m, const rpi_stored *stored) {
+  return m->config.activation == RP_RELU ? stored->hidden : m->scratch.act;
+}
+
+static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored *stored) {
   const rpi_feed_forward_params *const at = &rpi_layer_params_of(run, run->layer)->feed_forward;
   const rp_config *const config = &run->model->config;
   return (rpi_layer_linear){.name = "feed_forward.out",
@@ -122,13 +128,9 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const real *act)
                             .out = config->width,
                             .weight = at->out,
                             .bias = at->out_bias,
-                            .x = act,
-                            .x_stride = config->feed_forward};
-}
-
-/* RELU works in place: its result says all that backward asks. The others keep h. */
-static real *act_of(const rp_model *m, const rpi_stored *stored) {
-  return m->config.activation == RP_RELU ? stored->hidden : m->scratch.act;
+                            .x = act_of(run->model, stored),
+                            .x_stride = config->feed_forward,
+                            .kept = stored->kept_in};
 }
 
 static rp_status activate(rpi_run *run, const rpi_stored *stored) {
@@ -152,8 +154,10 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
   rp_model *const m = run->model;
   const rp_config *const config = &m->config;
   const int64_t rows = run->side[run->stack].rows, F = config->feed_forward;
-  if (config->activation != RP_RELU) RPI_TRY(activate(run, stored)); /* act again */
-  const rpi_layer_linear out = feed_forward_out_of(run, act_of(m, stored));
+  if (config->activation != RP_RELU && !stored->kept_in) {
+    RPI_TRY(activate(run, stored)); /* act again */
+  }
+  const rpi_layer_linear out = feed_forward_out_of(run, stored);
   RPI_TRY(rpi_layer_linear_backward(run, &out, df, config->width, m->scratch.dact, false));
   const rpi_activation_backward_args args = {
       .rows = rows,
@@ -167,7 +171,7 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation_backward(&args));
   rpi_note_cost(run, "activation", true, began, (double)(rows * F), 3 * rows * F);
-  const rpi_layer_linear hidden = hidden_of(run, n);
+  const rpi_layer_linear hidden = hidden_of(run, stored, n);
   return rpi_layer_linear_backward(run, &hidden, m->scratch.dhidden, hidden.out, dn, add);
 }
 
@@ -186,10 +190,10 @@ rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
   RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));
   rpi_layer_linear out;
   if (part == RPI_FEED_FORWARD) {
-    const rpi_layer_linear hidden = hidden_of(run, n);
+    const rpi_layer_linear hidden = hidden_of(run, stored, n);
     RPI_TRY(rpi_layer_linear_forward(run, &hidden, stored->hidden, hidden.out));
     RPI_TRY(activate(run, stored));
-    out = feed_forward_out_of(run, act_of(m, stored));
+    out = feed_forward_out_of(run, stored);
   } else {
     RPI_TRY(rpi_sublayer_attend(run, stored, part, n));
     out = rpi_attention_out_of(run, stored, part);
@@ -211,9 +215,9 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s) {
   const int part = rpi_part_of(stack->parts, s);
   const bool before = m->config.norm == RP_NORM_PRE;
   real *const dn = before ? m->scratch.df : stack->dstream;
-  const real *n, *df;
+  const real *n = NULL, *df;
   run->layer = s / stack->parts;
-  RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));
+  if (!stored->kept_n) RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));
   RPI_TRY(add_to_stream_backward(run, ADDED[part], &df));
   if (part == RPI_FEED_FORWARD) {
     RPI_TRY(feed_forward_backward(run, stored, n, df, dn, !before));

@@ -42,6 +42,8 @@ typedef struct rpi_stored {
   real *kv;      /* cross: [encoder's rows][2 H D] */
   real *z, *lse; /* attention's results [rows][H D], [H][rows] */
   real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it */
+  void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL */
+  void *kept_in; /* so what makes f: z, or the activation; there where kept_n is */
 } rpi_stored;
 
 typedef struct rpi_stack_memory {

@@ -17,6 +17,7 @@
 #include "base/threads.h"
 #include "isa/devices.h"
 #include "model/model.h"
+#include "ops/linear.h"
 
 /* Logits of a block of rows take about this many numbers: enough rows that reading the output
  * projection for every block is cheap beside the product. */
@@ -34,11 +35,26 @@ static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, count, sizeof(real));
 }
 
+/* Numbers of a product's operand as it was rounded. A device reads half of what it would round
+ * again. */
+static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
+  return rpi_arena_take(arena, rows, rpi_linear_kept(1, columns));
+}
+
+static bool keeps(const rp_model *m) {
+  return m->limits.training && !m->limits.recompute && !m->ops->host &&
+         m->limits.precision == RP_BF16;
+}
+
 /* What one sublayer stores but for its stream. */
 static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_stored *to) {
   const rp_config *const config = &m->config;
   const int64_t rows = m->limits.tokens, HD = config->heads * rpi_head_width(config);
   to->stats = matrix(arena, rows, 2);
+  if (keeps(m)) {
+    to->kept_n = kept(arena, rows, config->width);
+    to->kept_in = kept(arena, rows, part == RPI_FEED_FORWARD ? config->feed_forward : HD);
+  }
   if (part == RPI_FEED_FORWARD) {
     to->hidden = matrix(arena, rows, rpi_hidden(config));
     return;

@@ -12,7 +12,8 @@ static rpi_linear layer_of(const rpi_run *run, const rpi_layer_linear *l) {
                       .x = l->x,
                       .x_stride = l->x_stride,
                       .weight = rpi_weight_at(run->model, l->weight),
-                      .bias = rpi_weight_at(run->model, l->bias)};
+                      .bias = rpi_weight_at(run->model, l->bias),
+                      .kept = l->kept};
 }
 
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,

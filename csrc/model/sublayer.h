@@ -58,6 +58,7 @@ typedef struct rpi_layer_linear {
   int64_t weight, bias;
   const real *x;
   int64_t x_stride;
+  void *kept;
 } rpi_layer_linear;
 
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,

@@ -28,7 +28,8 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .transpose_a = false,
                          .transpose_b = true,
                          .accumulate = false,
-                         .precision = precision};
+                         .precision = precision,
+                         .kept = l->kept};
 }
 
 static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real *dy,
@@ -46,7 +47,8 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .transpose_a = true,
                          .transpose_b = false,
                          .accumulate = true,
-                         .precision = precision};
+                         .precision = precision,
+                         .kept = NULL};
 }
 
 static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real *dy,
@@ -65,7 +67,13 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .transpose_a = false,
                          .transpose_b = false,
                          .accumulate = add,
-                         .precision = precision};
+                         .precision = precision,
+                         .kept = NULL};
+}
+
+/* Numbers of bf16, rows on borders of 16 bytes, with place for a bias (cuda/linear.cu). */
+static inline int64_t rpi_linear_kept(int64_t rows, int64_t in) {
+  return rows * rpi_round_up(in + 3, 8) * 2;
 }
 
 /* Of each of them, for the profile. */

@@ -54,21 +54,24 @@ typedef struct rpi_gemm_args {
   const real *bias;
   bool transpose_a, transpose_b, accumulate;
   int precision; /* RP_F32, RP_BF16 */
+  void *kept;    /* rpi_linear's */
 } rpi_gemm_args;
 
-/* A linear layer y = x . Wᵀ + b, W being [out, in]. Its products: linear.h. */
+/* A linear layer y = x . Wᵀ + b, W being [out, in]. Its products: linear.h. On a device, in bf16,
+ * the way there may keep x as it was rounded, and the way back takes that for x. */
 typedef struct rpi_linear {
   int64_t rows, in, out;
   const real *x;
   int64_t x_stride;
   const real *weight;
   const real *bias; /* or NULL */
+  void *kept;       /* rpi_linear_kept bytes, or NULL */
 } rpi_linear;
 
 /* Its way back, of which a device reads dy once: dW += dyᵀ . x, db += the sums of dy's columns, and
  * dx (or dx +) = dy . W. */
 typedef struct rpi_linear_backward_args {
-  rpi_linear forward; /* bias is not read */
+  rpi_linear forward; /* the bias is not read, nor x where it was kept */
   const real *dy;
   int64_t dy_stride;
   bool rounded; /* dy is what cross_entropy left rounded */

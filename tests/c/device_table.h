@@ -21,6 +21,7 @@
 #include <string.h>
 
 #include "isa/devices.h"
+#include "ops/linear.h"
 
 enum { THERE_MOST = 64 };
 
@@ -115,6 +116,7 @@ static inline rp_status there_gemm(const rpi_gemm_args *args) {
   g.b = there_rows(g.b, g.transpose_b ? columns : in, g.b_stride, g.transpose_b ? in : columns);
   g.c = there_rows(g.c, rows, g.c_stride, columns);
   g.bias = there_numbers(g.bias, columns);
+  g.kept = there_whole(g.kept, rpi_linear_kept(rows, in));
   return there_end(there.ops->gemm(&g));
 }
 
@@ -123,6 +125,8 @@ static inline rp_status there_linear_backward(const rpi_linear_backward_args *ar
   rpi_linear *const l = &a.forward;
   l->x = there_rows(l->x, l->rows, l->x_stride, l->in);
   l->weight = there_numbers(l->weight, l->in * l->out);
+  l->bias = there_numbers(l->bias, l->out);
+  l->kept = there_whole(l->kept, rpi_linear_kept(l->rows, l->in));
   if (a.rounded) there_whole(a.dy, ((l->rows - 1) * a.dy_stride + l->out) * (int64_t)sizeof(real));
   a.dy = there_rows(a.dy, l->rows, a.dy_stride, l->out);
   a.dweight = there_numbers(a.dweight, l->in * l->out);

@@ -31,7 +31,7 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
   layer l = layer_create(rows, in, out, gap);
   array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias), dx = array_copy(&l.dx);
   const rpi_linear_backward_args a = {
-      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL},
+      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL, NULL},
       .dy = l.dy.data,
       .dy_stride = out + gap,
       .dweight = l.dweight.data,
@@ -59,12 +59,13 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
 static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t out) {
   layer l = layer_create(rows, in, out, 4);
   array dweight = array_copy(&l.dweight), dx = array_copy(&l.dx);
-  rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL},
-                                .dy = l.dy.data,
-                                .dy_stride = out + 4,
-                                .dweight = l.dweight.data,
-                                .dx = l.dx.data,
-                                .precision = RP_BF16};
+  rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out + 4,
+      .dweight = l.dweight.data,
+      .dx = l.dx.data,
+      .precision = RP_BF16};
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   for (int64_t row = 0; row < rows; row++) {
     real *const dy = l.dy.data + row * a.dy_stride;
@@ -80,6 +81,30 @@ static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
 
+/* What the way there kept of x is x to the way back, with a bias and without. */
+static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, bool bias) {
+  layer l = layer_create(rows, in, out, 0);
+  array dweight = array_copy(&l.dweight), y = array_of("y", rows * out, 0);
+  rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in, l.weight.data, bias ? l.dbias.data : NULL, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out,
+      .dweight = dweight.data,
+      .precision = RP_BF16};
+  CHECK_INT(ops->linear_backward(&a), RP_OK);
+  a.forward.kept = calloc((size_t)rpi_linear_kept(rows, in), 1);
+  if (a.forward.kept == NULL) abort();
+  const rpi_gemm_args g = rpi_linear_forward(&a.forward, y.data, out, RP_BF16);
+  CHECK_INT(ops->gemm(&g), RP_OK);
+  a.forward.x = NULL;
+  a.dweight = l.dweight.data;
+  CHECK_INT(ops->linear_backward(&a), RP_OK);
+  CHECK(same(ops, &l.dweight, &dweight));
+  free(a.forward.kept);
+  array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &dweight, &y};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+}
+
 int main(void) {
   static const int64_t shapes[][4] = {{0, 3, 5, 0},    {1, 1, 1, 0},     {7, 8, 12, 0},
                                       {70, 20, 9, 4},  {33, 17, 130, 3}, {600, 5, 40, 0},
@@ -89,6 +114,8 @@ int main(void) {
     if (is_device_run()) {
       test_rounded(table_at(t), 37, 24, 60);
       test_rounded(table_at(t), 9, 7, 128);
+      test_kept(table_at(t), 37, 24, 10, true);
+      test_kept(table_at(t), 9, 6, 10, false);
     }
     for (int i = 0; i < count; i++) {
       const int64_t *const s = shapes[i];
