@@ -58,17 +58,22 @@ template <int kind, bool wide>
 __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t columns,
                                 Packing packing) {
   const int64_t row = row_of_thread();
-  if (row >= rows) return;
+  if (row >= rows) return; /* a whole warp */
   const Place place = place_of(packing, row);
   const float *const from = h + row * columns * (kind == RP_SWIGLU ? 2 : 1);
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t count = columns - 4 * quad;
-    Four x = load_four<wide>(from + 4 * quad, count), y = x;
-    if (kind == RP_SWIGLU) y = load_four<wide>(from + columns + 4 * quad, count);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t count = columns - c;
+    Strip<strip_quads> x = load_strip<strip_quads, wide>(from + c, count), y = x;
+    if (kind == RP_SWIGLU) y = load_strip<strip_quads, wide>(from + columns + c, count);
 #pragma unroll
-    for (int i = 0; i < 4; i++) x.x[i] = activated<kind>(x.x[i], y.x[i]);
-    keep_four(packing, place, quad, x);
-    store_four<wide>(a + row * columns + 4 * quad, count, x);
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        x.quad[q].x[i] = activated<kind>(x.quad[q].x[i], y.quad[q].x[i]);
+      }
+    }
+    keep_strip(packing, place, c, x);
+    store_strip<strip_quads, wide>(a + row * columns + c, count, x);
   }
 }
 
@@ -78,13 +83,18 @@ __global__ void relu_backward_rows(const float *a, const float *da, float *dh, i
                                    int64_t columns, float scale) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
-    const Four forward = load_four<wide>(a + start, count);
-    Four d = load_four<wide>(da + start, count);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t start = row * columns + c, count = columns - c;
+    const Strip<strip_quads> forward = load_strip<strip_quads, wide>(a + start, count);
+    Strip<strip_quads> d = load_strip<strip_quads, wide>(da + start, count);
 #pragma unroll
-    for (int i = 0; i < 4; i++) d.x[i] = forward.x[i] <= 0 ? 0.0f : scale * d.x[i];
-    store_four<wide>(dh + start, count, d);
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        d.quad[q].x[i] = forward.quad[q].x[i] <= 0 ? 0.0f : scale * d.quad[q].x[i];
+      }
+    }
+    store_strip<strip_quads, wide>(dh + start, count, d);
   }
 }
 
@@ -94,17 +104,21 @@ __global__ void gelu_backward_rows(const float *h, const float *da, float *dh, i
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Place place = place_of(packing, row);
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
-    const Four x = load_four<wide>(h + start, count);
-    Four d = load_four<wide>(da + start, count);
-    keep_four(packing, place, quad, d);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t start = row * columns + c, count = columns - c;
+    const Strip<strip_quads> x = load_strip<strip_quads, wide>(h + start, count);
+    Strip<strip_quads> d = load_strip<strip_quads, wide>(da + start, count);
+    keep_strip(packing, place, c, d);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const NormalShare n = normal_below(x.x[i]);
-      d.x[i] *= n.below + x.x[i] * (0.39894228040143267794f * n.bell);
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float one = x.quad[q].x[i];
+        const NormalShare n = normal_below(one);
+        d.quad[q].x[i] *= n.below + one * (0.39894228040143267794f * n.bell);
+      }
     }
-    store_four<wide>(dh + start, count, d);
+    store_strip<strip_quads, wide>(dh + start, count, d);
   }
 }
 
@@ -114,20 +128,23 @@ __global__ void swiglu_backward_rows(const float *h, const float *da, float *dh,
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Place place = place_of(packing, row);
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t start = 2 * row * columns + 4 * quad, count = columns - 4 * quad;
-    const Four x = load_four<wide>(h + start, count);
-    const Four y = load_four<wide>(h + start + columns, count);
-    Four d = load_four<wide>(da + row * columns + 4 * quad, count), dx;
-    keep_four(packing, place, quad, d);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t start = 2 * row * columns + c, count = columns - c;
+    Strip<strip_quads> x = load_strip<strip_quads, wide>(h + start, count);
+    const Strip<strip_quads> y = load_strip<strip_quads, wide>(h + start + columns, count);
+    Strip<strip_quads> d = load_strip<strip_quads, wide>(da + row * columns + c, count);
+    keep_strip(packing, place, c, d);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float s = logistic(x.x[i]);
-      dx.x[i] = s * (1.0f + x.x[i] * (1.0f - s)) * y.x[i] * d.x[i];
-      d.x[i] *= x.x[i] * s;
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float one = x.quad[q].x[i], s = logistic(one), dy = d.quad[q].x[i];
+        x.quad[q].x[i] = s * (1.0f + one * (1.0f - s)) * y.quad[q].x[i] * dy;
+        d.quad[q].x[i] = dy * (one * s);
+      }
     }
-    store_four<wide>(dh + start, count, dx);
-    store_four<wide>(dh + start + columns, count, d);
+    store_strip<strip_quads, wide>(dh + start, count, x);
+    store_strip<strip_quads, wide>(dh + start + columns, count, d);
   }
 }
 
@@ -163,7 +180,7 @@ rp_status activation(const rpi_activation_args *args) {
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
   const bool wide = is_wide(args->h, columns) && is_wide(args->a, columns);
-  const RowGrid g = row_grid(rows, columns);
+  const RowGrid g = strip_grid(rows);
   return wide ? forward_of<true>(args, g, packing) : forward_of<false>(args, g, packing);
 }
 
@@ -175,7 +192,7 @@ rp_status activation_backward(const rpi_activation_backward_args *args) {
   const float *const read = args->kind == RP_RELU ? args->a : args->h;
   const bool wide =
       is_wide(read, columns) && is_wide(args->da, columns) && is_wide(args->dh, columns);
-  const RowGrid g = row_grid(rows, columns);
+  const RowGrid g = strip_grid(rows);
   return wide ? backward_of<true>(args, g, packing) : backward_of<false>(args, g, packing);
 }
 

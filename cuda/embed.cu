@@ -36,20 +36,30 @@ struct EmbedRows {
 template <bool wide>
 __global__ void embed_rows(EmbedRows e, Packing packing) {
   const int64_t row = row_of_thread();
-  if (row >= e.rows) return;
+  if (row >= e.rows) return; /* a whole warp */
   const Place place = place_of(packing, row);
   const int64_t position = e.places != nullptr ? e.places[row] : place.row;
   const float *const from = e.table + e.ids[row] * e.columns;
   const float *const more = e.positions + (e.positions != nullptr ? position * e.columns : 0);
-  for (int64_t quad = threadIdx.x; 4 * quad < e.columns; quad += blockDim.x) {
-    const int64_t c = 4 * quad, count = e.columns - c;
-    Four sum = load_four<wide>(from + c, count), other = {{0, 0, 0, 0}};
-    if (e.positions != nullptr) other = load_four<wide>(more + c, count);
+  for (int64_t c = 0; c < e.columns; c += strip_columns) {
+    const int64_t count = e.columns - c;
+    Strip<strip_quads> sum = load_strip<strip_quads, wide>(from + c, count), other = {};
+    if (e.positions != nullptr) other = load_strip<strip_quads, wide>(more + c, count);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum.x[i] = e.scale * sum.x[i] + other.x[i];
-    keep_four(packing, place, quad, sum);
-    if (!four_finite(sum, count)) note_code(e.note, e.note.out);
-    store_four<wide>(e.out + row * e.columns + c, count, sum);
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sum.quad[q].x[i] = e.scale * sum.quad[q].x[i] + other.quad[q].x[i];
+      }
+    }
+    keep_strip(packing, place, c, sum);
+    bool fine = true;
+#pragma unroll
+    for (int q = 0; q < strip_quads; q++) {
+      fine = fine && four_finite(sum.quad[q], count - strip_column(q));
+    }
+    if (!fine) note_code(e.note, e.note.out);
+    store_strip<strip_quads, wide>(e.out + row * e.columns + c, count, sum);
   }
 }
 
@@ -58,7 +68,8 @@ __global__ void embed_rows(EmbedRows e, Packing packing) {
 constexpr int64_t embed_piece = 32; /* sorted rows */
 constexpr int embed_threads = 128;  /* quads of columns of a block */
 
-/* Sorted rows, and where the sums of their d go. */
+/* Sorted rows, and where the sums of their d go. A thread beyond the columns goes along, with
+ * nothing: it takes a whole warp to find a row's place. */
 struct EmbedSums {
   int64_t rows, columns;
   const int32_t *order, *targets; /* row at each place of the order, and its target */
@@ -81,7 +92,6 @@ __global__ void embed_add_piece(EmbedSums e, Packing packing) {
   const int64_t quad = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x, c = 4 * quad;
   const int64_t first = blockIdx.x * embed_piece;
   const int64_t end = e.rows - first < embed_piece ? e.rows : first + embed_piece;
-  if (c >= e.columns) return;
   Four sum = {{0, 0, 0, 0}};
   bool from_left = first > 0 && e.targets[first - 1] == e.targets[first];
   for (int64_t at = first; at < end; at++) {
@@ -219,7 +229,7 @@ rp_status embed(const rpi_embed_args *args) {
   RPI_TRY(packing_of(&args->dropout, placed, &packing));
   RPI_TRY(stage(args->ids, args->rows, &e.ids));
   if (args->positions != nullptr) RPI_TRY(stage(args->places, args->rows, &e.places));
-  const RowGrid g = row_grid(e.rows, e.columns);
+  const RowGrid g = strip_grid(e.rows);
   const bool wide =
       is_wide(e.table, e.columns) && is_wide(e.positions, e.columns) && is_wide(e.out, e.columns);
   CUDA_TRY(launch(wide ? embed_rows<true> : embed_rows<false>,

@@ -8,6 +8,9 @@
  *           +-----------+-----------+-----+------+     (wide), else up to four of 4 bytes
  *
  * Four columns from a multiple of four have one word of dropout's numbers (philox.h).
+ *
+ * Where a warp has a row it takes it by strips, in which a thread has several quads, 32 apart: so
+ * many loads are on their way at once.
  */
 #ifndef RPC_FOUR_H
 #define RPC_FOUR_H
@@ -18,6 +21,8 @@
 #include "gpu.h"
 
 namespace rpc {
+
+constexpr unsigned whole_warp = 0xffffffffu;
 
 struct Four {
   float x[4];
@@ -58,6 +63,48 @@ __device__ inline void store_four(float *to, int64_t count, const Four &four) {
   }
 }
 
+/* ---- strips of a warp: blocks are (32, strip_warps) ------------------------------ */
+
+constexpr int strip_warps = 8, strip_quads = 4;
+constexpr int64_t strip_columns = 128 * strip_quads;
+
+template <int quads>
+struct Strip {
+  Four quad[quads];
+};
+
+/* The column of a strip where this thread's quad q begins. */
+__device__ inline int64_t strip_column(int q) { return 128 * q + 4 * threadIdx.x; }
+
+/* The strip that starts at `from`, of which `count` numbers are there; the others become 0. */
+template <int quads, bool wide>
+__device__ inline Strip<quads> load_strip(const float *from, int64_t count) {
+  Strip<quads> strip;
+  if (wide && count >= 128 * quads) {
+#pragma unroll
+    for (int q = 0; q < quads; q++) strip.quad[q] = load_four<wide>(from + strip_column(q), 4);
+  } else {
+#pragma unroll
+    for (int q = 0; q < quads; q++) {
+      strip.quad[q] = load_four<wide>(from + strip_column(q), count - strip_column(q));
+    }
+  }
+  return strip;
+}
+
+template <int quads, bool wide>
+__device__ inline void store_strip(float *to, int64_t count, const Strip<quads> &strip) {
+  if (wide && count >= 128 * quads) {
+#pragma unroll
+    for (int q = 0; q < quads; q++) store_four<wide>(to + strip_column(q), 4, strip.quad[q]);
+  } else {
+#pragma unroll
+    for (int q = 0; q < quads; q++) {
+      store_four<wide>(to + strip_column(q), count - strip_column(q), strip.quad[q]);
+    }
+  }
+}
+
 /* Are the first `count` of them finite? */
 __device__ inline bool four_finite(const Four &four, int64_t count) {
   bool fine = true;
@@ -83,6 +130,12 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
   while (across < 256 && across < quads) across *= 2;
   const unsigned down = 256 / across;
   return {dim3(static_cast<unsigned>((rows + down - 1) / down)), dim3(across, down)};
+}
+
+/* A warp for every row. */
+inline RowGrid strip_grid(int64_t rows) {
+  return {dim3(static_cast<unsigned>((rows + strip_warps - 1) / strip_warps)),
+          dim3(32, strip_warps)};
 }
 
 /* The row of this thread; it may be beyond the last. */

@@ -12,8 +12,6 @@
 
 namespace rpc {
 
-constexpr unsigned whole_warp = 0xffffffffu;
-
 /* Of all lanes, to all lanes; float or double. */
 template <class T>
 __device__ inline T warp_sum(T x) {

@@ -12,16 +12,19 @@ template <bool wide>
 __global__ void residual_rows(const float *x, const float *f, float *out, int64_t rows,
                               int64_t columns, Packing packing) {
   const int64_t row = row_of_thread();
-  if (row >= rows) return;
+  if (row >= rows) return; /* a whole warp */
   const Place place = place_of(packing, row);
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
-    const Four left = load_four<wide>(x + start, count);
-    Four sum = load_four<wide>(f + start, count);
-    keep_four(packing, place, quad, sum);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t start = row * columns + c, count = columns - c;
+    const Strip<strip_quads> left = load_strip<strip_quads, wide>(x + start, count);
+    Strip<strip_quads> sum = load_strip<strip_quads, wide>(f + start, count);
+    keep_strip(packing, place, c, sum);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum.x[i] += left.x[i];
-    store_four<wide>(out + start, count, sum);
+    for (int q = 0; q < strip_quads; q++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum.quad[q].x[i] += left.quad[q].x[i];
+    }
+    store_strip<strip_quads, wide>(out + start, count, sum);
   }
 }
 
@@ -31,11 +34,11 @@ __global__ void residual_backward_rows(const float *dout, float *df, int64_t row
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Place place = place_of(packing, row);
-  for (int64_t quad = threadIdx.x; 4 * quad < columns; quad += blockDim.x) {
-    const int64_t start = row * columns + 4 * quad, count = columns - 4 * quad;
-    Four d = load_four<wide>(dout + start, count);
-    keep_four(packing, place, quad, d);
-    store_four<wide>(df + start, count, d);
+  for (int64_t c = 0; c < columns; c += strip_columns) {
+    const int64_t start = row * columns + c, count = columns - c;
+    Strip<strip_quads> d = load_strip<strip_quads, wide>(dout + start, count);
+    keep_strip(packing, place, c, d);
+    store_strip<strip_quads, wide>(df + start, count, d);
   }
 }
 
@@ -46,7 +49,7 @@ rp_status residual(const rpi_residual_args *args) {
   if (rows == 0 || columns == 0) return RP_OK;
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
-  const RowGrid g = row_grid(rows, columns);
+  const RowGrid g = strip_grid(rows);
   const bool wide =
       is_wide(args->x, columns) && is_wide(args->f, columns) && is_wide(args->out, columns);
   CUDA_TRY(launch(wide ? residual_rows<true> : residual_rows<false>,
@@ -61,7 +64,7 @@ rp_status residual_backward(const rpi_residual_backward_args *args) {
   RPI_TRY(packing_of(&args->dropout, false, &packing));
   const bool same = packing.dropout.threshold == 0 && args->df == args->dout;
   if (rows == 0 || columns == 0 || same) return RP_OK;
-  const RowGrid g = row_grid(rows, columns);
+  const RowGrid g = strip_grid(rows);
   const bool wide = is_wide(args->dout, columns) && is_wide(args->df, columns);
   CUDA_TRY(launch(wide ? residual_backward_rows<true> : residual_backward_rows<false>,
                   {g.grid, g.block, 0, context().stream}, args->dout, args->df, rows, columns,

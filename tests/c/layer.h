@@ -230,8 +230,9 @@ typedef struct layer_shape {
 
 /* Empty and odd ones; a small run leaves out the last two, a tiny one three. */
 static const layer_shape layer_shapes[] = {
-    {0, 5},   {4, 0},  {1, 1},    {1, 64},  {2, 3},    {7, 17},    {5, 63},   {6, 65},
-    {13, 80}, {70, 1}, {31, 128}, {9, 513}, {131, 48}, {200, 200}, {2, 4100}, {411, 513},
+    {0, 5},   {4, 0},    {1, 1},    {1, 64},    {2, 3},    {7, 17},
+    {5, 63},  {6, 65},   {13, 80},  {500, 1},   {31, 128}, {9, 513},
+    {3, 640}, {5, 1024}, {131, 48}, {200, 200}, {2, 4100}, {411, 513},
 };
 enum { LAYER_SHAPES = sizeof layer_shapes / sizeof layer_shapes[0] };
 
