@@ -4,9 +4,9 @@
  *
  *   xhat = (x - mean) * rstd,   y = xhat * gain + shift
  *
- * the variance by a second pass over the row, which then lies in the first-level cache. A warp has
- * a row of up to norm_narrow numbers, a block a wider one. Backward, with g = dy * gain and means
- * over the columns,
+ * the variance by a second pass over the row. A warp has a row of up to norm_narrow numbers, which
+ * it keeps in registers, a block a wider one, which then lies in the first-level cache. Backward,
+ * with g = dy * gain and means over the columns,
  *
  *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat))
  *   dgain += sum over rows of dy * xhat,   dshift += sum over rows of dy
@@ -26,7 +26,7 @@ constexpr int norm_warps = norm_threads / 32;
 constexpr int64_t norm_most = 256; /* pieces of backward, of at least norm_rows rows */
 constexpr int64_t norm_rows = 16;
 
-/* A team of a warp, or of a whole block: blocks are (team, norm_threads / team). */
+/* A team is a warp, or a whole block of norm_threads. */
 template <int team>
 __device__ inline float team_sum(float x) {
   if (team == 32) return warp_sum(x);
@@ -38,6 +38,12 @@ __device__ inline float four_sum(const Four &four) {
   return (four.x[0] + four.x[1]) + (four.x[2] + four.x[3]);
 }
 
+template <int team>
+__device__ inline float mean_of(float sum, int64_t columns) {
+  return static_cast<float>(static_cast<double>(team_sum<team>(sum)) /
+                            static_cast<double>(columns));
+}
+
 struct NormRows {
   int64_t rows, columns;
   const float *x, *gain, *shift; /* shift: or NULL */
@@ -46,45 +52,111 @@ struct NormRows {
   rpi_note note;
 };
 
-template <int team, bool wide>
-__global__ void norm_row(NormRows a) {
+/* 1 / sqrt(variance + epsilon), of the sum of the squares. */
+template <int team>
+__device__ inline float rstd_of(const NormRows &a, float squares) {
+  const double variance =
+      static_cast<double>(team_sum<team>(squares)) / static_cast<double>(a.columns);
+  return static_cast<float>(1 / sqrt(variance + a.epsilon));
+}
+
+/* sum of (x - mean)^2 of the first `count` of them */
+__device__ inline float four_squares(Four d, float mean, int64_t count) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    d.x[i] -= mean;
+    d.x[i] = i < count ? d.x[i] * d.x[i] : 0.0f;
+  }
+  return four_sum(d);
+}
+
+/* What a thread knows of its row. */
+struct NormRow {
+  float mean, rstd;
+  bool fine_x, fine_y; /* all that was finite so far */
+};
+
+/* y of the quad at column c. */
+template <bool wide>
+__device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, const Four &x,
+                                  NormRow *known) {
+  const int64_t count = a.columns - c;
+  const Four gain = load_four<wide>(a.gain + c, count);
+  Four y, shift = {{0, 0, 0, 0}};
+  if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, count);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    y.x[i] = (x.x[i] - known->mean) * known->rstd * gain.x[i] + shift.x[i];
+  }
+  known->fine_x = known->fine_x && four_finite(x, count);
+  known->fine_y = known->fine_y && four_finite(y, count);
+  store_four<wide>(a.y + row * a.columns + c, count, y);
+}
+
+__device__ inline void put_known(const NormRows &a, int64_t row, const NormRow &known) {
+  if (!known.fine_x || !known.fine_y) note_code(a.note, known.fine_x ? a.note.out : a.note.in);
+  if (a.stats == nullptr || threadIdx.x != 0) return;
+  a.stats[2 * row] = known.mean;
+  a.stats[2 * row + 1] = known.rstd;
+}
+
+template <int quads, bool wide>
+__global__ void norm_narrow_row(NormRows a) {
   const int64_t row = row_of_thread(), columns = a.columns;
-  if (row >= a.rows) return; /* a whole team */
+  if (row >= a.rows) return; /* a whole warp */
+  const Strip<quads> x = load_strip<quads, wide>(a.x + row * columns, columns);
+  float sum = 0;
+#pragma unroll
+  for (int q = 0; q < quads; q++) sum += four_sum(x.quad[q]);
+  NormRow known = {mean_of<32>(sum, columns), 0, true, true};
+  sum = 0;
+#pragma unroll
+  for (int q = 0; q < quads; q++) {
+    sum += four_squares(x.quad[q], known.mean, columns - strip_column(q));
+  }
+  known.rstd = rstd_of<32>(a, sum);
+#pragma unroll
+  for (int q = 0; q < quads; q++) put_normed<wide>(a, row, strip_column(q), x.quad[q], &known);
+  put_known(a, row, known);
+}
+
+/* Of wider rows a block has one, and reads it three times. */
+template <bool wide>
+__global__ void norm_broad_row(NormRows a) {
+  constexpr int team = norm_threads;
+  const int64_t row = blockIdx.x, columns = a.columns;
   const float *const x = a.x + row * columns;
   float sum = 0;
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     sum += four_sum(load_four<wide>(x + c, columns - c));
   }
-  const double width = static_cast<double>(columns);
-  const float mean = static_cast<float>(static_cast<double>(team_sum<team>(sum)) / width);
+  NormRow known = {mean_of<team>(sum, columns), 0, true, true};
   sum = 0;
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
-    Four d = load_four<wide>(x + c, columns - c);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      d.x[i] -= mean;
-      d.x[i] = c + i < columns ? d.x[i] * d.x[i] : 0.0f;
-    }
-    sum += four_sum(d);
+    sum += four_squares(load_four<wide>(x + c, columns - c), known.mean, columns - c);
   }
-  const double variance = static_cast<double>(team_sum<team>(sum)) / width;
-  const float rstd = static_cast<float>(1 / sqrt(variance + a.epsilon));
-  bool fine_x = true, fine_y = true;
+  known.rstd = rstd_of<team>(a, sum);
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
-    Four y = load_four<wide>(x + c, columns - c);
-    fine_x = fine_x && four_finite(y, columns - c);
-    const Four gain = load_four<wide>(a.gain + c, columns - c);
-    Four shift = {{0, 0, 0, 0}};
-    if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, columns - c);
-#pragma unroll
-    for (int i = 0; i < 4; i++) y.x[i] = (y.x[i] - mean) * rstd * gain.x[i] + shift.x[i];
-    fine_y = fine_y && four_finite(y, columns - c);
-    store_four<wide>(a.y + row * columns + c, columns - c, y);
+    put_normed<wide>(a, row, c, load_four<wide>(x + c, columns - c), &known);
   }
-  if (!fine_x || !fine_y) note_code(a.note, fine_x ? a.note.out : a.note.in);
-  if (a.stats == nullptr || threadIdx.x != 0) return;
-  a.stats[2 * row] = mean;
-  a.stats[2 * row + 1] = rstd;
+  put_known(a, row, known);
+}
+
+template <bool wide>
+rp_status norm_of(const NormRows &a) {
+  if (a.columns > norm_narrow) {
+    CUDA_TRY(launch(norm_broad_row<wide>,
+                    {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
+                    a));
+    return RP_OK;
+  }
+  auto kernel = norm_narrow_row<8, wide>;
+  if (a.columns <= 512) kernel = norm_narrow_row<4, wide>;
+  if (a.columns <= 256) kernel = norm_narrow_row<2, wide>;
+  if (a.columns <= 128) kernel = norm_narrow_row<1, wide>;
+  const RowGrid g = strip_grid(a.rows);
+  CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a));
+  return RP_OK;
 }
 
 /* ---- backward ----------------------------------------------------------------- */
@@ -121,7 +193,6 @@ template <int quads, bool wide>
 __global__ void norm_backward_narrow(NormBackwardRows a) {
   const int64_t columns = a.columns, first = blockIdx.x * a.piece_rows;
   const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
-  const double width = static_cast<double>(columns);
   Four dgain[quads] = {}, dshift[quads] = {};
   for (int64_t row = first + threadIdx.y; row < end; row += norm_warps) {
     const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
@@ -145,8 +216,7 @@ __global__ void norm_backward_narrow(NormBackwardRows a) {
       plain += four_sum(g[q]);
       weighted += four_sum(gx);
     }
-    const float mean_g = static_cast<float>(static_cast<double>(warp_sum(plain)) / width);
-    const float mean_gx = static_cast<float>(static_cast<double>(warp_sum(weighted)) / width);
+    const float mean_g = mean_of<32>(plain, columns), mean_gx = mean_of<32>(weighted, columns);
 #pragma unroll
     for (int q = 0; q < quads; q++) {
       const int64_t c = 128 * q + 4 * threadIdx.x, at = row * columns + c, count = columns - c;
@@ -205,9 +275,7 @@ __global__ void norm_backward_row(NormBackwardRows a) {
     plain += four_sum(g);
     weighted += four_sum(gx);
   }
-  const double width = static_cast<double>(columns);
-  const float mean_g = static_cast<float>(static_cast<double>(team_sum<team>(plain)) / width);
-  const float mean_gx = static_cast<float>(static_cast<double>(team_sum<team>(weighted)) / width);
+  const float mean_g = mean_of<team>(plain, columns), mean_gx = mean_of<team>(weighted, columns);
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     const Four one = load_four<wide>(x + c, columns - c);
     const Four gain = load_four<wide>(a.gain + c, columns - c);
@@ -255,14 +323,7 @@ rp_status norm(const rpi_norm_args *args) {
                       args->epsilon, args->y, args->stats, args->note};
   const bool wide =
       is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.shift, 0) && is_wide(a.y, columns);
-  const unsigned team = columns <= norm_narrow ? 32 : norm_threads, teams = norm_threads / team;
-  const auto narrow = wide ? norm_row<32, true> : norm_row<32, false>;
-  const auto broad = wide ? norm_row<norm_threads, true> : norm_row<norm_threads, false>;
-  CUDA_TRY(launch(columns <= norm_narrow ? narrow : broad,
-                  {dim3(static_cast<unsigned>((rows + teams - 1) / teams)), dim3(team, teams), 0,
-                   context().stream},
-                  a));
-  return RP_OK;
+  return wide ? norm_of<true>(a) : norm_of<false>(a);
 }
 
 rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
