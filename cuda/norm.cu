@@ -38,10 +38,8 @@ __device__ inline float four_sum(const Four &four) {
   return (four.x[0] + four.x[1]) + (four.x[2] + four.x[3]);
 }
 
-template <int team>
-__device__ inline float mean_of(float sum, int64_t columns) {
-  return static_cast<float>(static_cast<double>(team_sum<team>(sum)) /
-                            static_cast<double>(columns));
+__device__ inline float mean_over(float sum, int64_t columns) {
+  return static_cast<float>(static_cast<double>(sum) / static_cast<double>(columns));
 }
 
 struct NormRows {
@@ -108,7 +106,7 @@ __global__ void norm_narrow_row(NormRows a) {
   float sum = 0;
 #pragma unroll
   for (int q = 0; q < quads; q++) sum += four_sum(x.quad[q]);
-  NormRow known = {mean_of<32>(sum, columns), 0, true, true};
+  NormRow known = {mean_over(team_sum<32>(sum), columns), 0, true, true};
   sum = 0;
 #pragma unroll
   for (int q = 0; q < quads; q++) {
@@ -130,7 +128,7 @@ __global__ void norm_broad_row(NormRows a) {
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     sum += four_sum(load_four<wide>(x + c, columns - c));
   }
-  NormRow known = {mean_of<team>(sum, columns), 0, true, true};
+  NormRow known = {mean_over(team_sum<team>(sum), columns), 0, true, true};
   sum = 0;
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     sum += four_squares(load_four<wide>(x + c, columns - c), known.mean, columns - c);
@@ -168,39 +166,77 @@ struct NormBackwardRows {
   int64_t piece_rows;
 };
 
-/* Adds the block's warps up, in their order: the piece's sums of four columns a thread. */
+/* Where a thread's quad q of a row begins that `warps` warps of a block have together: they lie
+ * side by side, 128 columns each. */
+template <int warps>
+__device__ inline int64_t shared_column(int q) {
+  return 128 * (warps * q + static_cast<int>(threadIdx.y) % warps) + 4 * threadIdx.x;
+}
+
+/* Adds up, in their order, the block's warps that have the same columns: the piece's sums of a quad
+ * of each thread. column: of the block's first. */
+template <int warps>
 __device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, int64_t column,
                                     const Four &dgain, const Four &dshift) {
   __shared__ float sums[norm_warps][4][32];
+  const int part = static_cast<int>(threadIdx.y) / 4, i = static_cast<int>(threadIdx.y) % 4;
+  const int64_t to = column + 128 * part + 4 * threadIdx.x + i;
   for (int which = 0; which < 2; which++) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      sums[threadIdx.y][i][threadIdx.x] = which == 0 ? dgain.x[i] : dshift.x[i];
+    for (int k = 0; k < 4; k++) {
+      sums[threadIdx.y][k][threadIdx.x] = which == 0 ? dgain.x[k] : dshift.x[k];
     }
     __syncthreads();
-    if (threadIdx.y < 4 && column + threadIdx.y < a.columns) {
+    if (part < warps && to < a.columns) {
       float sum = 0;
-      for (int warp = 0; warp < norm_warps; warp++) sum += sums[warp][threadIdx.y][threadIdx.x];
-      a.partials[(2 * piece + which) * a.columns + column + threadIdx.y] = sum;
+      for (int warp = part; warp < norm_warps; warp += warps) sum += sums[warp][i][threadIdx.x];
+      a.partials[(2 * piece + which) * a.columns + to] = sum;
     }
     __syncthreads();
   }
 }
 
-/* One piece of narrow rows, read once: a warp has every eighth row, a thread `quads` of its quads
- * and their sums over the rows. */
-template <int quads, bool wide>
+/* The sums of a row's `warps` warps, to all of their threads. turn: 0 and 1 by turns, so that what
+ * is read is not yet written again. */
+template <int warps>
+__device__ inline void sum_shared(float *plain, float *weighted, int turn) {
+  *plain = warp_sum(*plain);
+  *weighted = warp_sum(*weighted);
+  if (warps == 1) return;
+  __shared__ float sums[2][norm_warps][2];
+  if (threadIdx.x == 0) {
+    sums[turn][threadIdx.y][0] = *plain;
+    sums[turn][threadIdx.y][1] = *weighted;
+  }
+  __syncthreads();
+  *plain = *weighted = 0;
+  const int first = static_cast<int>(threadIdx.y) / warps * warps;
+#pragma unroll
+  for (int warp = 0; warp < warps; warp++) {
+    *plain += sums[turn][first + warp][0];
+    *weighted += sums[turn][first + warp][1];
+  }
+}
+
+/* One piece of narrow rows, read once: `warps` warps have every so many'th row, a thread `quads` of
+ * its quads and their sums over the rows. Two warps share rows of more than 512 numbers, because
+ * what one had to keep of them would leave room for one block alone. */
+template <int quads, int warps, bool wide>
 __global__ void norm_backward_narrow(NormBackwardRows a) {
+  constexpr int teams = norm_warps / warps;
   const int64_t columns = a.columns, first = blockIdx.x * a.piece_rows;
   const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
   Four dgain[quads] = {}, dshift[quads] = {};
-  for (int64_t row = first + threadIdx.y; row < end; row += norm_warps) {
-    const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
+  for (int64_t top = first, turn = 0; top < end; top += teams, turn ^= 1) {
+    const int64_t row = top + threadIdx.y / warps;
+    const bool there = row < end; /* else all numbers are 0, as beyond the last column */
+    const int64_t right = there ? columns : 0;
+    const float mean = there ? a.stats[2 * row] : 0, rstd = there ? a.stats[2 * row + 1] : 0;
     Four xhat[quads], g[quads];
     float plain = 0, weighted = 0;
 #pragma unroll
-    for (int q = 0; q < quads; q++) { /* beyond the last column all are 0 */
-      const int64_t c = 128 * q + 4 * threadIdx.x, at = row * columns + c, count = columns - c;
+    for (int q = 0; q < quads; q++) {
+      const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
       xhat[q] = load_four<wide>(a.x + at, count);
       g[q] = load_four<wide>(a.dy + at, count);
       const Four gain = load_four<wide>(a.gain + c, count);
@@ -216,10 +252,11 @@ __global__ void norm_backward_narrow(NormBackwardRows a) {
       plain += four_sum(g[q]);
       weighted += four_sum(gx);
     }
-    const float mean_g = mean_of<32>(plain, columns), mean_gx = mean_of<32>(weighted, columns);
+    sum_shared<warps>(&plain, &weighted, static_cast<int>(turn));
+    const float mean_g = mean_over(plain, columns), mean_gx = mean_over(weighted, columns);
 #pragma unroll
     for (int q = 0; q < quads; q++) {
-      const int64_t c = 128 * q + 4 * threadIdx.x, at = row * columns + c, count = columns - c;
+      const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
       Four dx = {{0, 0, 0, 0}};
       if (a.dstream != nullptr) dx = load_four<wide>(a.dstream + at, count);
 #pragma unroll
@@ -231,7 +268,7 @@ __global__ void norm_backward_narrow(NormBackwardRows a) {
   }
 #pragma unroll
   for (int q = 0; q < quads; q++) {
-    put_partials(a, blockIdx.x, 128 * q + 4 * threadIdx.x, dgain[q], dshift[q]);
+    put_partials<warps>(a, blockIdx.x, 128 * warps * q, dgain[q], dshift[q]);
   }
 }
 
@@ -253,7 +290,7 @@ __global__ void norm_backward_piece(NormBackwardRows a) {
       dshift.x[i] += d.x[i];
     }
   }
-  put_partials(a, blockIdx.y, column, dgain, dshift);
+  put_partials<1>(a, blockIdx.y, 128 * static_cast<int64_t>(blockIdx.x), dgain, dshift);
 }
 
 /* And its dx: a block has a row. */
@@ -275,7 +312,8 @@ __global__ void norm_backward_row(NormBackwardRows a) {
     plain += four_sum(g);
     weighted += four_sum(gx);
   }
-  const float mean_g = mean_of<team>(plain, columns), mean_gx = mean_of<team>(weighted, columns);
+  const float mean_g = mean_over(team_sum<team>(plain), columns);
+  const float mean_gx = mean_over(team_sum<team>(weighted), columns);
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     const Four one = load_four<wide>(x + c, columns - c);
     const Four gain = load_four<wide>(a.gain + c, columns - c);
@@ -290,28 +328,31 @@ __global__ void norm_backward_row(NormBackwardRows a) {
   }
 }
 
-rp_status launch_narrow(const NormBackwardRows &a, int64_t pieces, bool wide) {
-  auto kernel = wide ? norm_backward_narrow<8, true> : norm_backward_narrow<8, false>;
-  if (a.columns <= 512)
-    kernel = wide ? norm_backward_narrow<4, true> : norm_backward_narrow<4, false>;
-  if (a.columns <= 256)
-    kernel = wide ? norm_backward_narrow<2, true> : norm_backward_narrow<2, false>;
-  if (a.columns <= 128)
-    kernel = wide ? norm_backward_narrow<1, true> : norm_backward_narrow<1, false>;
+template <bool wide>
+rp_status launch_narrow(const NormBackwardRows &a, int64_t pieces) {
+  auto kernel = norm_backward_narrow<4, 2, wide>;
+  if (a.columns <= 512) kernel = norm_backward_narrow<4, 1, wide>;
+  if (a.columns <= 256) kernel = norm_backward_narrow<2, 1, wide>;
+  if (a.columns <= 128) kernel = norm_backward_narrow<1, 1, wide>;
   const dim3 grid(static_cast<unsigned>(pieces));
   CUDA_TRY(launch(kernel, {grid, dim3(32, norm_warps), 0, context().stream}, a));
   return RP_OK;
 }
 
 /* dx comes last: it may be dy. */
-rp_status launch_broad(const NormBackwardRows &a, int64_t pieces, bool wide) {
+template <bool wide>
+rp_status launch_broad(const NormBackwardRows &a, int64_t pieces) {
   const dim3 grid(static_cast<unsigned>((a.columns + 127) / 128), static_cast<unsigned>(pieces));
-  CUDA_TRY(launch(wide ? norm_backward_piece<true> : norm_backward_piece<false>,
-                  {grid, dim3(32, norm_warps), 0, context().stream}, a));
-  CUDA_TRY(launch(wide ? norm_backward_row<true> : norm_backward_row<false>,
+  CUDA_TRY(launch(norm_backward_piece<wide>, {grid, dim3(32, norm_warps), 0, context().stream}, a));
+  CUDA_TRY(launch(norm_backward_row<wide>,
                   {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
                   a));
   return RP_OK;
+}
+
+template <bool wide>
+rp_status launch_backward(const NormBackwardRows &a, int64_t pieces) {
+  return a.columns <= norm_narrow ? launch_narrow<wide>(a, pieces) : launch_broad<wide>(a, pieces);
 }
 
 }  // namespace
@@ -351,10 +392,8 @@ rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   const int64_t pieces = (rows + a.piece_rows - 1) / a.piece_rows;
   const bool wide = is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.dy, columns) &&
                     is_wide(a.dstream, columns) && is_wide(a.dx, columns);
-  RPI_TRY(columns <= norm_narrow ? launch_narrow(a, pieces, wide) : launch_broad(a, pieces, wide));
-  RPI_TRY(launch_add_partials(a.partials, 2 * columns, pieces, columns, args->dgain));
-  if (args->dshift == nullptr) return RP_OK;
-  return launch_add_partials(a.partials + columns, 2 * columns, pieces, columns, args->dshift);
+  RPI_TRY(wide ? launch_backward<true>(a, pieces) : launch_backward<false>(a, pieces));
+  return launch_add_partials(a.partials, 2 * columns, pieces, columns, args->dgain, args->dshift);
 }
 
 }  // namespace rpc

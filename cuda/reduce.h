@@ -118,11 +118,16 @@ __device__ inline Highest highest_of(const float *x, int64_t classes, Highest li
  */
 constexpr int partial_columns = 32, partial_rows = 8;
 
-/* to[column] += the sum of partials[piece][column], `stride` numbers between two pieces. */
+/* to[column] += the sum of partials[piece][column], `stride` numbers between two pieces; and what
+ * lies `columns` numbers further on to beside, by the grid's second row. */
 static __global__ void add_partials(const float *partials, int64_t stride, int64_t pieces,
-                                    int64_t columns, float *to) {
+                                    int64_t columns, float *to, float *beside) {
   __shared__ double sums[partial_rows][partial_columns];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * partial_columns + threadIdx.x;
+  if (blockIdx.y == 1) {
+    partials += columns;
+    to = beside;
+  }
   double sum = 0;
   for (int64_t piece = threadIdx.y; column < columns && piece < pieces; piece += partial_rows) {
     sum += static_cast<double>(partials[piece * stride + column]);
@@ -134,13 +139,13 @@ static __global__ void add_partials(const float *partials, int64_t stride, int64
   to[column] += static_cast<float>(sum);
 }
 
+/* beside: or NULL */
 inline rp_status launch_add_partials(const float *partials, int64_t stride, int64_t pieces,
-                                     int64_t columns, float *to) {
+                                     int64_t columns, float *to, float *beside = nullptr) {
   const int64_t blocks = (columns + partial_columns - 1) / partial_columns;
-  CUDA_TRY(launch(add_partials,
-                  {dim3(static_cast<unsigned>(blocks)), dim3(partial_columns, partial_rows), 0,
-                   context().stream},
-                  partials, stride, pieces, columns, to));
+  const dim3 grid(static_cast<unsigned>(blocks), beside != nullptr ? 2u : 1u);
+  CUDA_TRY(launch(add_partials, {grid, dim3(partial_columns, partial_rows), 0, context().stream},
+                  partials, stride, pieces, columns, to, beside));
   return RP_OK;
 }
 
