@@ -6,8 +6,9 @@
  *
  *   log p_c = (x_c - h) / temperature - log sum_i e^((x_i - h) / temperature)
  *
- * A block has a row. What a search asks for, a few classes, is found one after the other: each is
- * the highest behind the one before. What sampling may ask for, up to all classes, comes from a
+ * A block has a row. What a search asks for, a few classes, is found one after the other: every
+ * thread knows the highest of its own classes, and whose was the highest of all looks for its next.
+ * What sampling may ask for, up to all classes, comes from a
  * sort of the row: correct, and made for rarer use. Results go to the host at once.
  */
 #include <math.h>
@@ -99,10 +100,12 @@ __global__ void choose_one_by_one(ChooseRows a) {
   const int64_t row = blockIdx.x;
   const float *const x = a.logits + row * a.stride;
   const bool finite = !isnan(a.log_sums[row]);
-  Highest last = no_limit();
+  Highest own = {-INFINITY, -1};
+  if (finite) own = highest_own<wide>(x, a.classes, no_limit());
   for (int64_t place = 0; place < a.most; place++) {
-    if (finite && last.value > -INFINITY) last = highest_of<wide>(x, a.classes, last);
-    if (threadIdx.x == 0) choose_put(a, row, place, last.value, last.at);
+    const Highest next = highest_of_block(own);
+    if (threadIdx.x == 0) choose_put(a, row, place, next.value, next.at);
+    if (own.value > -INFINITY && own.at == next.at) own = highest_own<wide>(x, a.classes, next);
   }
 }
 

@@ -73,12 +73,10 @@ __device__ inline Highest higher(Highest a, Highest b) {
   return b.value > a.value || (b.value == a.value && b.at < a.at) ? b : a;
 }
 
-/* The highest of a row behind `limit` (lower, or as high and of a later class), to every thread of
- * the block; class `classes` where there is none. A NaN is passed over. */
+/* The highest of this thread's classes of a row behind `limit` (lower, or as high and of a later
+ * class); class `classes` where there is none. A NaN is passed over. */
 template <bool wide>
-__device__ inline Highest highest_of(const float *x, int64_t classes, Highest limit) {
-  __shared__ float values[row_threads / 32];
-  __shared__ int32_t places[row_threads / 32];
+__device__ inline Highest highest_own(const float *x, int64_t classes, Highest limit) {
   Highest best = {-INFINITY, static_cast<int32_t>(classes)};
   for (int64_t c = 4 * threadIdx.x; c < classes; c += 4 * blockDim.x) {
     const Four four = load_four<wide>(x + c, classes - c);
@@ -90,6 +88,13 @@ __device__ inline Highest highest_of(const float *x, int64_t classes, Highest li
       if (c + i < classes && behind) best = higher(best, one);
     }
   }
+  return best;
+}
+
+/* The highest of all threads, to every thread of the block. */
+__device__ inline Highest highest_of_block(Highest best) {
+  __shared__ float values[row_threads / 32];
+  __shared__ int32_t places[row_threads / 32];
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) {
     best = higher(best, {__shfl_xor_sync(whole_warp, best.value, apart),
@@ -105,6 +110,11 @@ __device__ inline Highest highest_of(const float *x, int64_t classes, Highest li
   for (unsigned w = 1; w < blockDim.x / 32; w++) best = higher(best, {values[w], places[w]});
   __syncthreads();
   return best;
+}
+
+template <bool wide>
+__device__ inline Highest highest_of(const float *x, int64_t classes, Highest limit) {
+  return highest_of_block(highest_own<wide>(x, classes, limit));
 }
 
 /* ---- sums over rows --------------------------------------------------------
