@@ -57,8 +57,8 @@ __device__ inline float activated(float x, float y) {
 template <int kind, bool wide>
 __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t columns,
                                 Packing packing) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return; /* a whole warp */
+  const int64_t row = row_from_end(rows);
+  if (row < 0) return; /* a whole warp */
   const Place place = place_of(packing, row);
   const float *const from = h + row * columns * (kind == RP_SWIGLU ? 2 : 1);
   for (int64_t c = 0; c < columns; c += strip_columns) {
@@ -81,8 +81,8 @@ __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t 
 template <bool wide>
 __global__ void relu_backward_rows(const float *a, const float *da, float *dh, int64_t rows,
                                    int64_t columns, float scale) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return;
+  const int64_t row = row_from_end(rows);
+  if (row < 0) return;
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = row * columns + c, count = columns - c;
     const Strip<strip_quads> forward = load_strip<strip_quads, wide>(a + start, count);
@@ -101,8 +101,8 @@ __global__ void relu_backward_rows(const float *a, const float *da, float *dh, i
 template <bool wide>
 __global__ void gelu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
                                    int64_t columns, Packing packing) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return;
+  const int64_t row = row_from_end(rows);
+  if (row < 0) return;
   const Place place = place_of(packing, row);
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = row * columns + c, count = columns - c;
@@ -125,8 +125,8 @@ __global__ void gelu_backward_rows(const float *h, const float *da, float *dh, i
 template <bool wide>
 __global__ void swiglu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
                                      int64_t columns, Packing packing) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return;
+  const int64_t row = row_from_end(rows);
+  if (row < 0) return;
   const Place place = place_of(packing, row);
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = 2 * row * columns + c, count = columns - c;

@@ -35,8 +35,8 @@ struct EmbedRows {
 
 template <bool wide>
 __global__ void embed_rows(EmbedRows e, Packing packing) {
-  const int64_t row = row_of_thread();
-  if (row >= e.rows) return; /* a whole warp */
+  const int64_t row = row_from_end(e.rows);
+  if (row < 0) return; /* a whole warp */
   const Place place = place_of(packing, row);
   const int64_t position = e.places != nullptr ? e.places[row] : place.row;
   const float *const from = e.table + e.ids[row] * e.columns;

@@ -143,6 +143,10 @@ __device__ inline int64_t row_of_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
 }
 
+/* From the last to the first, and then below 0. Rows that were written last may still lie in the
+ * second-level cache, and who reads the results from the first row on finds that there. */
+__device__ inline int64_t row_from_end(int64_t rows) { return rows - 1 - row_of_thread(); }
+
 }  // namespace rpc
 
 #endif
