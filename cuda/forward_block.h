@@ -282,18 +282,28 @@ class ForwardBlock {
     }
     Scores x = {};
     multiply_rows<S::kWidth>(x, left, s.keys[stage]);
-    add_relations(x, meets, d0, first);
-    if (call.bias.count > 0) add_bias(x, s.bias[stage]);
-    if constexpr (S::kGeneral) finish_scores(x, stage, j0);
     const bool all_seen = j0 + S::kKeys <= seq.keys && j0 - (q0 + S::kQueries - 1) >= seq.nearest &&
                           j0 + S::kKeys - 1 - q0 <= seq.farthest;
+    /* Products stay what they are where one number a row is added, and -inf meets none that is inf.
+     */
+    const bool raw = !S::kGeneral && call.scale > 0 && call.bias.count == 0 &&
+                     meets != MEETS_BAND && (all_seen || meets == MEETS_NOTHING);
+    float shift[2] = {};
+    if (raw) {
+      for (int h = 0; h < 2; h++) shift[h] = end_score(h, meets);
+    } else {
+      add_relations(x, meets, d0, first);
+      if (call.bias.count > 0) add_bias(x, s.bias[stage]);
+      if constexpr (S::kGeneral) finish_scores(x, stage, j0);
+    }
     if (!all_seen) hide(x, j0);
     const uint32_t keep = dropout.threshold == 0 ? ~0u : keep_bits(j0);
     const bool related_values = call.value.count > 0;
     if (related_values && meets == MEETS_BAND) put_cells(x, keep, d0, first);
-    weigh(x);
+    float added[2];
+    weigh(x, raw ? call.scale : 1, shift, added);
     drop(x, keep);
-    if (related_values) sum_ends(x, meets, d0);
+    if (related_values) sum_ends(x, meets, d0, added);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
@@ -301,6 +311,11 @@ class ForwardBlock {
     if (S::kGeneral && tiled && related_values && meets == MEETS_BAND) {
       close_tile_band(nearest, j0);
     }
+  }
+
+  /* What the band adds to all of a row where it does not cross the tile. */
+  __device__ float end_score(int h, Meets meets) const {
+    return meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
   }
 
   /* Products to scores in units of log 2, with what the band adds. */
@@ -320,7 +335,7 @@ class ForwardBlock {
       return;
     }
     for (int h = 0; h < 2; h++) {
-      const float relation = meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
+      const float relation = end_score(h, meets);
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
         x[n][2 * h] = x[n][2 * h] * call.scale + relation;
@@ -383,28 +398,48 @@ class ForwardBlock {
     }
   }
 
-  /* Scores to weights, against the maximum of all tiles up to here. */
-  __device__ void weigh(Scores &x) {
+  /* The scores x scale + shift to weights, which are measured from `most`; added: their sums.
+   * `most` follows the maximum only where that has left it behind by kAhead: till then weights are
+   * at most 2^kAhead, and nothing has to be multiplied anew. */
+  __device__ void weigh(Scores &x, float scale, const float (&shift)[2], float (&added)[2]) {
+    constexpr float kAhead = 8;
+    float top[2];
+    bool ahead = false;
     for (int h = 0; h < 2; h++) {
-      float top = -INFINITY;
+      float highest = -INFINITY;
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) top = fmaxf(top, fmaxf(x[n][2 * h], x[n][2 * h + 1]));
-      top = fmaxf(most[h], quad_max(top));
-      const float from = base_of(top), factor = exp2_approx(most[h] - from);
-      most[h] = top;
-      rescaled[h] = factor;
-      before_sum[h] *= factor;
-      behind_sum[h] *= factor;
-      float add = 0;
+      for (int n = 0; n < S::kTiles; n++) {
+        highest = fmaxf(highest, fmaxf(x[n][2 * h], x[n][2 * h + 1]));
+      }
+      top[h] = fmaxf(most[h], quad_max(highest) * scale + shift[h]);
+      ahead |= top[h] > most[h] + kAhead;
+      rescaled[h] = 1;
+    }
+    if (__any_sync(~0u, ahead)) rescale(top);
+    for (int h = 0; h < 2; h++) {
+      const float from = shift[h] - base_of(most[h]);
+      added[h] = 0;
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
-          x[n][e] = exp2_approx(x[n][e] - from);
-          add += x[n][e];
+          x[n][e] = exp2_approx(x[n][e] * scale + from);
+          added[h] += x[n][e];
         }
       }
-      sum[h] = sum[h] * factor + add;
+      sum[h] += added[h];
+    }
+  }
+
+  /* All sums are measured from `top`. */
+  __device__ void rescale(const float (&top)[2]) {
+    for (int h = 0; h < 2; h++) {
+      const float factor = exp2_approx(most[h] - base_of(top[h]));
+      most[h] = top[h];
+      rescaled[h] = factor;
+      before_sum[h] *= factor;
+      behind_sum[h] *= factor;
+      sum[h] *= factor;
 #pragma unroll
       for (int n = 0; n < S::kOut; n++) {
         out[n][2 * h] *= factor;
@@ -427,8 +462,8 @@ class ForwardBlock {
     }
   }
 
-  /* The weights that lie in the ends of the band. */
-  __device__ void sum_ends(const Scores &x, Meets meets, int d0) {
+  /* The weights that lie in the ends of the band; added: their sums, before some were dropped. */
+  __device__ void sum_ends(const Scores &x, Meets meets, int d0, const float (&added)[2]) {
     for (int h = 0; h < 2; h++) {
       float low = 0, high = 0;
       if (meets == MEETS_BAND) {
@@ -442,9 +477,11 @@ class ForwardBlock {
           }
         }
       } else {
-        float all = 0;
+        float all = dropout.threshold == 0 ? added[h] : 0;
 #pragma unroll
-        for (int n = 0; n < S::kTiles; n++) all += x[n][2 * h] + x[n][2 * h + 1];
+        for (int n = 0; dropout.threshold != 0 && n < S::kTiles; n++) {
+          all += x[n][2 * h] + x[n][2 * h + 1];
+        }
         low = meets == MEETS_HEAD ? all : 0;
         high = meets == MEETS_TAIL ? all : 0;
       }
