@@ -284,8 +284,7 @@ class ForwardBlock {
     multiply_rows<S::kWidth>(x, left, s.keys[stage]);
     const bool all_seen = j0 + S::kKeys <= seq.keys && j0 - (q0 + S::kQueries - 1) >= seq.nearest &&
                           j0 + S::kKeys - 1 - q0 <= seq.farthest;
-    /* Products stay what they are where one number a row is added, and -inf meets none that is inf.
-     */
+    /* Products stay as they are where a row is given one number: -inf must not meet inf there. */
     const bool raw = !S::kGeneral && call.scale > 0 && call.bias.count == 0 &&
                      meets != MEETS_BAND && (all_seen || meets == MEETS_NOTHING);
     float shift[2] = {};
@@ -318,28 +317,25 @@ class ForwardBlock {
     return meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
   }
 
+  /* What the band is to eight columns of the warp's rows: some are behind it where others cross. */
+  __device__ Meets strip_meets(int n, int d0) const {
+    const int nearest = d0 + 8 * n - (warp_of() * 16 + 15), farthest = nearest + 7 + 15;
+    return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
+  }
+
   /* Products to scores in units of log 2, with what the band adds. */
   __device__ void add_relations(Scores &x, Meets meets, int d0, int first) {
-    if (meets == MEETS_BAND) {
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
+    for (int n = 0; n < S::kTiles; n++) {
+      const Meets strip = meets == MEETS_BAND ? strip_meets(n, d0) : meets;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
-          const float relation = d <= f.low    ? before[h]
-                                 : d >= f.high ? behind[h]
-                                               : related(h)[d - first];
-          x[n][e] = x[n][e] * call.scale + relation;
+      for (int e = 0; e < 4; e++) {
+        const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
+        float relation = end_score(h, strip);
+        if (strip == MEETS_BAND) {
+          relation = related(h)[(d < f.low ? f.low : d > f.high ? f.high : d) - first];
         }
-      }
-      return;
-    }
-    for (int h = 0; h < 2; h++) {
-      const float relation = end_score(h, meets);
-#pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
-        x[n][2 * h] = x[n][2 * h] * call.scale + relation;
-        x[n][2 * h + 1] = x[n][2 * h + 1] * call.scale + relation;
+        x[n][e] = x[n][e] * call.scale + relation;
       }
     }
   }
@@ -388,6 +384,7 @@ class ForwardBlock {
   __device__ void put_cells(const Scores &x, uint32_t keep, int d0, int first) {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
+      if (strip_meets(n, d0) != MEETS_BAND) continue;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
@@ -469,6 +466,11 @@ class ForwardBlock {
       if (meets == MEETS_BAND) {
 #pragma unroll
         for (int n = 0; n < S::kTiles; n++) {
+          const Meets strip = strip_meets(n, d0);
+          if (strip != MEETS_BAND) {
+            (strip == MEETS_HEAD ? low : high) += x[n][2 * h] + x[n][2 * h + 1];
+            continue;
+          }
 #pragma unroll
           for (int e = 2 * h; e < 2 * h + 2; e++) {
             const int d = d0 + column_of(n, e) - (row + 8 * h);
