@@ -2,9 +2,9 @@
  *
  * attention_forward.cu: relation-aware flash attention, forward.
  *
- * A block takes a tile of queries of one sequence and head, a warp 16 of them, and walks the keys
- * they may see in tiles: scores, maximum, weights, weighted values, as flash attention does. What
- * relations add:
+ * A block takes a tile of queries of one sequence and head, a warp 16 or 32 of them, and walks the
+ * keys they may see in tiles: scores, maximum, weights, weighted values, as flash attention does.
+ * What relations add:
  *
  *   bands     related[i][c] = scale (q_i + position_bias) . wK[c] is computed once for a block,
  *             where the band has few columns. A tile of keys wholly before or behind it adds one
@@ -35,8 +35,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
 template <class S>
 rp_status launch_shape(Forward *f, const rp_attention *shape) {
-  const bool fits = lay_out<S>(f, context().shared_bytes);
-  if constexpr (!S::kGeneral) {
+  const bool fits = lay_out<S>(f, context().shared_bytes / (S::kTall ? S::kBlocks : 1));
+  if constexpr (S::kTall) {
+    if (f->tiled || !fits) {
+      return launch_shape<Shape<Operand<S>, typename S::Storage, S::kWidth, false>>(f, shape);
+    }
+  } else if constexpr (!S::kGeneral) {
     if (f->tiled || !fits) { /* a band for which there is no room */
       constexpr int kWidth = S::kWidth < 64 ? 64 : S::kWidth;
       return launch_shape<Shape<Operand<S>, typename S::Storage, kWidth, true>>(f, shape);
@@ -70,12 +74,26 @@ bool is_general(const Forward &f) {
          (f.banded && int64_t{f.high} - f.low + 1 > kShortBand);
 }
 
+/* Are sequences long enough for tiles of 128 queries, and many enough to fill the GPU with them? */
+bool is_tall(const rp_attention *shape) {
+  int64_t tiles = 0, tall = 0;
+  for (int64_t b = 0; b < shape->B; b++) {
+    const int64_t rows = sequence_of(shape, b).query_rows;
+    tiles += (rows + 63) / 64;
+    tall += (rows + 127) / 128;
+  }
+  return 16 * tall <= 9 * tiles && tall * shape->H >= 2 * context().multiprocessors;
+}
+
 template <class Operand, class Storage>
 rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
   const int64_t width = shape->D > shape->Dv ? shape->D : shape->Dv;
   if constexpr (sizeof(Operand) == 2) {
     if (!general && width <= 32) {
       return launch_shape<Shape<Operand, Storage, 32, false>>(f, shape);
+    }
+    if (!general && width <= 64 && f->aligned && is_tall(shape)) {
+      return launch_shape<Shape<Operand, Storage, 64, false, SIZE_TALL>>(f, shape);
     }
     if (!general && width <= 64) {
       return launch_shape<Shape<Operand, Storage, 64, false>>(f, shape);

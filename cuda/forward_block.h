@@ -2,9 +2,10 @@
  *
  * forward_block.h: what one block of attention_forward.cu does.
  *
- * A thread owns the numbers of two rows, h = 0 and 1 (tile.h): queries q0 + row + 8 h. The loop
- * over the tiles of keys keeps two of them in shared memory where there is room: one is computed
- * with while the next one is on its way.
+ * A thread owns the numbers of two rows, or of four where its warp has 32 (kFolds): queries q0 +
+ * row
+ * + 8 h, those of tile.h for every 16. The loop over the tiles of keys keeps two of them in shared
+ * memory where there is room: one is computed with while the next one is on its way.
  */
 #ifndef RPC_FORWARD_BLOCK_H
 #define RPC_FORWARD_BLOCK_H
@@ -17,8 +18,11 @@ namespace rpc {
 template <class S>
 class ForwardBlock {
   using Storage = typename S::Storage;
-  using Left = LeftRows<Operand<S>, S::kWidth, S::kKept>;
-  using Scores = float[S::kTiles][4];
+  using Left = LeftRows<Operand<S>, S::kWidth, S::kKept>[S::kFolds];
+  static constexpr int kOwn = 4 * S::kFolds;  /* numbers of a thread in eight columns, */
+  static constexpr int kRows = 2 * S::kFolds; /* of so many rows */
+  using Scores = float[S::kTiles][kOwn];
+  using Rows = float[kRows];
 
  public:
   __device__ explicit ForwardBlock(const Forward &forward)
@@ -26,7 +30,8 @@ class ForwardBlock {
         call(forward.call),
         s(*reinterpret_cast<Shared<S> *>(dynamic_smem())),
         lane(lane_of()),
-        row(warp_of() * 16 + lane_of() / 4),
+        warp_row(warp_of() * S::kWarpRows),
+        row(warp_row + lane_of() / 4),
         t(lane_of() % 4 * 2) {
     const int index = static_cast<int>(blockIdx.x);
     const Tile tile = f.tiles[index % f.tile_count];
@@ -35,6 +40,7 @@ class ForwardBlock {
     q0 = tile.row;
     seq = call.sequences[batch];
     dropout = dropout_at(call, head);
+    for (int h = 0; h < kRows; h++) most[h] = -INFINITY;
   }
 
   __device__ void run() {
@@ -55,23 +61,26 @@ class ForwardBlock {
   const Forward &f;
   const Call &call;
   Shared<S> &s;
-  const int lane, row, t; /* row: of h = 0 */
+  const int lane, warp_row, row, t; /* the warp's first row; row: of h = 0 */
   int head, batch, q0;
   int begin, end; /* keys that some query of the tile may see */
   Sequence seq;
   Dropout dropout;
 
   Left left;
-  float out[S::kOut][4] = {};
-  float most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-  float rescaled[2];                            /* what the last tile multiplied all sums with */
-  float before[2] = {}, behind[2] = {};         /* scores of the ends of the band */
-  float before_sum[2] = {}, behind_sum[2] = {}; /* weights there */
+  float out[S::kOut][kOwn] = {};
+  Rows most, sum = {};
+  Rows rescaled;                         /* what the last tile multiplied all sums with */
+  Rows before = {}, behind = {};         /* scores of the ends of the band */
+  Rows before_sum = {}, behind_sum = {}; /* weights there */
 
   template <class T>
   __device__ T *area(int32_t at) const {
     return reinterpret_cast<T *>(dynamic_smem() + at);
   }
+  __device__ bool aligned() const { return S::kTall || f.aligned; }
+  __device__ Operand<S> *keys(int stage) const { return s.tiles[stage][0]; }
+  __device__ Operand<S> *values(int stage) const { return s.tiles[stage][1]; }
   __device__ float *related(int h) const {
     return area<float>(f.related_at) + (row + 8 * h) * f.line;
   }
@@ -85,7 +94,7 @@ class ForwardBlock {
     const Storage *const from = row_of<Storage>(call.q, seq.query_batch, head, seq.query_row + q0);
     if (!bias) {
       load_rows<S::kQueries, S::kWidth, S::kThreads>(to, from, call.q.row_stride, seq.queries - q0,
-                                                     call.D, f.aligned);
+                                                     call.D, aligned());
       return;
     }
     for (int i = static_cast<int>(threadIdx.x); i < S::kQueries * S::kWidth; i += S::kThreads) {
@@ -99,11 +108,11 @@ class ForwardBlock {
   /* Tile j0 of keys and values, and the bias of its diagonals. */
   __device__ void load_tile(int stage, int j0) {
     load_rows<S::kKeys, S::kWidth, S::kThreads>(
-        s.keys[stage], row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j0),
-        call.k.row_stride, seq.keys - j0, call.D, f.aligned);
+        keys(stage), row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j0),
+        call.k.row_stride, seq.keys - j0, call.D, aligned());
     load_rows<S::kKeys, S::kWidth, S::kThreads>(
-        s.values[stage], row_of<Storage>(call.v, seq.key_batch, head, seq.key_row + j0),
-        call.v.row_stride, seq.keys - j0, call.Dv, f.aligned);
+        values(stage), row_of<Storage>(call.v, seq.key_batch, head, seq.key_row + j0),
+        call.v.row_stride, seq.keys - j0, call.Dv, aligned());
     if (call.bias.count > 0) {
       const int first = first_diagonal(j0);
       for (int c = static_cast<int>(threadIdx.x); c < S::kDiagonals; c += S::kThreads) {
@@ -138,18 +147,18 @@ class ForwardBlock {
     for (int c0 = 0; c0 < count; c0 += S::kKeys) {
       const int columns = count - c0 < S::kKeys ? count - c0 : S::kKeys;
       const int tiles = (columns + 7) / 8;
-      float c[S::kTiles][4] = {};
+      Scores c = {};
       if (from.count > 0) {
         load_source(chunk, from, first + c0 * step, step, columns);
         __syncthreads();
-        if (active) multiply_rows<S::kWidth>(c, x, chunk, tiles);
+        if (active) multiply_folds<S::kWidth>(c, x, chunk, tiles);
         __syncthreads();
       }
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
         if (n >= tiles || !active) continue;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < kOwn; e++) {
           to[(row + 8 * (e / 2)) * line + c0 + column_of(n, e)] = c[n][e] * call.scale;
         }
       }
@@ -167,16 +176,16 @@ class ForwardBlock {
       load_source(chunk, from, first + c0 * step, step, columns);
       __syncthreads();
       for (int k = 0; k < columns; k += 16) {
-        float w[2][4];
+        float w[2][kOwn];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
+          for (int e = 0; e < kOwn; e++) {
             const int c = c0 + k + column_of(n, e);
             w[n][e] = c < count ? weight(e / 2, c) : 0.0f;
           }
         }
-        add_weighted<S::kWidth, 2>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
+        add_folds<S::kWidth>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
       }
       __syncthreads();
     }
@@ -188,7 +197,7 @@ class ForwardBlock {
   }
 
   __device__ void read_ends(int last) {
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < kRows; h++) {
       before[h] = related(h)[0];
       behind[h] = related(h)[last];
     }
@@ -204,7 +213,10 @@ class ForwardBlock {
     if (tile_follows) cp_async_wait<1>();
     else cp_async_wait<0>();
     __syncthreads();
-    left.read(from + warp_of() * 16 * S::kLine);
+    read_left(left, from);
+  }
+  __device__ void read_left(Left &to, const Operand<S> *from) const {
+    for (int m = 0; m < S::kFolds; m++) to[m].read(from + (warp_row + 16 * m) * S::kLine);
   }
 
   /* The queries as they are, where others were that nobody reads any more. */
@@ -217,7 +229,7 @@ class ForwardBlock {
   /* Queries, and what they meet of the band. */
   __device__ void open() {
     constexpr int kLast = S::kStages - 1;
-    Operand<S> *const queries = S::kKept ? s.keys[kLast] : s.queries;
+    Operand<S> *const queries = S::kKept ? keys(kLast) : s.queries;
     const bool tiled = S::kGeneral && f.tiled;
     const bool first_biased = position_bias() && meets_rows();
     Operand<S> *const first = tiled && f.biased_at != 0 ? area<Operand<S>>(f.biased_at) : queries;
@@ -227,11 +239,11 @@ class ForwardBlock {
     read_queries(first, S::kStages == 2);
     if (f.banded) {
       const int columns = f.high - f.low + 1;
-      multiply_source(left, key_source(), s.values[kLast], area<float>(f.related_at), f.line, f.low,
+      multiply_source(left, key_source(), values(kLast), area<float>(f.related_at), f.line, f.low,
                       tiled ? f.high - f.low : 1, tiled ? 2 : columns);
       read_ends(tiled ? 1 : columns - 1);
     }
-    if constexpr (S::kGeneral) open_tables(s.values[kLast]);
+    if constexpr (S::kGeneral) open_tables(values(kLast));
     __syncthreads(); /* the next to be loaded goes to where queries and tables came */
     if (!first_biased) return;
     restore_queries(queries);
@@ -270,43 +282,53 @@ class ForwardBlock {
 
   __device__ void take_tile(int stage, int j0) {
     const int d0 = j0 - q0 - seq.start; /* of row 0 and column 0 */
-    const int nearest = d0 - (S::kQueries - 1), farthest = d0 + S::kKeys - 1;
+    const bool tiled = S::kGeneral && f.tiled;
+    /* What is met, and seen, is the warp's own affair; diagonals of a tile are the block's. */
+    const int top = tiled ? 0 : warp_row, bottom = top + (tiled ? S::kQueries : S::kWarpRows) - 1;
+    const int nearest = d0 - bottom, farthest = d0 + S::kKeys - 1 - top;
+    if (!S::kGeneral &&
+        (farthest + seq.start < seq.nearest || nearest + seq.start > seq.farthest)) {
+      return;
+    }
     Meets meets = MEETS_NOTHING;
     if (f.banded) {
       meets = farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
     }
-    const bool tiled = S::kGeneral && f.tiled;
     const int first = tiled ? nearest : f.low; /* distance of cell 0 */
     if (S::kGeneral && tiled && meets == MEETS_BAND) {
       open_tile_band(nearest);
     }
     Scores x = {};
-    multiply_rows<S::kWidth>(x, left, s.keys[stage]);
-    const bool all_seen = j0 + S::kKeys <= seq.keys && j0 - (q0 + S::kQueries - 1) >= seq.nearest &&
-                          j0 + S::kKeys - 1 - q0 <= seq.farthest;
+    multiply_folds<S::kWidth>(x, left, keys(stage));
+    const bool all_seen = j0 + S::kKeys <= seq.keys && nearest + seq.start >= seq.nearest &&
+                          farthest + seq.start <= seq.farthest;
     /* Products stay as they are where a row is given one number: -inf must not meet inf there. */
     const bool raw = !S::kGeneral && call.scale > 0 && call.bias.count == 0 &&
                      meets != MEETS_BAND && (all_seen || meets == MEETS_NOTHING);
-    float shift[2] = {};
+    Rows shift = {};
     if (raw) {
-      for (int h = 0; h < 2; h++) shift[h] = end_score(h, meets);
+      for (int h = 0; h < kRows; h++) shift[h] = end_score(h, meets);
     } else {
       add_relations(x, meets, d0, first);
       if (call.bias.count > 0) add_bias(x, s.bias[stage]);
       if constexpr (S::kGeneral) finish_scores(x, stage, j0);
     }
     if (!all_seen) hide(x, j0);
-    const uint32_t keep = dropout.threshold == 0 ? ~0u : keep_bits(j0);
+    Keep keep;
+#pragma unroll
+    for (int m = 0; m < S::kFolds; m++) {
+      keep[m] = dropout.threshold == 0 ? ~0u : keep_bits(m, j0);
+    }
     const bool related_values = call.value.count > 0;
     if (related_values && meets == MEETS_BAND) put_cells(x, keep, d0, first);
-    float added[2];
+    Rows added;
     weigh(x, raw ? call.scale : 1, shift, added);
     drop(x, keep);
     if (related_values) sum_ends(x, meets, d0, added);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
-    add_weighted<S::kWidth, S::kTiles>(out, x, s.values[stage], s.share[warp_of()]);
+    add_folds<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
     if (S::kGeneral && tiled && related_values && meets == MEETS_BAND) {
       close_tile_band(nearest, j0);
     }
@@ -317,19 +339,20 @@ class ForwardBlock {
     return meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
   }
 
-  /* What the band is to eight columns of the warp's rows: some are behind it where others cross. */
-  __device__ Meets strip_meets(int n, int d0) const {
-    const int nearest = d0 + 8 * n - (warp_of() * 16 + 15), farthest = nearest + 7 + 15;
+  /* What the band is to eight columns of 16 rows: some are behind it where others cross. */
+  __device__ Meets strip_meets(int n, int m, int d0) const {
+    const int nearest = d0 + 8 * n - (warp_row + 16 * m + 15), farthest = nearest + 7 + 15;
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
   }
 
   /* Products to scores in units of log 2, with what the band adds. */
   __device__ void add_relations(Scores &x, Meets meets, int d0, int first) {
 #pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
-      const Meets strip = meets == MEETS_BAND ? strip_meets(n, d0) : meets;
+    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
+      const int n = at / S::kFolds, m = at % S::kFolds;
+      const Meets strip = meets == MEETS_BAND ? strip_meets(n, m, d0) : meets;
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
+      for (int e = 4 * m; e < 4 * m + 4; e++) {
         const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
         float relation = end_score(h, strip);
         if (strip == MEETS_BAND) {
@@ -344,7 +367,7 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
+      for (int e = 0; e < kOwn; e++) {
         x[n][e] += bias[column_of(n, e) - (row + e / 2 * 8) + S::kQueries - 1];
       }
     }
@@ -354,18 +377,25 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
+      for (int e = 0; e < kOwn; e++) {
         if (!in_sight(seq, query_of(e / 2), j0 + column_of(n, e))) x[n][e] = -INFINITY;
       }
     }
   }
 
-  /* Bit 4 n + e: is x[n][e] kept? The four lanes of a row make a block of sixteen columns each. */
-  __device__ uint32_t keep_bits(int j0) {
+  /* Bit 4 n + e % 4 of e / 4: is x[n][e] kept? */
+  using Keep = uint32_t[S::kFolds];
+  static __device__ bool kept(const Keep &keep, int n, int e) {
+    return keep[e / 4] >> (4 * n + e % 4) & 1;
+  }
+
+  /* Of the 16 rows m; the four lanes of a row make a block of sixteen columns each. */
+  __device__ uint32_t keep_bits(int m, int j0) {
     uint32_t bits = 0;
     for (int h = 0; h < 2; h++) {
-      const uint4 mine = keep_block(dropout, seq.ordinal, static_cast<uint32_t>(query_of(h)),
-                                    static_cast<uint32_t>(j0 / 16 + lane % 4));
+      const auto i = static_cast<uint32_t>(query_of(2 * m + h));
+      const uint4 mine =
+          keep_block(dropout, seq.ordinal, i, static_cast<uint32_t>(j0 / 16 + lane % 4));
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
         const int owner = lane / 4 * 4 + n / 2;
@@ -381,15 +411,16 @@ class ForwardBlock {
   }
 
   /* Scores take the cells of their distances, for close_band. */
-  __device__ void put_cells(const Scores &x, uint32_t keep, int d0, int first) {
+  __device__ void put_cells(const Scores &x, const Keep &keep, int d0, int first) {
 #pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
-      if (strip_meets(n, d0) != MEETS_BAND) continue;
+    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
+      const int n = at / S::kFolds, m = at % S::kFolds;
+      if (strip_meets(n, m, d0) != MEETS_BAND) continue;
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
+      for (int e = 4 * m; e < 4 * m + 4; e++) {
         const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
         if (d > f.low && d < f.high) {
-          related(h)[d - first] = keep >> (4 * n + e) & 1 ? x[n][e] : -INFINITY;
+          related(h)[d - first] = kept(keep, n, e) ? x[n][e] : -INFINITY;
         }
       }
     }
@@ -398,11 +429,11 @@ class ForwardBlock {
   /* The scores x scale + shift to weights, which are measured from `most`; added: their sums.
    * `most` follows the maximum only where that has left it behind by kAhead: till then weights are
    * at most 2^kAhead, and nothing has to be multiplied anew. */
-  __device__ void weigh(Scores &x, float scale, const float (&shift)[2], float (&added)[2]) {
+  __device__ void weigh(Scores &x, float scale, const Rows &shift, Rows &added) {
     constexpr float kAhead = 8;
-    float top[2];
+    Rows top;
     bool ahead = false;
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < kRows; h++) {
       float highest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
@@ -413,7 +444,7 @@ class ForwardBlock {
       rescaled[h] = 1;
     }
     if (__any_sync(~0u, ahead)) rescale(top);
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < kRows; h++) {
       const float from = shift[h] - base_of(most[h]);
       added[h] = 0;
 #pragma unroll
@@ -429,8 +460,8 @@ class ForwardBlock {
   }
 
   /* All sums are measured from `top`. */
-  __device__ void rescale(const float (&top)[2]) {
-    for (int h = 0; h < 2; h++) {
+  __device__ void rescale(const Rows &top) {
+    for (int h = 0; h < kRows; h++) {
       const float factor = exp2_approx(most[h] - base_of(top[h]));
       most[h] = top[h];
       rescaled[h] = factor;
@@ -448,25 +479,25 @@ class ForwardBlock {
   /* What scores are measured from: not -inf, where a row has seen nothing yet. */
   static __device__ float base_of(float top) { return top == -INFINITY ? 0.0f : top; }
 
-  __device__ void drop(Scores &x, uint32_t keep) {
+  __device__ void drop(Scores &x, const Keep &keep) {
     if (dropout.threshold == 0) return;
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (!(keep >> (4 * n + e) & 1)) x[n][e] = 0;
+      for (int e = 0; e < kOwn; e++) {
+        if (!kept(keep, n, e)) x[n][e] = 0;
       }
     }
   }
 
   /* The weights that lie in the ends of the band; added: their sums, before some were dropped. */
-  __device__ void sum_ends(const Scores &x, Meets meets, int d0, const float (&added)[2]) {
-    for (int h = 0; h < 2; h++) {
+  __device__ void sum_ends(const Scores &x, Meets meets, int d0, const Rows &added) {
+    for (int h = 0; h < kRows; h++) {
       float low = 0, high = 0;
       if (meets == MEETS_BAND) {
 #pragma unroll
         for (int n = 0; n < S::kTiles; n++) {
-          const Meets strip = strip_meets(n, d0);
+          const Meets strip = strip_meets(n, h / 2, d0);
           if (strip != MEETS_BAND) {
             (strip == MEETS_HEAD ? low : high) += x[n][2 * h] + x[n][2 * h + 1];
             continue;
@@ -503,16 +534,16 @@ class ForwardBlock {
   }
 
   __device__ void close() {
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < kRows; h++) {
       sum[h] = quad_sum(sum[h]);
       before_sum[h] = quad_sum(before_sum[h]);
       behind_sum[h] = quad_sum(behind_sum[h]);
     }
-    if constexpr (S::kGeneral) close_tables(s.values[0]);
+    if constexpr (S::kGeneral) close_tables(values(0));
     if (call.value.count == 0) return;
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
-    add_source(value_source(), s.values[0], f.low, step, last + 1, [&](int h, int c) {
+    add_source(value_source(), values(0), f.low, step, last + 1, [&](int h, int c) {
       float w = tiled ? 0 : cell_weight(h, c, f.low + c, 0, seq.keys);
       if (c == 0) w += before_sum[h];
       if (c == last) w += behind_sum[h];
@@ -523,7 +554,7 @@ class ForwardBlock {
   /* Divides by the sums; rows that see nothing, and padding, are zeros. */
   __device__ void write_rows() {
     const Sequence place = call.sequences[batch]; /* read again: registers are scarce till here */
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < kRows; h++) {
       const int i = query_of(h);
       if (i >= place.query_rows) continue;
       const bool live = i < place.queries && sum[h] != 0; /* a NaN is not 0 and goes on */
@@ -570,18 +601,17 @@ class ForwardBlock {
     const bool paired = call.score_lookups || call.query.count > 0;
     if (f.crossed_at != 0) cross_keys(stage, j0);
     if (paired) {
-      const int first = warp_of() * 16;
       const Kept kept = {
           dynamic_smem(), q0,           j0,
           f.table_at,     f.table_line, f.crossed_at != 0 ? area<float>(f.crossed_at) : nullptr,
           f.crossed_line, S::kQueries};
-      score_pairs<Storage, S::kKeys>(call, seq, batch, head, q0 + first, kept, pair_row(first),
-                                     S::kPairLine);
+      score_pairs<Storage, S::kKeys>(call, seq, batch, head, q0 + warp_row, kept,
+                                     pair_row(warp_row), S::kPairLine);
     }
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
+      for (int e = 0; e < kOwn; e++) {
         const int r = row + e / 2 * 8, c = column_of(n, e), i = q0 + r;
         if (paired) x[n][e] += pair_row(r)[c];
         if (call.softcap != 0) x[n][e] = soft_capped(call.softcap, x[n][e]);
@@ -595,11 +625,11 @@ class ForwardBlock {
 
   /* What the keys of a tile meet of the query bands at its diagonals. */
   __device__ void cross_keys(int stage, int j0) {
-    constexpr int kRows = S::kKeys / 16; /* warps that have keys */
-    const bool active = warp_of() < kRows;
-    Left keys;
-    keys.read(s.keys[stage] + (active ? warp_of() : 0) * 16 * S::kLine);
-    multiply_source(keys, {call.query.parts, call.query.count, call.D, false},
+    constexpr int kKeyWarps = S::kKeys / 16; /* warps that have keys */
+    const bool active = warp_of() < kKeyWarps;
+    Left rows;
+    rows[0].read(keys(stage) + (active ? warp_row : 0) * S::kLine);
+    multiply_source(rows, {call.query.parts, call.query.count, call.D, false},
                     area<Operand<S>>(f.chunk_at), area<float>(f.crossed_at), f.crossed_line,
                     first_diagonal(j0), 1, S::kDiagonals, active);
     __syncthreads(); /* all warps read them */
@@ -612,7 +642,7 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) pair_row(row + e / 2 * 8)[column_of(n, e)] = x[n][e];
+      for (int e = 0; e < kOwn; e++) pair_row(row + e / 2 * 8)[column_of(n, e)] = x[n][e];
     }
     __syncwarp();
     bool fetch = false;
@@ -626,7 +656,7 @@ class ForwardBlock {
   }
 
   __device__ void collect_weights(int n, int j0) {
-    const int first = warp_of() * 16, line = f.table_line[n];
+    const int first = warp_row, line = f.table_line[n];
     float *const sums = area<float>(f.table_at[n]) + first * line;
     for (int r = 0; r < 16; r++) {
       const float factor = __shfl_sync(~0u, r < 8 ? rescaled[0] : rescaled[1], r % 8 * 4);
@@ -645,7 +675,7 @@ class ForwardBlock {
   }
 
   __device__ void fetch_rows(int j0) {
-    const int first = warp_of() * 16;
+    const int first = warp_row;
     float *const fetched = area<float>(f.fetched_at) + first * S::kFetchedLine;
     const float *const mine = fetched + (row - first) * S::kFetchedLine + t;
     for (int c0 = 0; c0 < call.Dv; c0 += 32) {
@@ -656,7 +686,7 @@ class ForwardBlock {
       for (int n = 0; n < S::kOut; n++) {
         if (n / 4 != c0 / 32) continue;
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < kOwn; e++) {
           out[n][e] += mine[e / 2 * 8 * S::kFetchedLine + n % 4 * 8 + e % 2];
         }
       }
@@ -687,7 +717,7 @@ class ForwardBlock {
     const bool turns = !S::kKept && f.biased_at == 0;
     if (turns) load_queries(s.queries, position_bias());
     Left biased;
-    biased.read((turns ? s.queries : area<Operand<S>>(f.biased_at)) + warp_of() * 16 * S::kLine);
+    read_left(biased, turns ? s.queries : area<Operand<S>>(f.biased_at));
     multiply_source(biased, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
     if (turns) restore_queries(s.queries);
   }

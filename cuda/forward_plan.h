@@ -57,9 +57,14 @@ struct Source {
   bool whole;
 };
 
+/* What a block takes: 64 queries, or fewer where rows are wide; or 128 of a long sequence, 32 rows
+ * a warp: what it reads of keys and values serves twice as many products. */
+enum Size { SIZE_TILE, SIZE_TALL };
+
 /* Sizes of an instantiation. kGeneral: everything that is not plain attention, short bands, bias
  * bands and dropout. */
-template <class OperandType, class StorageType, int kTheWidth, bool kIsGeneral>
+template <class OperandType, class StorageType, int kTheWidth, bool kIsGeneral,
+          Size kTheSize = SIZE_TILE>
 struct Shape {
   using Operand = OperandType;
   using Storage = StorageType;
@@ -69,10 +74,13 @@ struct Shape {
   static constexpr int kKeys =
       kBf16 ? (kWidth <= (kGeneral ? 64 : 128) ? 64 : 32) : (kWidth <= 64 ? 32 : 16);
   static constexpr int kWarps = kBf16 && kWidth <= (kGeneral ? 64 : 128) ? 4 : 2;
-  static constexpr int kQueries = 16 * kWarps, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = !kGeneral && kWidth <= 64 ? 3 : 1; /* at a time, at least */
-  static constexpr int kStages = kBf16 && !kGeneral ? 2 : 1;        /* tiles of keys in memory */
-  static constexpr bool kKept = kBf16 && kWidth <= (kGeneral ? 64 : 128); /* queries in registers */
+  static constexpr bool kTall = kTheSize == SIZE_TALL;
+  static constexpr int kFolds = kTall ? 2 : 1, kWarpRows = 16 * kFolds;
+  static constexpr int kQueries = kWarpRows * kWarps, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kTall ? 2 : !kGeneral && kWidth <= 64 ? 3 : 1; /* at least */
+  static constexpr int kStages = kBf16 && !kGeneral ? 2 : 1; /* tiles of keys in memory */
+  static constexpr bool kKept =                              /* queries in registers */
+      kBf16 && !kTall && kWidth <= (kGeneral ? 64 : 128);
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kKeys / 8, kOut = kWidth / 8; /* of eight columns */
   static constexpr int kDiagonals = kQueries + kKeys - 1;
@@ -84,7 +92,7 @@ using Operand = typename S::Operand;
 
 template <class S>
 struct Shared {
-  Operand<S> keys[S::kStages][S::kKeys * S::kLine], values[S::kStages][S::kKeys * S::kLine];
+  Operand<S> tiles[S::kStages][2][S::kKeys * S::kLine]; /* of keys, and of values */
   Operand<S> queries[S::kKept ? 16 : S::kQueries * S::kLine];
   float bias[S::kStages][S::kDiagonals + 1];
   float share[S::kWarps][shared_weights<Operand<S>, S::kTiles> + 4];

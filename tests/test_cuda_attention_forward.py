@@ -41,6 +41,7 @@ from tolerances import compare, oracle_of
 
 LONG = Case(N=150, M=150, D=64, Dv=64, key=Band(149, 149), value=Band(149, 149))
 LOOK = Case(H=2, N=70, M=140, D=16, Dv=16, gap=1)
+TALL = Case(B=1, H=4, N=250, M=200, D=64, Dv=64)  # tiles of 128 queries
 EARLY = {"starts": (70,), "causal": True}
 PATHS = {
     # bands of more columns than a block keeps, which are met tile by tile
@@ -104,6 +105,14 @@ PATHS = {
     ),
     "width 100, values alone": replace(SHAW, D=8, Dv=100, key=None, N=20, H=1),
     "width 1": replace(SHAW, D=1, Dv=1, N=65, M=63),
+    "tall": TALL,
+    "tall, band": replace(TALL, key=Band(16, 16), value=Band(16, 16), lengths=(190,)),
+    "tall, causal, dropped": replace(
+        TALL, M=250, H=5, key=Band(9, 9), value=Band(20, 20), causal=True, dropout=DROPOUT
+    ),
+    "tall, window, biases": replace(TALL, D=40, Dv=48, M=250, bias=Band(8, 8), window=(30, 9)),
+    "tall, none beyond": replace(TALL, key=Band(3, 60, "none"), value=Band(2, 1, "none")),
+    "tall, clip 0": replace(TALL, key=Band(0, 0), value=Band(0, 0), dropout=DROPOUT),
     "one row": replace(SHAW, N=1, M=129, starts=(128,), causal=True),
     "whole tiles": replace(SHAW, N=128, M=192, causal=True, key=Band(1, 1)),
 }
@@ -354,6 +363,24 @@ def test_a_tile_beyond_the_band_costs_what_plain_attention_costs(
         assert costs[1]["mma"] - costs[0]["mma"] == N // 64 * TILE * (6 * 8 + 48) // 64
         assert costs[0]["bank_conflicts"] == costs[1]["bank_conflicts"] == 0
         assert costs[0]["barriers"] <= N // 64 * (N // 64 + 4)
+
+
+def test_long_sequences_are_read_for_32_rows(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """Where tiles of 128 queries fill the GPU: keys and values cross shared memory half as often, the
+    queries of a warp once a tile of keys more."""
+    library = library_of(emulated_device)
+    few = counted(libraries, library, Case(N=256, M=256, D=64, Dv=64))
+    many = counted(libraries, library, Case(H=4, N=256, M=256, D=64, Dv=64))
+    assert many["mma"] == 4 * few["mma"] == 4 * 2 * TILE * 4 * 4
+    assert few["ldmatrix"] == few["mma"] // 2 + 4 * TILE // 8
+    assert many["ldmatrix"] == many["mma"] // 4 + many["mma"] // 16
+    assert many["async_bytes"] < 4 * few["async_bytes"] * 0.6
+    assert many["barriers"] <= 4 * few["barriers"] // 2
+    causal = counted(libraries, library, Case(H=4, N=256, M=256, D=64, Dv=64, causal=True))
+    # of the last 64 keys of a tile the first two warps see none
+    assert causal["mma"] == 4 * 2 * TILE * (1 + 2 + 3 + 4)
 
 
 def test_what_position_hides_costs_nothing(
