@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 template <class S>
 rp_status launch_shape(Forward *f, const rp_attention *shape) {
   const bool fits = lay_out<S>(f, context().shared_bytes / (S::kTall ? S::kBlocks : 1));
-  if constexpr (S::kTall) {
+  if constexpr (S::kTall || S::kShort) {
     if (f->tiled || !fits) {
       return launch_shape<Shape<Operand<S>, typename S::Storage, S::kWidth, false>>(f, shape);
     }
@@ -74,15 +74,22 @@ bool is_general(const Forward &f) {
          (f.banded && int64_t{f.high} - f.low + 1 > kShortBand);
 }
 
-/* Are sequences long enough for tiles of 128 queries, and many enough to fill the GPU with them? */
-bool is_tall(const rp_attention *shape) {
-  int64_t tiles = 0, tall = 0;
+/* Short where that halves the pairs of tiles; tall where sequences are long enough for 128 queries,
+ * and many enough to fill the GPU with them. */
+Size size_of(const rp_attention *shape) {
+  int64_t tiles = 0, tall = 0, pairs = 0, longest = 0;
   for (int64_t b = 0; b < shape->B; b++) {
-    const int64_t rows = sequence_of(shape, b).query_rows;
-    tiles += (rows + 63) / 64;
-    tall += (rows + 127) / 128;
+    const Sequence seq = sequence_of(shape, b);
+    const int64_t queries = seq.query_rows, keys = seq.keys;
+    tiles += (queries + 63) / 64;
+    tall += (queries + 127) / 128;
+    pairs += (queries + 31) / 32 * ((keys + 31) / 32);
+    if (queries > longest) longest = queries;
+    if (keys > longest) longest = keys;
   }
-  return 16 * tall <= 9 * tiles && tall * shape->H >= 2 * context().multiprocessors;
+  if (longest <= 64 && pairs <= 2 * tiles) return SIZE_SHORT;
+  const bool fills = tall * shape->H >= 2 * context().multiprocessors;
+  return fills && 16 * tall <= 9 * tiles ? SIZE_TALL : SIZE_TILE;
 }
 
 template <class Operand, class Storage>
@@ -92,10 +99,14 @@ rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
     if (!general && width <= 32) {
       return launch_shape<Shape<Operand, Storage, 32, false>>(f, shape);
     }
-    if (!general && width <= 64 && f->aligned && is_tall(shape)) {
-      return launch_shape<Shape<Operand, Storage, 64, false, SIZE_TALL>>(f, shape);
-    }
     if (!general && width <= 64) {
+      const Size size = f->aligned ? size_of(shape) : SIZE_TILE;
+      if (size == SIZE_TALL) {
+        return launch_shape<Shape<Operand, Storage, 64, false, SIZE_TALL>>(f, shape);
+      }
+      if (size == SIZE_SHORT) {
+        return launch_shape<Shape<Operand, Storage, 64, false, SIZE_SHORT>>(f, shape);
+      }
       return launch_shape<Shape<Operand, Storage, 64, false>>(f, shape);
     }
     if (!general && width <= 128) {

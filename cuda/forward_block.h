@@ -39,6 +39,8 @@ class ForwardBlock {
     batch = tile.sequence;
     q0 = tile.row;
     seq = call.sequences[batch];
+    key_rows = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row);
+    value_rows = row_of<Storage>(call.v, seq.key_batch, head, seq.key_row);
     dropout = dropout_at(call, head);
     for (int h = 0; h < kRows; h++) most[h] = -INFINITY;
   }
@@ -65,6 +67,7 @@ class ForwardBlock {
   int head, batch, q0;
   int begin, end; /* keys that some query of the tile may see */
   Sequence seq;
+  const Storage *key_rows, *value_rows; /* its first */
   Dropout dropout;
 
   Left left;
@@ -78,9 +81,13 @@ class ForwardBlock {
   __device__ T *area(int32_t at) const {
     return reinterpret_cast<T *>(dynamic_smem() + at);
   }
-  __device__ bool aligned() const { return S::kTall || f.aligned; }
-  __device__ Operand<S> *keys(int stage) const { return s.tiles[stage][0]; }
-  __device__ Operand<S> *values(int stage) const { return s.tiles[stage][1]; }
+  __device__ bool aligned() const { return S::kTall || S::kShort || f.aligned; }
+  __device__ Operand<S> *keys(int stage) const { return s.tiles[stage]; }
+  __device__ Operand<S> *values(int stage) const { return s.tiles[stage] + S::kKeys * S::kLine; }
+  /* kChunk rows of tables lie where values are, or where both are. */
+  __device__ Operand<S> *chunk_of(int stage) const {
+    return S::kChunk > S::kKeys ? keys(stage) : values(stage);
+  }
   __device__ float *related(int h) const {
     return area<float>(f.related_at) + (row + 8 * h) * f.line;
   }
@@ -107,12 +114,12 @@ class ForwardBlock {
 
   /* Tile j0 of keys and values, and the bias of its diagonals. */
   __device__ void load_tile(int stage, int j0) {
-    load_rows<S::kKeys, S::kWidth, S::kThreads>(
-        keys(stage), row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j0),
-        call.k.row_stride, seq.keys - j0, call.D, aligned());
-    load_rows<S::kKeys, S::kWidth, S::kThreads>(
-        values(stage), row_of<Storage>(call.v, seq.key_batch, head, seq.key_row + j0),
-        call.v.row_stride, seq.keys - j0, call.Dv, aligned());
+    load_rows<S::kKeys, S::kWidth, S::kThreads>(keys(stage), key_rows + j0 * call.k.row_stride,
+                                                call.k.row_stride, seq.keys - j0, call.D,
+                                                aligned());
+    load_rows<S::kKeys, S::kWidth, S::kThreads>(values(stage), value_rows + j0 * call.v.row_stride,
+                                                call.v.row_stride, seq.keys - j0, call.Dv,
+                                                aligned());
     if (call.bias.count > 0) {
       const int first = first_diagonal(j0);
       for (int c = static_cast<int>(threadIdx.x); c < S::kDiagonals; c += S::kThreads) {
@@ -125,10 +132,10 @@ class ForwardBlock {
   /* The distance of the tile's last query and first key. */
   __device__ int first_diagonal(int j0) const { return j0 - (q0 + S::kQueries - 1) - seq.start; }
 
-  /* Rows first, first + step, ... of a source become operands; `count` of kKeys. */
+  /* Rows first, first + step, ... of a source become operands; `count` of kChunk. */
   __device__ void load_source(Operand<S> *to, const Source &from, int first, int step, int count) {
     constexpr int kPieces = S::kWidth / 8;
-    for (int i = static_cast<int>(threadIdx.x); i < S::kKeys * kPieces; i += S::kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < S::kChunk * kPieces; i += S::kThreads) {
       const int r = i / kPieces, c = i % kPieces * 8;
       float x[8] = {};
       for (int p = 0; r < count && p < from.count; p++) {
@@ -144,10 +151,10 @@ class ForwardBlock {
    * `chunk` is free before and after. active: has the warp any rows? */
   __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float *to,
                                   int line, int first, int step, int count, bool active = true) {
-    for (int c0 = 0; c0 < count; c0 += S::kKeys) {
-      const int columns = count - c0 < S::kKeys ? count - c0 : S::kKeys;
+    for (int c0 = 0; c0 < count; c0 += S::kChunk) {
+      const int columns = count - c0 < S::kChunk ? count - c0 : S::kChunk;
       const int tiles = (columns + 7) / 8;
-      Scores c = {};
+      float c[S::kChunk / 8][kOwn] = {};
       if (from.count > 0) {
         load_source(chunk, from, first + c0 * step, step, columns);
         __syncthreads();
@@ -155,7 +162,7 @@ class ForwardBlock {
         __syncthreads();
       }
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
+      for (int n = 0; n < S::kChunk / 8; n++) {
         if (n >= tiles || !active) continue;
 #pragma unroll
         for (int e = 0; e < kOwn; e++) {
@@ -171,8 +178,8 @@ class ForwardBlock {
   __device__ void add_source(const Source &from, Operand<S> *chunk, int first, int step, int count,
                              Weight weight) {
     __syncwarp(); /* what weights come from was written by other lanes */
-    for (int c0 = 0; c0 < count; c0 += S::kKeys) {
-      const int columns = count - c0 < S::kKeys ? count - c0 : S::kKeys;
+    for (int c0 = 0; c0 < count; c0 += S::kChunk) {
+      const int columns = count - c0 < S::kChunk ? count - c0 : S::kChunk;
       load_source(chunk, from, first + c0 * step, step, columns);
       __syncthreads();
       for (int k = 0; k < columns; k += 16) {
@@ -239,11 +246,11 @@ class ForwardBlock {
     read_queries(first, S::kStages == 2);
     if (f.banded) {
       const int columns = f.high - f.low + 1;
-      multiply_source(left, key_source(), values(kLast), area<float>(f.related_at), f.line, f.low,
+      multiply_source(left, key_source(), chunk_of(kLast), area<float>(f.related_at), f.line, f.low,
                       tiled ? f.high - f.low : 1, tiled ? 2 : columns);
       read_ends(tiled ? 1 : columns - 1);
     }
-    if constexpr (S::kGeneral) open_tables(values(kLast));
+    if constexpr (S::kGeneral) open_tables(chunk_of(kLast));
     __syncthreads(); /* the next to be loaded goes to where queries and tables came */
     if (!first_biased) return;
     restore_queries(queries);
@@ -539,11 +546,11 @@ class ForwardBlock {
       before_sum[h] = quad_sum(before_sum[h]);
       behind_sum[h] = quad_sum(behind_sum[h]);
     }
-    if constexpr (S::kGeneral) close_tables(values(0));
+    if constexpr (S::kGeneral) close_tables(chunk_of(0));
     if (call.value.count == 0) return;
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
-    add_source(value_source(), values(0), f.low, step, last + 1, [&](int h, int c) {
+    add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](int h, int c) {
       float w = tiled ? 0 : cell_weight(h, c, f.low + c, 0, seq.keys);
       if (c == 0) w += before_sum[h];
       if (c == last) w += behind_sum[h];

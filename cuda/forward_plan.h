@@ -58,8 +58,9 @@ struct Source {
 };
 
 /* What a block takes: 64 queries, or fewer where rows are wide; or 128 of a long sequence, 32 rows
- * a warp: what it reads of keys and values serves twice as many products. */
-enum Size { SIZE_TILE, SIZE_TALL };
+ * a warp: what it reads of keys and values serves twice as many products; or 32 of a short one, and
+ * tiles of 32 keys: less is padding. The latter two are for rows that are aligned. */
+enum Size { SIZE_TILE, SIZE_TALL, SIZE_SHORT };
 
 /* Sizes of an instantiation. kGeneral: everything that is not plain attention, short bands, bias
  * bands and dropout. */
@@ -70,19 +71,20 @@ struct Shape {
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2, kGeneral = kIsGeneral;
   static constexpr int kWidth = kTheWidth; /* of keys and of values, padded */
+  static constexpr bool kTall = kTheSize == SIZE_TALL, kShort = kTheSize == SIZE_SHORT;
   /* so that every term fits into 99 KiB */
   static constexpr int kKeys =
-      kBf16 ? (kWidth <= (kGeneral ? 64 : 128) ? 64 : 32) : (kWidth <= 64 ? 32 : 16);
-  static constexpr int kWarps = kBf16 && kWidth <= (kGeneral ? 64 : 128) ? 4 : 2;
-  static constexpr bool kTall = kTheSize == SIZE_TALL;
+      kBf16 && !kShort ? (kWidth <= (kGeneral ? 64 : 128) ? 64 : 32) : (kWidth <= 64 ? 32 : 16);
+  static constexpr int kWarps = kBf16 && !kShort && kWidth <= (kGeneral ? 64 : 128) ? 4 : 2;
   static constexpr int kFolds = kTall ? 2 : 1, kWarpRows = 16 * kFolds;
   static constexpr int kQueries = kWarpRows * kWarps, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kTall ? 2 : !kGeneral && kWidth <= 64 ? 3 : 1; /* at least */
+  static constexpr int kBlocks = kTall ? 2 : kShort ? 8 : !kGeneral && kWidth <= 64 ? 3 : 1;
   static constexpr int kStages = kBf16 && !kGeneral ? 2 : 1; /* tiles of keys in memory */
   static constexpr bool kKept =                              /* queries in registers */
-      kBf16 && !kTall && kWidth <= (kGeneral ? 64 : 128);
+      kBf16 && kTheSize == SIZE_TILE && kWidth <= (kGeneral ? 64 : 128);
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kKeys / 8, kOut = kWidth / 8; /* of eight columns */
+  static constexpr int kChunk = kShort ? 64 : kKeys;          /* rows of a table at a time */
   static constexpr int kDiagonals = kQueries + kKeys - 1;
   static constexpr int kPairLine = kKeys + 4, kFetchedLine = 36;
 };
@@ -92,7 +94,7 @@ using Operand = typename S::Operand;
 
 template <class S>
 struct Shared {
-  Operand<S> tiles[S::kStages][2][S::kKeys * S::kLine]; /* of keys, and of values */
+  Operand<S> tiles[S::kStages][2 * S::kKeys * S::kLine]; /* of keys, and of values */
   Operand<S> queries[S::kKept ? 16 : S::kQueries * S::kLine];
   float bias[S::kStages][S::kDiagonals + 1];
   float share[S::kWarps][shared_weights<Operand<S>, S::kTiles> + 4];

@@ -42,6 +42,7 @@ from tolerances import compare, oracle_of
 LONG = Case(N=150, M=150, D=64, Dv=64, key=Band(149, 149), value=Band(149, 149))
 LOOK = Case(H=2, N=70, M=140, D=16, Dv=16, gap=1)
 TALL = Case(B=1, H=4, N=250, M=200, D=64, Dv=64)  # tiles of 128 queries
+SHORT = Case(B=3, H=2, N=25, M=25, D=64, Dv=64, lengths=(25, 9, 0))  # and of 32
 EARLY = {"starts": (70,), "causal": True}
 PATHS = {
     # bands of more columns than a block keeps, which are met tile by tile
@@ -113,6 +114,16 @@ PATHS = {
     "tall, window, biases": replace(TALL, D=40, Dv=48, M=250, bias=Band(8, 8), window=(30, 9)),
     "tall, none beyond": replace(TALL, key=Band(3, 60, "none"), value=Band(2, 1, "none")),
     "tall, clip 0": replace(TALL, key=Band(0, 0), value=Band(0, 0), dropout=DROPOUT),
+    "short": SHORT,
+    "short, band": replace(SHORT, key=Band(16, 16), value=Band(16, 16)),
+    "short, long band": replace(SHORT, key=Band(90, 90), value=Band(2, 70), dropout=DROPOUT),
+    "short, causal": replace(SHORT, D=40, key=Band(4, 4), value=Band(4, 4), causal=True),
+    "short, two tiles of keys": replace(
+        SHORT, N=20, M=50, lengths=None, bias=Band(8, 8), window=(9, 9)
+    ),
+    "short, two tiles of queries": replace(
+        SHORT, N=50, M=20, lengths=None, key=Band(3, 3, "none"), value=Band(3, 3), dropout=DROPOUT
+    ),
     "one row": replace(SHAW, N=1, M=129, starts=(128,), causal=True),
     "whole tiles": replace(SHAW, N=128, M=192, causal=True, key=Band(1, 1)),
 }
@@ -381,6 +392,16 @@ def test_long_sequences_are_read_for_32_rows(
     causal = counted(libraries, library, Case(H=4, N=256, M=256, D=64, Dv=64, causal=True))
     # of the last 64 keys of a tile the first two warps see none
     assert causal["mma"] == 4 * 2 * TILE * (1 + 2 + 3 + 4)
+
+
+def test_short_sequences_are_padded_to_32(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    library = library_of(emulated_device)
+    short = counted(libraries, library, Case(B=8, N=25, M=25, D=64, Dv=64))
+    longer = counted(libraries, library, Case(B=8, N=40, M=40, D=64, Dv=64))
+    assert longer["mma"] == 8 * 2 * TILE
+    assert short["mma"] == longer["mma"] // 4
 
 
 def test_what_position_hides_costs_nothing(
