@@ -134,29 +134,41 @@ class ForwardBlock {
 
   /* Rows first, first + step, ... of a source become operands; `count` of kChunk. */
   __device__ void load_source(Operand<S> *to, const Source &from, int first, int step, int count) {
-    constexpr int kPieces = S::kWidth / 8;
-    for (int i = static_cast<int>(threadIdx.x); i < S::kChunk * kPieces; i += S::kThreads) {
-      const int r = i / kPieces, c = i % kPieces * 8;
-      float x[8] = {};
-      for (int p = 0; r < count && p < from.count; p++) {
-        const int d = first + r * step;
-        const int at = from.whole ? d : part_row(from.parts[p], d);
-        if (at >= 0) add_numbers(x, table_row(from.parts[p], head, at) + c, from.width - c);
+    constexpr int kPieces = S::kWidth / 8, kStep = S::kThreads / kPieces, kAtOnce = 4;
+    const int c = static_cast<int>(threadIdx.x % kPieces) * 8;
+    const int rows = (count + 15) / 16 * 16; /* products read no more */
+    for (int r = static_cast<int>(threadIdx.x / kPieces); r < rows; r += kAtOnce * kStep) {
+      float x[kAtOnce][8] = {};
+      for (int p = 0; p < from.count; p++) {
+        const Part &part = from.parts[p];
+        const float *row_at[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i++) {
+          const int own = r + i * kStep, d = first + own * step;
+          const int at = own >= count ? -1 : from.whole ? d : part_row(part, d);
+          row_at[i] = at < 0 ? nullptr : table_row(part, head, at) + c;
+        }
+        add_rows(x, row_at, from.width - c);
       }
-      put_numbers(to + r * S::kLine + c, x);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        if (r + i * kStep < rows) put_numbers(to + (r + i * kStep) * S::kLine + c, x[i]);
+      }
     }
   }
 
   /* to[r][c] = scale x_r . source[first + c step] for the rows r of this warp and c below count.
-   * `chunk` is free before and after. active: has the warp any rows? */
+   * `chunk` is free before and after; loaded: but its first rows are there. active: has the warp
+   * any rows? */
   __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float *to,
-                                  int line, int first, int step, int count, bool active = true) {
+                                  int line, int first, int step, int count, bool active = true,
+                                  bool loaded = false) {
     for (int c0 = 0; c0 < count; c0 += S::kChunk) {
       const int columns = count - c0 < S::kChunk ? count - c0 : S::kChunk;
       const int tiles = (columns + 7) / 8;
       float c[S::kChunk / 8][kOwn] = {};
       if (from.count > 0) {
-        load_source(chunk, from, first + c0 * step, step, columns);
+        if (!loaded || c0 > 0) load_source(chunk, from, first + c0 * step, step, columns);
         __syncthreads();
         if (active) multiply_folds<S::kWidth>(c, x, chunk, tiles);
         __syncthreads();
@@ -243,12 +255,18 @@ class ForwardBlock {
     load_queries(first, first_biased ? position_bias() : nullptr);
     cp_async_commit();
     if (S::kStages == 2) load_tile(0, begin);
+    const int columns = !f.banded ? 0 : tiled ? 2 : f.high - f.low + 1;
+    const int step = tiled ? f.high - f.low : 1;
+    const bool related_keys = call.key.count > 0;
+    if (related_keys) { /* while all that is on its way */
+      load_source(chunk_of(kLast), key_source(), f.low, step,
+                  columns < S::kChunk ? columns : S::kChunk);
+    }
     read_queries(first, S::kStages == 2);
     if (f.banded) {
-      const int columns = f.high - f.low + 1;
       multiply_source(left, key_source(), chunk_of(kLast), area<float>(f.related_at), f.line, f.low,
-                      tiled ? f.high - f.low : 1, tiled ? 2 : columns);
-      read_ends(tiled ? 1 : columns - 1);
+                      step, columns, true, related_keys);
+      read_ends(columns - 1);
     }
     if constexpr (S::kGeneral) open_tables(chunk_of(kLast));
     __syncthreads(); /* the next to be loaded goes to where queries and tables came */

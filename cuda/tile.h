@@ -87,6 +87,36 @@ __device__ inline void add_numbers(float (&x)[8], const float *from, int count) 
   }
 }
 
+/* x[i] += rows[i], NULL adding nothing. All of it is asked for before any is waited for. */
+template <int kRows>
+__device__ inline void add_rows(float (&x)[kRows][8], const float *const (&rows)[kRows],
+                                int count) {
+  bool aligned = count >= 8;
+#pragma unroll
+  for (int i = 0; i < kRows; i++) aligned &= reinterpret_cast<uintptr_t>(rows[i]) % 16 == 0;
+  if (!aligned) {
+    for (int i = 0; i < kRows; i++) {
+      if (rows[i]) add_numbers(x[i], rows[i], count);
+    }
+    return;
+  }
+  float4 all[kRows][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kRows; i++) {
+    const auto row = reinterpret_cast<const float4 *>(rows[i / 2]);
+    all[i / 2][i % 2] = row ? row[i % 2] : make_float4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kRows; i++) {
+    const float4 &four = all[i / 2][i % 2];
+    float *const to = x[i / 2] + i % 2 * 4;
+    to[0] += four.x;
+    to[1] += four.y;
+    to[2] += four.z;
+    to[3] += four.w;
+  }
+}
+
 /* Eight numbers become operands. */
 __device__ inline void put_numbers(float *to, const float (&x)[8]) {
   reinterpret_cast<float4 *>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
