@@ -185,7 +185,7 @@ class ForwardBlock {
     __syncwarp(); /* the rows of a warp are its own */
   }
 
-  /* out += weight(h, c) source[first + c step], c below count. */
+  /* out += weight(h, c) source[first + c step], c below count; from count on it is 0. */
   template <class Weight>
   __device__ void add_source(const Source &from, Operand<S> *chunk, int first, int step, int count,
                              Weight weight) {
@@ -201,7 +201,7 @@ class ForwardBlock {
 #pragma unroll
           for (int e = 0; e < kOwn; e++) {
             const int c = c0 + k + column_of(n, e);
-            w[n][e] = c < count ? weight(e / 2, c) : 0.0f;
+            w[n][e] = weight(e / 2, c);
           }
         }
         add_folds<S::kWidth>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
@@ -550,12 +550,26 @@ class ForwardBlock {
 
   /* ---- the end ---------------------------------------------------------------------- */
 
-  /* The weight of cell c of a row: of its one key, if the row sees it. */
-  __device__ float cell_weight(int h, int c, int d, int j_begin, int j_end) const {
-    const int j = query_of(h) + seq.start + d;
-    if (d <= f.low || d >= f.high || j < j_begin || j >= j_end) return 0;
-    if (!in_sight(seq, query_of(h), j)) return 0;
-    return exp2_approx(related(h)[c] - base_of(most[h]));
+  /* Keys of a row i by j - i: from nearest to end - 1. */
+  struct Reach {
+    int nearest, end;
+  };
+
+  /* Those that have cells inside the band, and that the row sees. */
+  __device__ Reach reach_of(int h, int j_begin, int j_end) const {
+    const int i = query_of(h);
+    Reach x = {f.low + seq.start + 1, f.high + seq.start};
+    if (x.nearest < seq.nearest) x.nearest = seq.nearest;
+    if (x.nearest < j_begin - i) x.nearest = j_begin - i;
+    if (x.end > seq.farthest + 1) x.end = seq.farthest + 1;
+    if (x.end > j_end - i) x.end = j_end - i;
+    return x;
+  }
+
+  /* The weight of cell c of a row, that of its one key: j - i = away. */
+  __device__ float cell_weight(int h, int c, int away, const Reach &reach) const {
+    const bool there = away >= reach.nearest && away < reach.end;
+    return there ? exp2_approx(related(h)[c] - base_of(most[h])) : 0.0f;
   }
 
   __device__ void close() {
@@ -568,8 +582,10 @@ class ForwardBlock {
     if (call.value.count == 0) return;
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
+    Reach reach[kRows];
+    for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, 0, seq.keys);
     add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](int h, int c) {
-      float w = tiled ? 0 : cell_weight(h, c, f.low + c, 0, seq.keys);
+      float w = tiled ? 0 : cell_weight(h, c, f.low + seq.start + c, reach[h]);
       if (c == 0) w += before_sum[h];
       if (c == last) w += behind_sum[h];
       return w;
@@ -727,7 +743,7 @@ class ForwardBlock {
       const float *const sums = area<float>(f.table_at[n]);
       const int line = f.table_line[n];
       add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows,
-                 [&](int h, int c) { return sums[(row + 8 * h) * line + c]; });
+                 [&](int h, int c) { return c < x.rows ? sums[(row + 8 * h) * line + c] : 0.0f; });
     }
   }
 
@@ -749,9 +765,11 @@ class ForwardBlock {
 
   __device__ void close_tile_band(int first, int j0) {
     const int stop = j0 + S::kKeys < seq.keys ? j0 + S::kKeys : seq.keys;
+    Reach reach[kRows];
+    for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, j0, stop);
     if (f.fetched_at != 0) __syncthreads(); /* other warps read there what they fetched */
     add_source(value_source(), area<Operand<S>>(f.chunk_at), first, 1, S::kDiagonals,
-               [&](int h, int c) { return cell_weight(h, c, first + c, j0, stop); });
+               [&](int h, int c) { return cell_weight(h, c, first + seq.start + c, reach[h]); });
   }
 };
 
