@@ -42,6 +42,8 @@ __device__ inline int64_t key_number(const Backward &c, const Sequence &seq, int
  * that no weight is more than 1. A NaN stays. */
 __device__ inline float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
 
+__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
+
 /* Over all lanes of a warp. */
 __device__ inline float sum_of_lanes(float x) {
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);

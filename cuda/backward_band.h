@@ -69,6 +69,12 @@ struct BandShared {
   float share[S::kWarps][shared_weights<typename S::Operand, S::kTiles> + 4];
 };
 
+/* Of a tile's columns those that a thread's rows see, or are seen by: from[h] to to[h], and of the
+ * warp's sixteen rows together first to last. */
+struct Sight {
+  int from[2], to[2], first, last;
+};
+
 /* What both kinds of block are made of. */
 template <class S>
 class BandBlock {
@@ -203,6 +209,12 @@ class BandBlock {
 
   __device__ float *cells_of(int which, int rows) const { return cells + which * rows * f.line; }
 
+  /* Where a row's cells have a column; those beyond the ends are the ends'. */
+  __device__ int cell_at(int of_row, int column) const {
+    const int last = f.columns - 1, at = column < last ? column : last;
+    return of_row * f.line + (at > 0 ? at : 0);
+  }
+
   const BandBackward &f;
   const Call &call;
   BandShared<S> &s;
@@ -322,18 +334,17 @@ class QueryBlock : BandBlock<S> {
     const int first = q0 + seq->nearest > 0 ? q0 + seq->nearest : 0;
     const int seen = queries_end - 1 + seq->farthest;
     const int last = seen < seq->keys - 1 ? seen : seq->keys - 1;
-    walked_from = first / S::kOther * S::kOther;
-    walked_to = last < walked_from ? walked_from : (last / S::kOther + 1) * S::kOther;
+    const int from = first / S::kOther * S::kOther;
     int stage = 0;
-    if (S::kStages == 2 && walked_from < walked_to) load_tile(0, walked_from);
-    for (int j = walked_from; j < walked_to; j += S::kOther) {
+    if (S::kStages == 2 && from <= last) load_tile(0, from);
+    for (int j = from; j <= last; j += S::kOther) {
       if (S::kStages == 1) {
         __syncthreads();
         load_tile(0, j);
       }
       cp_async_wait<0>();
       __syncthreads();
-      if (S::kStages == 2 && j + S::kOther < walked_to) load_tile(1 - stage, j + S::kOther);
+      if (S::kStages == 2 && j + S::kOther <= last) load_tile(1 - stage, j + S::kOther);
       tile(stage, j, dq);
       if (S::kStages == 2) stage = 1 - stage;
     }
@@ -347,17 +358,19 @@ class QueryBlock : BandBlock<S> {
     const Meets meets = this->meets_band(distance - (S::kOwn - 1), distance + S::kOther - 1);
     const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
                        !this->is_cut(q0, S::kOwn, j, S::kOther);
-    if (plain) differentiate_plain(meets, p, ds);
-    else differentiate(stage, meets, j, p, ds);
+    if (!plain) differentiate(stage, j, p, ds);
+    else if (meets == MEETS_NOTHING) differentiate_plain<false>(false, p, ds);
+    else differentiate_plain<true>(meets == MEETS_TAIL, p, ds);
     if (distances) add_biases(j, ds);
     add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
   }
 
-  __device__ void differentiate_plain(Meets meets, Scores &p, Scores &ds) {
+  /* banded: the sums of the end that the tile meets are wanted. */
+  template <bool banded>
+  __device__ void differentiate_plain(bool tail, Scores &p, Scores &ds) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       Row &own = rows[h];
-      const bool tail = meets == MEETS_TAIL;
       const float level = own.lse - (tail ? own.key[1] : own.key[0]);
       const float delta = own.delta - (tail ? own.value[1] : own.value[0]);
       float sum_of_weights = 0, sum_of_slopes = 0;
@@ -367,10 +380,12 @@ class QueryBlock : BandBlock<S> {
         for (int e = 2 * h; e < 2 * h + 2; e++) {
           const float weight = exp2_approx(at_most_zero(call.scale * p[n][e] - level));
           ds[n][e] = weight * (ds[n][e] - delta);
+          if (!banded) continue;
           sum_of_weights += weight;
           sum_of_slopes += ds[n][e];
         }
       }
+      if (!banded) continue;
       own.slopes[0] += tail ? 0.0f : sum_of_slopes;
       own.slopes[1] += tail ? sum_of_slopes : 0.0f;
       own.weights[0] += tail ? 0.0f : sum_of_weights;
@@ -378,50 +393,113 @@ class QueryBlock : BandBlock<S> {
     }
   }
 
-  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. */
-  __device__ void differentiate(int stage, Meets meets, int j, Scores &p, Scores &ds) {
-    const int distance = j - q0 - seq->start;
+  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. By strips of
+   * eight keys: few of a tile's cross the band. */
+  __device__ void differentiate(int stage, int j, Scores &p, Scores &ds) {
     if (call.dropout.threshold) make_keep(j);
-    const bool cut = this->is_cut(q0, S::kOwn, j, S::kOther);
+    const int distance = j - (q0 + warp * 16) - seq->start;
+    const bool cut = this->is_cut(q0 + warp * 16, 16, j, S::kOther);
+    const Sight sight = sight_of(j);
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+      if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) ds[n][e] = 0;
+        continue;
+      }
+      differentiate_strip(stage, n * 8 + t, distance + n * 8, cut, sight, p[n], ds[n]);
+    }
+  }
+
+  __device__ Sight sight_of(int j) const {
+    const int i = q0 + warp * 16 - j, end = seq->keys - 1 - j;
+    const int nearest = i + seq->nearest, farthest = i + seq->farthest;
+    Sight sight = {{nearest + row, nearest + row + 8},
+                   {farthest + row, farthest + row + 8},
+                   nearest,
+                   smaller(farthest + 15, end)};
+    for (int h = 0; h < 2; h++) sight.to[h] = smaller(sight.to[h], end);
+    return sight;
+  }
+
+  /* x: the thread's first column; distance: of the strip's first pair. */
+  __device__ void differentiate_strip(int stage, int x, int distance, bool cut, const Sight &sight,
+                                      float (&p)[4], float (&ds)[4]) {
+    const Meets meets = this->meets_band(distance - 15, distance + 7);
+    const int column = distance + t - row - f.low; /* of e = 0 */
+    float score[4], dp[4], keep[4] = {1, 1, 1, 1};
+    if (meets == MEETS_BAND) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int at = this->cell_at(warp * 16 + row + e / 2 * 8, column + e % 2 - e / 2 * 8);
+        score[e] = call.scale * cells_of(0, S::kOwn)[at];
+        dp[e] = cells_of(1, S::kOwn)[at];
+      }
+    } else {
+      const bool tail = meets == MEETS_TAIL;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        score[e] = tail ? rows[e / 2].key[1] : rows[e / 2].key[0];
+        dp[e] = tail ? rows[e / 2].value[1] : rows[e / 2].value[0];
+      }
+    }
+    if (f.biased) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        score[e] += s.bias[stage][x + e % 2 - (warp * 16 + row + e / 2 * 8) + S::kOwn - 1];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      score[e] += call.scale * p[e];
+      p[e] = exp2_approx(at_most_zero(score[e] - rows[e / 2].lse));
+    }
+    if (cut) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (x + e % 2 < sight.from[e / 2] || x + e % 2 > sight.to[e / 2]) p[e] = 0;
+      }
+    }
+    if (call.dropout.threshold) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) keep[e] = kept(row + e / 2 * 8, x + e % 2);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[e / 2].delta) : p[e];
+      p[e] *= keep[e];
+    }
+    if (meets == MEETS_BAND) leave_in_cells(column, p, ds);
+    else if (meets != MEETS_NOTHING) add_to_end(meets == MEETS_TAIL, p, ds);
+  }
+
+  /* Of a strip across the band: what is between the ends is nobody else's. */
+  __device__ void leave_in_cells(int column, const float (&weights)[4], const float (&ds)[4]) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      Row &own = rows[e / 2];
+      const int own_column = column + e % 2 - e / 2 * 8;
+      const bool low = own_column <= 0, high = !low && own_column >= f.columns - 1;
+      own.slopes[0] += low ? ds[e] : 0.0f;
+      own.slopes[1] += high ? ds[e] : 0.0f;
+      own.weights[0] += low ? weights[e] : 0.0f;
+      own.weights[1] += high ? weights[e] : 0.0f;
+      if (low || high) continue;
+      const int at = (warp * 16 + row + e / 2 * 8) * f.line + own_column;
+      cells_of(0, S::kOwn)[at] = ds[e];
+      cells_of(1, S::kOwn)[at] = weights[e];
+    }
+  }
+
+  __device__ void add_to_end(bool tail, const float (&weights)[4], const float (&ds)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       Row &own = rows[h];
-      const int r = warp * 16 + row + 8 * h; /* of the block */
-      float *const key_cells = cells_of(0, S::kOwn) + r * f.line;
-      float *const value_cells = cells_of(1, S::kOwn) + r * f.line;
-#pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; e++) {
-          const int x = n * 8 + t + e % 2, d = distance + x - r, column = d - f.low;
-          float score = call.scale * p[n][e], dp = ds[n][e];
-          const bool inside = meets == MEETS_BAND && column > 0 && column < f.columns - 1;
-          const bool tail = meets == MEETS_TAIL || (meets == MEETS_BAND && column > 0);
-          if (inside) {
-            score += call.scale * key_cells[column];
-            dp += value_cells[column];
-          } else {
-            score += tail ? own.key[1] : own.key[0];
-            dp += tail ? own.value[1] : own.value[0];
-          }
-          if (f.biased) score += s.bias[stage][x - r + S::kOwn - 1];
-          float weight = exp2_approx(at_most_zero(score - own.lse)), keep = 1;
-          if (cut && !in_sight(*seq, q0 + r, j + x)) weight = 0;
-          if (call.dropout.threshold) keep = kept(r % 16, x);
-          const float slope = weight > 0 ? weight * (keep * dp - own.delta) : weight;
-          weight *= keep;
-          if (inside) {
-            key_cells[column] = slope;
-            value_cells[column] = weight;
-          } else { /* without a band nobody asks for them */
-            own.slopes[0] += tail ? 0.0f : slope;
-            own.slopes[1] += tail ? slope : 0.0f;
-            own.weights[0] += tail ? 0.0f : weight;
-            own.weights[1] += tail ? weight : 0.0f;
-          }
-          ds[n][e] = slope;
-        }
-      }
+      const float slope = ds[2 * h] + ds[2 * h + 1], weight = weights[2 * h] + weights[2 * h + 1];
+      own.slopes[0] += tail ? 0.0f : slope;
+      own.slopes[1] += tail ? slope : 0.0f;
+      own.weights[0] += tail ? 0.0f : weight;
+      own.weights[1] += tail ? weight : 0.0f;
     }
   }
 
@@ -444,12 +522,13 @@ class QueryBlock : BandBlock<S> {
   /* The cells become those of the gradient; they go to dq, and to the sums of the tables. */
   __device__ void close(Sums &dq, bool first, float *lines) {
     float *const key_cells = cells_of(0, S::kOwn), *const value_cells = cells_of(1, S::kOwn);
+    __syncwarp(); /* tiles have read the ends, and left zeros where pairs are hidden */
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = warp * 16 + row + 8 * h;
       for (int column = 1 + t / 2; column < f.columns - 1; column += 4) {
         const int j = q0 + r + seq->start + f.low + column;
-        if (j >= walked_from && j < walked_to) continue;
+        if (q0 + r < seq->queries && j >= 0 && in_sight(*seq, q0 + r, j)) continue;
         key_cells[r * f.line + column] = value_cells[r * f.line + column] = 0;
       }
       const float slopes_low = quad_sum(rows[h].slopes[0]);
@@ -591,7 +670,7 @@ class QueryBlock : BandBlock<S> {
   Left q;
   LeftAgain dz;
   Row rows[2];
-  int q0, walked_from, walked_to;
+  int q0;
   float *distances; /* of the block's lines: sums of ds by distance, or NULL */
   float bias_low, bias_high;
 };
@@ -696,7 +775,7 @@ class KeyBlock : BandBlock<S> {
     const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
                        !this->is_cut(i, S::kOther, k0, S::kOwn);
     if (plain) differentiate_plain(stage, meets, p, ds);
-    else differentiate(stage, meets, i, p, ds);
+    else differentiate(stage, i, p, ds);
     add_weighted<S::kWidth>(dv, p, s.other[stage][1], s.share[warp]);
     add_weighted<S::kWidth>(dk, ds, s.other[stage][0], s.share[warp]);
   }
@@ -724,33 +803,80 @@ class KeyBlock : BandBlock<S> {
     }
   }
 
-  __device__ void differentiate(int stage, Meets meets, int i, Scores &p, Scores &ds) {
-    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
-    const int distance = k0 - i - seq->start;
+  /* As in QueryBlock, by strips of eight queries. */
+  __device__ void differentiate(int stage, int i, Scores &p, Scores &ds) {
     if (call.dropout.threshold) make_keep(i);
-    const bool cut = this->is_cut(i, S::kOther, k0, S::kOwn);
+    const int distance = k0 + warp * 16 - i - seq->start;
+    const bool cut = this->is_cut(i, S::kOther, k0 + warp * 16, 16);
+    const Sight sight = sight_of(i);
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
+      if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) p[n][e] = ds[n][e] = 0;
+        continue;
+      }
+      differentiate_strip(stage, n * 8 + t, distance - n * 8, cut, sight, p[n], ds[n]);
+    }
+  }
+
+  __device__ Sight sight_of(int i) const {
+    const int j = k0 + warp * 16 - i, end = seq->keys - k0 - warp * 16;
+    const int nearest = j - seq->farthest, farthest = j - seq->nearest;
+    Sight sight = {{nearest + row, nearest + row + 8},
+                   {farthest + row, farthest + row + 8},
+                   nearest,
+                   end > 0 ? farthest + 15 : -1};
+    for (int h = 0; h < 2; h++) sight.to[h] = row + 8 * h < end ? sight.to[h] : -1;
+    return sight;
+  }
+
+  __device__ void differentiate_strip(int stage, int x, int distance, bool cut, const Sight &sight,
+                                      float (&p)[4], float (&ds)[4]) {
+    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
+    const Meets meets = this->meets_band(distance - 7, distance + 15);
+    float score[4], dp[4], keep[4] = {1, 1, 1, 1};
+    if (meets == MEETS_BAND) {
+      const int column = distance + row - t - f.low; /* of e = 0 */
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int x = n * 8 + t + e % 2, r = warp * 16 + row + e / 2 * 8;
-        const int column = distance + r - x - f.low;
-        float score = call.scale * p[n][e], dp = ds[n][e];
-        if (meets == MEETS_BAND && column > 0 && column < f.columns - 1) {
-          score += call.scale * cells_of(0, S::kOther)[x * f.line + column];
-          dp += cells_of(1, S::kOther)[x * f.line + column];
-        } else if (meets != MEETS_NOTHING) {
-          const bool tail = meets == MEETS_TAIL || (meets == MEETS_BAND && column > 0);
-          score += rows[tail ? KEY_HIGH : KEY_LOW][x];
-          dp += rows[tail ? VALUE_HIGH : VALUE_LOW][x];
-        }
-        if (f.biased) score += s.bias[stage][r - x + S::kOther - 1];
-        float weight = exp2_approx(at_most_zero(score - rows[LSE][x])), keep = 1;
-        if (cut && !in_sight(*seq, i + x, k0 + r)) weight = 0;
-        if (call.dropout.threshold) keep = kept(r % 16, x);
-        ds[n][e] = weight > 0 ? weight * (keep * dp - rows[DELTA][x]) : weight;
-        p[n][e] = keep * weight;
+        const int at = this->cell_at(x + e % 2, column - e % 2 + e / 2 * 8);
+        score[e] = call.scale * cells_of(0, S::kOther)[at];
+        dp[e] = cells_of(1, S::kOther)[at];
       }
+    } else {
+      const int end = meets == MEETS_TAIL ? 1 : 0;
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        score[e] = meets == MEETS_NOTHING ? 0.0f : rows[KEY_LOW + end][x + e % 2];
+        dp[e] = meets == MEETS_NOTHING ? 0.0f : rows[VALUE_LOW + end][x + e % 2];
+      }
+    }
+    if (f.biased) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        score[e] += s.bias[stage][warp * 16 + row + e / 2 * 8 - (x + e % 2) + S::kOther - 1];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      score[e] += call.scale * p[e];
+      p[e] = exp2_approx(at_most_zero(score[e] - rows[LSE][x + e % 2]));
+    }
+    if (cut) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (x + e % 2 < sight.from[e / 2] || x + e % 2 > sight.to[e / 2]) p[e] = 0;
+      }
+    }
+    if (call.dropout.threshold) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) keep[e] = kept(row + e / 2 * 8, x + e % 2);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[DELTA][x + e % 2]) : p[e];
+      p[e] *= keep[e];
     }
   }
 

@@ -70,7 +70,6 @@ struct Where {
   int distance;         /* of the tile's first pair */
 };
 
-__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
 __device__ inline int larger(int a, int b) { return a > b ? a : b; }
 
 /* Where a thread's numbers [n][e] lie among 64 x 64. */
