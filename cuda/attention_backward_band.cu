@@ -169,16 +169,24 @@ int64_t slope_numbers(const Sizes &sizes) {
 /* Rows of cells: `line` modulo 32 keeps the pairs of a warp in different banks. */
 int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 9, 32) * 32 + 9 : 0; }
 
+/* Rows of a table that stay in shared memory: BandBackward. */
+template <class S>
+int held(const Sizes &sizes) {
+  return sizes.columns <= S::kMostHeld ? static_cast<int>(divided(sizes.columns, 16) * 16) : 0;
+}
+
 /* Shared memory of a block of queries, and of one of keys. */
 template <class S>
 int64_t query_bytes(const Sizes &sizes) {
   const int64_t cells = 2 * S::kOwn * line_of(sizes.columns);
-  return static_cast<int64_t>(sizeof(BandShared<S>)) + (cells + slope_numbers<S>(sizes)) * 4;
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), false) +
+         (cells + slope_numbers<S>(sizes)) * 4;
 }
 template <class S>
 int64_t key_bytes(const Sizes &sizes) {
   const int64_t cells = 2 * S::kOther * line_of(sizes.columns);
-  return static_cast<int64_t>(sizeof(BandShared<S>)) + S::kTableBytes + cells * 4;
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), true) +
+         cells * 4;
 }
 
 template <class S>
@@ -187,6 +195,7 @@ rp_status run(BandBackward f, const Sizes &sizes) {
   const auto operands =
       static_cast<typename S::Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
   const int64_t heads = f.c.call.H;
+  f.held = held<S>(sizes);
   const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
   if (f.banded) {
     const int64_t numbers = heads * 2 * f.table_rows * S::kWidth;

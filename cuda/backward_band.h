@@ -33,6 +33,7 @@ struct BandBackward {
   int32_t low, high, columns, line; /* line: numbers from one row of cells to the next */
   const void *tables; /* operands [H][2][table_rows][width]: vectors of keys, of values */
   int32_t table_rows;
+  int32_t held; /* rows of each table that a block keeps in shared memory, all there are; or 0 */
   float *lines; /* [H][blocks][line_numbers]: sums of a block; NULL: not wanted */
   int64_t line_numbers, value_offset; /* of one block, and where its values' are */
   int64_t bias_offset;                /* where its sums of ds by distance are */
@@ -51,14 +52,22 @@ struct BandShape {
   static constexpr int kStages = kBf16 ? 2 : 1;
   static constexpr bool kKept = kBf16 && kWidth <= 32; /* own rows, in registers */
   static constexpr int kLine = row_stride<Operand, kWidth>;
-  static constexpr int kTiles = kOther / 8, kOut = kWidth / 8; /* of eight columns */
-  static constexpr int kTableBytes = kOther * kLine * int{sizeof(Operand)};
+  static constexpr int kTiles = kOther / 8, kOut = kWidth / 8;     /* of eight columns */
+  static constexpr int kMostHeld = kBf16 && kWidth <= 64 ? 64 : 0; /* columns: see held */
 };
+
+/* Of the vectors that a block has: both tables, or a piece of one. A block of queries has pieces
+ * where its tiles are. */
+template <class S>
+__host__ __device__ inline int vector_bytes(int held, bool of_keys) {
+  const int rows = held > 0 ? 2 * held : of_keys ? S::kOther : 0;
+  return rows * S::kLine * int{sizeof(typename S::Operand)};
+}
 
 /* Numbers of a row of queries, as KeyBlock wants them: see RowNumbers. */
 constexpr int kRowNumbers = 6;
 
-/* Then come vectors of a band (KeyBlock: QueryBlock has them where its tiles are), and cells. */
+/* Then come vectors of the band (vector_bytes), and cells. */
 template <class S>
 struct BandShared {
   typename S::Operand own[2][S::kOwn * S::kLine];
@@ -90,10 +99,11 @@ class BandBlock {
       : f(backward),
         call(backward.c.call),
         s(*reinterpret_cast<BandShared<S> *>(dynamic_smem())),
-        table(of_keys ? reinterpret_cast<Operand *>(dynamic_smem() + sizeof(BandShared<S>))
-                      : s.other[0][0]),
+        table(of_keys || backward.held > 0
+                  ? reinterpret_cast<Operand *>(dynamic_smem() + sizeof(BandShared<S>))
+                  : s.other[0][0]),
         cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>) +
-                                        (of_keys ? S::kTableBytes : 0))),
+                                        vector_bytes<S>(backward.held, of_keys))),
         lane(lane_of()),
         warp(warp_of()),
         row(lane_of() / 4),
@@ -137,34 +147,57 @@ class BandBlock {
     }
   }
 
-  /* Vectors of a band, from column `first` on, to shared memory, where they are after a barrier. */
-  __device__ void load_table(int which, int first) {
-    const Operand *const from = static_cast<const Operand *>(f.tables) +
-                                ((int64_t{head} * 2 + which) * f.table_rows + first) * S::kWidth;
-    load_rows<S::kOther, S::kWidth, S::kThreads>(table, from, S::kWidth, S::kOther, S::kWidth,
-                                                 true);
-    cp_async_commit();
-    cp_async_wait<0>();
+  __device__ const Operand *vectors_from(int which, int first) const {
+    return static_cast<const Operand *>(f.tables) +
+           ((int64_t{head} * 2 + which) * f.table_rows + first) * S::kWidth;
   }
 
-  /* Cells of `rows` rows of queries: products of q, or dz, with the vectors of a band. */
-  __device__ void make_cells(int which, const Operand *queries, int rows, float *to) {
+  /* Starts to load what is held. */
+  __device__ void load_held() {
+    constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = S::kWidth / kPiece;
+    const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+    for (int which = 0; which < 2; which++) {
+      const Operand *const from = vectors_from(which, 0) + column;
+      Operand *const to = table + which * f.held * S::kLine + column;
+      for (int r = static_cast<int>(threadIdx.x / kPieces); r < f.held;
+           r += S::kThreads / kPieces) {
+        load_piece(to + r * S::kLine, from + r * S::kWidth, true);
+      }
+    }
+  }
+
+  /* Vectors of a band from column `first` on, kOther of them or as many as there are. */
+  __device__ const Operand *vectors(int which, int first) {
+    if (f.held > 0) return table + (which * f.held + first) * S::kLine;
+    __syncthreads(); /* those before have been read */
+    load_rows<S::kOther, S::kWidth, S::kThreads>(table, vectors_from(which, first), S::kWidth,
+                                                 S::kOther, S::kWidth, true);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    return table;
+  }
+  /* How many tiles of eight columns they are. */
+  __device__ int vector_tiles(int first) const {
+    return smaller((f.columns - first + 7) / 8, S::kTiles);
+  }
+
+  /* Cells of the warp's sixteen rows of queries, if they are wanted: products of q, or dz, with the
+   * vectors of a band. */
+  __device__ void make_cells(int which, const Operand *queries, bool wanted, float *to) {
+    LeftRows<Operand, S::kWidth, false> left;
+    left.read(queries + warp * 16 * S::kLine);
     for (int first = 0; first < f.columns; first += S::kOther) {
-      __syncthreads(); /* the table before has been read */
-      load_table(which, first);
-      __syncthreads();
-      for (int begin = warp * 16; begin < rows; begin += S::kOwn) {
-        LeftRows<Operand, S::kWidth, false> left;
-        left.read(queries + begin * S::kLine);
-        Scores c = {};
-        multiply_rows<S::kWidth>(c, left, table);
+      const Operand *const right = vectors(which, first);
+      if (!wanted) continue;
+      Scores c = {};
+      multiply_rows<S::kWidth>(c, left, right, vector_tiles(first));
 #pragma unroll
-        for (int n = 0; n < S::kTiles; n++) {
+      for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int column = first + n * 8 + t + e % 2;
-            if (column < f.columns) to[(begin + row + e / 2 * 8) * f.line + column] = c[n][e];
-          }
+        for (int e = 0; e < 4; e++) {
+          const int column = first + n * 8 + t + e % 2;
+          if (column < f.columns) to[(warp * 16 + row + e / 2 * 8) * f.line + column] = c[n][e];
         }
       }
     }
@@ -218,7 +251,7 @@ class BandBlock {
   const BandBackward &f;
   const Call &call;
   BandShared<S> &s;
-  Operand *const table;         /* kOther columns of a band */
+  Operand *const table;         /* vectors of the band */
   float *const cells;           /* [2][rows][line] */
   const int lane, warp, row, t; /* row: of the warp's sixteen, the thread's first; and 8 more */
   const int head;
@@ -265,7 +298,8 @@ class QueryBlock : BandBlock<S> {
     }
     bias_low = bias_high = 0;
     if (q0 < seq->queries) {
-      open();
+      find_keys();
+      open(first);
       walk(dq);
       if (distances) add_bias_ends();
       if (f.banded) close(dq, first, lines);
@@ -283,27 +317,44 @@ class QueryBlock : BandBlock<S> {
     float slopes[2], weights[2]; /* sums beyond the ends */
   };
 
-  __device__ void open() {
+  /* Those that some of the block's queries see: tiles from `from` to `last`. */
+  __device__ void find_keys() {
+    const int queries_end = smaller(q0 + S::kOwn, seq->queries);
+    const int nearest = q0 + seq->nearest;
+    from = nearest > 0 ? nearest / S::kOther * S::kOther : 0;
+    last = smaller(queries_end - 1 + seq->farthest, seq->keys - 1);
+  }
+
+  __device__ void open(bool first) {
     this->load_queries(s.own[0], s.own[1], q0, S::kOwn);
+    if (f.held > 0 && first) this->load_held();
     cp_async_commit();
+    loaded = (!f.banded || f.held > 0) && from <= last; /* else vectors come there */
+    if (loaded) load_tile(0, from);
+    RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + q0 + warp * 16 + row;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      rows[h] = {INFINITY, 0, {}, {}, {}, {}};
+      if (q0 + warp * 16 + row + 8 * h >= seq->queries) continue;
+      rows[h].lse = numbers[8 * h].lse;
+      rows[h].delta = numbers[8 * h].delta;
+    }
     cp_async_wait<0>();
     __syncthreads();
     q.read(s.own[0] + warp * 16 * S::kLine);
     dz.read(s.own[1] + warp * 16 * S::kLine);
-    if (f.banded) {
-      this->make_cells(0, s.own[0], S::kOwn, cells_of(0, S::kOwn));
-      this->make_cells(1, s.own[1], S::kOwn, cells_of(1, S::kOwn));
-      __syncthreads(); /* tiles come where the vectors were */
-    }
+    if (f.banded) open_band(numbers);
+  }
+
+  __device__ void open_band(RowNumbers *numbers) {
+    this->make_cells(0, s.own[0], true, cells_of(0, S::kOwn));
+    this->make_cells(1, s.own[1], true, cells_of(1, S::kOwn));
+    if (f.held > 0) __syncwarp();
+    else __syncthreads(); /* tiles come where the vectors were */
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int i = q0 + warp * 16 + row + 8 * h;
-      rows[h] = {INFINITY, 0, {}, {}, {}, {}};
-      if (i >= seq->queries) continue;
-      RowNumbers *const own = f.c.rows + lse_of(call, *seq, head) + i;
-      rows[h].lse = own->lse;
-      rows[h].delta = own->delta;
-      if (!f.banded) continue;
+      if (q0 + warp * 16 + row + 8 * h >= seq->queries) continue;
+      RowNumbers *const own = numbers + 8 * h;
       const float *const key = cells_of(0, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
       const float *const value = cells_of(1, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
 #pragma unroll
@@ -330,21 +381,16 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void walk(Sums &dq) {
-    const int queries_end = q0 + S::kOwn < seq->queries ? q0 + S::kOwn : seq->queries;
-    const int first = q0 + seq->nearest > 0 ? q0 + seq->nearest : 0;
-    const int seen = queries_end - 1 + seq->farthest;
-    const int last = seen < seq->keys - 1 ? seen : seq->keys - 1;
-    const int from = first / S::kOther * S::kOther;
     int stage = 0;
-    if (S::kStages == 2 && from <= last) load_tile(0, from);
     for (int j = from; j <= last; j += S::kOther) {
-      if (S::kStages == 1) {
-        __syncthreads();
-        load_tile(0, j);
+      if (!loaded) {
+        if (S::kStages == 1) __syncthreads();
+        load_tile(stage, j);
       }
       cp_async_wait<0>();
       __syncthreads();
-      if (S::kStages == 2 && j + S::kOther <= last) load_tile(1 - stage, j + S::kOther);
+      loaded = S::kStages == 2 && j + S::kOther <= last;
+      if (loaded) load_tile(1 - stage, j + S::kOther);
       tile(stage, j, dq);
       if (S::kStages == 2) stage = 1 - stage;
     }
@@ -545,56 +591,80 @@ class QueryBlock : BandBlock<S> {
         }
       }
     }
-    __syncthreads();
-    if (call.key.count) {
-      for (int from = 0; from < f.columns; from += S::kOther) {
-        if (from > 0) __syncthreads();
-        this->load_table(0, from);
-        __syncthreads();
-        Scores w;
-#pragma unroll
-        for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int column = from + n * 8 + t + e % 2;
-            w[n][e] = column < f.columns
-                          ? key_cells[(warp * 16 + row + e / 2 * 8) * f.line + column]
-                          : 0.0f;
-          }
-        }
-        add_weighted<S::kWidth>(dq, w, table, s.share[warp]);
-      }
-    }
+    __syncwarp();
+    if (call.key.count) add_vectors(dq);
     if (!lines) return;
-    if (call.key.count) add_lines(key_cells, s.own[0], call.D, first, lines);
-    if (call.value.count) add_lines(value_cells, s.own[1], call.Dv, first, lines + f.value_offset);
+    __syncthreads();
+    const int groups = (f.columns + 15) / 16, both = call.value.count ? 2 * groups : groups;
+    for (int group = call.key.count ? warp : groups + warp; group < both; group += S::kWarps) {
+      if (group < groups) add_lines(group * 16, key_cells, s.own[0], call.D, first, lines);
+      else
+        add_lines((group - groups) * 16, value_cells, s.own[1], call.Dv, first,
+                  lines + f.value_offset);
+    }
   }
 
-  /* lines[column][c] = sum over the rows of cells[row][column] x[row][c], or added to them. */
-  __device__ void add_lines(const float *from, const typename S::Operand *x, int width, bool first,
-                            float *lines) {
-    for (int begin = warp * 16; begin < f.columns; begin += S::kOwn) {
-      Sums sums = {};
-      for (int done = 0; done < S::kOwn; done += S::kOther) {
-        Scores w;
+  /* dq += the gradient's cells . vectors */
+  __device__ void add_vectors(Sums &dq) {
+    const float *const own = cells_of(0, S::kOwn) + (warp * 16 + row) * f.line;
+    for (int begin = 0; begin < f.columns; begin += S::kOther) {
+      const auto *const right = this->vectors(0, begin);
+      Scores w;
 #pragma unroll
-        for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int column = begin + row + e / 2 * 8, r = done + n * 8 + t + e % 2;
-            w[n][e] = column < f.columns ? from[r * f.line + column] : 0.0f;
-          }
-        }
-        add_weighted<S::kWidth>(sums, w, x + done * S::kLine, s.share[warp]);
-      }
-#pragma unroll
-      for (int n = 0; n < S::kOut; n++) {
+      for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int column = begin + row + e / 2 * 8, c = n * 8 + t + e % 2;
-          if (column >= f.columns || c >= width) continue;
-          float &to = lines[int64_t{column} * width + c];
-          to = first ? sums[n][e] : to + sums[n][e];
+          const int column = begin + n * 8 + t + e % 2;
+          w[n][e] = column < f.columns ? own[e / 2 * 8 * f.line + column] : 0.0f;
+        }
+      }
+      add_weighted<S::kWidth>(dq, w, right, s.share[warp], this->vector_tiles(begin));
+    }
+  }
+
+  /* lines[column][c] = sum over the rows of cells[row][column] x[row][c], or added to them, for
+   * sixteen columns. */
+  __device__ void add_lines(int begin, const float *from_cells, const typename S::Operand *x,
+                            int width, bool first, float *lines) {
+    Sums sums = {};
+    if (!first) move_lines<false>(begin, lines, width, sums);
+    for (int done = 0; done < S::kOwn; done += S::kOther) {
+      Scores w;
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int column = begin + row + e / 2 * 8, r = done + n * 8 + t + e % 2;
+          w[n][e] = column < f.columns ? from_cells[r * f.line + column] : 0.0f;
+        }
+      }
+      add_weighted<S::kWidth>(sums, w, x + done * S::kLine, s.share[warp]);
+    }
+    move_lines<true>(begin, lines, width, sums);
+  }
+
+  /* Sums of sixteen lines, two numbers at once where they lie so: they go there, or come from
+   * there.
+   */
+  template <bool go>
+  __device__ void move_lines(int begin, float *lines, int width, Sums &sums) {
+    const bool paired = width % 2 == 0 && reinterpret_cast<uintptr_t>(lines) % 8 == 0;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int column = begin + row + 8 * h;
+      if (column >= f.columns) continue;
+      float *const line = lines + int64_t{column} * width;
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) {
+        const int c = n * 8 + t;
+        float &x = sums[n][2 * h], &y = sums[n][2 * h + 1];
+        if (paired && c < width) {
+          float2 &pair = *reinterpret_cast<float2 *>(line + c);
+          if (go) pair = make_float2(x, y);
+          else x = pair.x, y = pair.y;
+        } else if (!paired) {
+          if (c < width) go ? line[c] = x : x = line[c];
+          if (c + 1 < width) go ? line[c + 1] = y : y = line[c + 1];
         }
       }
     }
@@ -670,7 +740,8 @@ class QueryBlock : BandBlock<S> {
   Left q;
   LeftAgain dz;
   Row rows[2];
-  int q0;
+  int q0, from, last;
+  bool loaded;      /* the tile that is next */
   float *distances; /* of the block's lines: sums of ds by distance, or NULL */
   float bias_low, bias_high;
 };
@@ -706,7 +777,10 @@ class KeyBlock : BandBlock<S> {
     Sums dk = {}, dv = {};
     if (k0 < seq->keys) {
       this->load_keys(s.own[0], s.own[1], k0, S::kOwn);
+      if (f.held > 0) this->load_held();
       cp_async_commit();
+      find_queries();
+      if (from <= last) load_tile(0, from);
       cp_async_wait<0>();
       __syncthreads();
       k.read(s.own[0] + warp * 16 * S::kLine);
@@ -722,10 +796,10 @@ class KeyBlock : BandBlock<S> {
 
   __device__ void load_tile(int stage, int i) {
     this->load_queries(s.other[stage][0], s.other[stage][1], i, S::kOther);
-    const RowNumbers *const from = f.c.rows + lse_of(call, *seq, head) + i;
+    const RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + i;
     for (int x = static_cast<int>(threadIdx.x); x < S::kOther; x += S::kThreads) {
       const bool there = i + x < seq->queries;
-      const RowNumbers own = there ? from[x] : RowNumbers{INFINITY, 0, {}, {}};
+      const RowNumbers own = there ? numbers[x] : RowNumbers{INFINITY, 0, {}, {}};
       s.rows[stage][LSE][x] = own.lse;
       s.rows[stage][DELTA][x] = own.delta;
       if (!f.banded) continue;
@@ -740,16 +814,18 @@ class KeyBlock : BandBlock<S> {
     cp_async_commit();
   }
 
+  /* Those that see some of the block's keys: tiles from `from` to `last`. */
+  __device__ void find_queries() {
+    const int keys_end = smaller(k0 + S::kOwn, seq->keys);
+    const int farthest = k0 - seq->farthest;
+    from = farthest > 0 ? farthest / S::kOther * S::kOther : 0;
+    last = smaller(keys_end - 1 - seq->nearest, seq->queries - 1);
+  }
+
   __device__ void walk(Sums &dk, Sums &dv) {
-    const int keys_end = k0 + S::kOwn < seq->keys ? k0 + S::kOwn : seq->keys;
-    const int first = k0 - seq->farthest > 0 ? k0 - seq->farthest : 0;
-    const int seeing = keys_end - 1 - seq->nearest;
-    const int last = seeing < seq->queries - 1 ? seeing : seq->queries - 1;
-    const int from = first / S::kOther * S::kOther;
     int stage = 0;
-    if (S::kStages == 2 && from <= last) load_tile(0, from);
     for (int i = from; i <= last; i += S::kOther) {
-      if (S::kStages == 1) {
+      if (S::kStages == 1 && i > from) {
         __syncthreads();
         load_tile(0, i);
       }
@@ -764,9 +840,12 @@ class KeyBlock : BandBlock<S> {
   __device__ void tile(int stage, int i, Sums &dk, Sums &dv) {
     const int distance = k0 - i - seq->start;
     const Meets meets = this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1);
-    if (meets == MEETS_BAND) { /* waits for what is on its way too, which costs little here */
-      this->make_cells(0, s.other[stage][0], S::kOther, cells_of(0, S::kOther));
-      this->make_cells(1, s.other[stage][1], S::kOther, cells_of(1, S::kOther));
+    if (meets == MEETS_BAND) {
+      const int own = distance - warp * 16; /* of the warp's first query */
+      const bool wanted =
+          warp * 16 < S::kOther && this->meets_band(own - 15, own + S::kOwn - 1) == MEETS_BAND;
+      this->make_cells(0, s.other[stage][0], wanted, cells_of(0, S::kOther));
+      this->make_cells(1, s.other[stage][1], wanted, cells_of(1, S::kOther));
       __syncthreads();
     }
     Scores p = {}, ds = {};
@@ -902,7 +981,7 @@ class KeyBlock : BandBlock<S> {
 
   Left k;
   LeftAgain v;
-  int k0;
+  int k0, from, last;
 };
 
 }  // namespace rpc

@@ -296,14 +296,16 @@ __device__ inline void multiply_folds(float (&c)[kTiles][kOwn], const Left (&lef
 template <class Operand, int kTiles>
 constexpr int shared_weights = sizeof(Operand) == 4 ? 16 * (8 * kTiles + 4) : 0;
 
-/* out += weights . right, right[8 kTiles][kWidth]. share: of the warp, shared_weights numbers. */
+/* out += weights . right, right[8 kTiles][kWidth], of which rows from 8 tiles on are left out but
+ * for what fills sixteen. share: of the warp, shared_weights numbers. */
 template <int kWidth, int kTiles>
 __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&weights)[kTiles][4],
-                                    const bf16 *right, float *) {
+                                    const bf16 *right, float *, int tiles = kTiles) {
   constexpr int kLine = row_stride<bf16, kWidth>;
   const int lane = lane_of(), matrix = lane / 8;
 #pragma unroll
   for (int step = 0; step < kTiles / 2; step++) {
+    if (2 * step >= tiles) continue;
     const float(&w0)[4] = weights[2 * step], (&w1)[4] = weights[2 * step + 1];
     const uint32_t a[4] = {pack_bf16(w0[0], w0[1]), pack_bf16(w0[2], w0[3]),
                            pack_bf16(w1[0], w1[1]), pack_bf16(w1[2], w1[3])};
@@ -320,7 +322,7 @@ __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&w
 
 template <int kWidth, int kTiles>
 __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&weights)[kTiles][4],
-                                    const float *right, float *share) {
+                                    const float *right, float *share, int tiles = kTiles) {
   constexpr int kLine = row_stride<float, kWidth>, kShared = 8 * kTiles + 4;
   const int g = lane_of() / 4, t = lane_of() % 4 * 2;
   __syncwarp(); /* the weights before these have been read */
@@ -332,7 +334,7 @@ __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&w
     }
   }
   __syncwarp();
-  for (int k = 0; k < 8 * kTiles; k++) {
+  for (int k = 0; k < 8 * tiles; k++) {
     const float a0 = share[g * kShared + k], a1 = share[(g + 8) * kShared + k];
 #pragma unroll
     for (int n = 0; n < kWidth / 8; n++) {
