@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H));
   const Sequence seq = call.sequences[tile.sequence];
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int row = static_cast<int>(threadIdx.x) / 32; row < kTile; row += kThreads / 32) {
+  for (int row = static_cast<int>(threadIdx.x) / 32; row < c.tile; row += kThreads / 32) {
     const int i = tile.row + row;
     if (i >= seq.queries) return; /* the whole warp */
     const E *const z = row_of<E>(c.out, seq.query_batch, head, seq.query_row + i);
@@ -361,8 +361,9 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   Backward c = {};
   RPI_TRY(read_call(s, args->q, args->k, args->v, &c.call));
   int64_t query_tiles = 0, key_tiles = 0;
-  RPI_TRY(make_tiles(s, false, kTile, &c.query_tiles, &query_tiles));
-  RPI_TRY(make_tiles(s, true, kTile, &c.key_tiles, &key_tiles));
+  c.tile = band_serves(s) ? band_tile(s) : kTile;
+  RPI_TRY(make_tiles(s, false, c.tile, &c.query_tiles, &query_tiles));
+  RPI_TRY(make_tiles(s, true, c.tile, &c.key_tiles, &key_tiles));
   c.query_tile_count = static_cast<int32_t>(query_tiles);
   c.key_tile_count = static_cast<int32_t>(key_tiles);
   c.out = args->out;

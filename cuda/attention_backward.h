@@ -25,6 +25,7 @@ struct Backward {
   RowNumbers *rows; /* laid out as lse */
   const Tile *query_tiles, *key_tiles;
   int32_t query_tile_count, key_tile_count;
+  int32_t tile; /* rows of one of them */
   float scale;  /* of products, natural */
   bool aligned; /* q, k, v and dout: see load_rows */
 
@@ -55,6 +56,9 @@ __device__ inline float sum_of_lanes(float x) {
 /* Does it serve this shape? Bands of keys and values, short enough, and bands of bias; no masks,
  * no softcap, no position_bias, nothing looked up. */
 bool band_serves(const rp_attention *shape);
+
+/* The rows of its tiles: 64, or 32 where sequences are short. */
+int band_tile(const rp_attention *shape);
 
 /* Its workspace, behind the rows. */
 int64_t band_bytes(const rp_attention *shape);

@@ -26,7 +26,7 @@ bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_pos
 
 /* Sizes that the shape alone decides. */
 struct Sizes {
-  int width;
+  int width, tile; /* tile: rows of queries or keys that a block owns */
   bool bf16;
   int64_t low, high, columns, table_rows; /* columns 0: no band of keys or values */
   int64_t bias_low, bias_high, bias_columns;
@@ -49,6 +49,20 @@ void read_ends(const rp_relation *terms, int64_t *low, int64_t *high, int64_t *c
   }
 }
 
+/* Tiles of queries that a call has, and their pairs with tiles of keys, by the rows of a tile. */
+struct Work {
+  int64_t tiles, pairs;
+};
+Work work_of(const rp_attention *s, int64_t rows) {
+  Work work = {};
+  for (int64_t b = 0; b < s->B; b++) {
+    const Sequence seq = sequence_of(s, b);
+    work.tiles += divided(seq.query_rows, rows);
+    work.pairs += divided(seq.queries, rows) * divided(seq.keys, rows);
+  }
+  return work;
+}
+
 Sizes sizes_of(const rp_attention *s) {
   Sizes sizes = {};
   const int64_t widest = s->D > s->Dv ? s->D : s->Dv;
@@ -57,9 +71,11 @@ Sizes sizes_of(const rp_attention *s) {
   read_ends(s->key, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->value, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->bias, &sizes.bias_low, &sizes.bias_high, &sizes.bias_columns);
-  int64_t tiles = 0;
-  for (int64_t b = 0; b < s->B; b++) tiles += divided(sequence_of(s, b).query_rows, 64);
-  sizes.blocks = tiles;
+  const Work whole = work_of(s, 64), small = work_of(s, 32);
+  /* a pair of small tiles costs more than a quarter of what a pair of whole ones does */
+  const bool shorter = sizes.bf16 && sizes.width == 64 && 5 * small.pairs < 16 * whole.pairs;
+  sizes.tile = shorter ? 32 : 64;
+  sizes.blocks = shorter ? small.tiles : whole.tiles;
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
@@ -142,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
 /* ---- passes -------------------------------------------------------------------------- */
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     queries_kernel(const __grid_constant__ BandBackward f) {
   const int head = static_cast<int>(blockIdx.x) / f.blocks;
   const int own = static_cast<int>(blockIdx.x) % f.blocks;
@@ -154,7 +170,8 @@ __global__ void __launch_bounds__(S::kThreads)
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kThreads) keys_kernel(const __grid_constant__ BandBackward f) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    keys_kernel(const __grid_constant__ BandBackward f) {
   const int head = static_cast<int>(blockIdx.x) / f.c.key_tile_count;
   KeyBlock<S> block(f, head);
   block.run(f.c.key_tiles[static_cast<int>(blockIdx.x) % f.c.key_tile_count]);
@@ -218,6 +235,9 @@ rp_status run(BandBackward f, const Sizes &sizes) {
 
 template <class Operand, class Storage>
 rp_status run_width(const BandBackward &f, const Sizes &sizes) {
+  if constexpr (sizeof(Operand) == 2) {
+    if (sizes.tile == 32) return run<BandShape<Operand, Storage, 64, true>>(f, sizes);
+  }
   if (sizes.width == 32) return run<BandShape<Operand, Storage, 32>>(f, sizes);
   if (sizes.width == 64) return run<BandShape<Operand, Storage, 64>>(f, sizes);
   return run<BandShape<Operand, Storage, 128>>(f, sizes);
@@ -294,6 +314,8 @@ bool band_serves(const rp_attention *s) {
          (sizes.bf16 ? shared_needed<bf16>(sizes) : shared_needed<float>(sizes)) <=
              context().shared_bytes;
 }
+
+int band_tile(const rp_attention *s) { return sizes_of(s).tile; }
 
 int64_t band_bytes(const rp_attention *s) {
   const Sizes sizes = sizes_of(s);

@@ -6,6 +6,7 @@
  * A block owns 64 rows, 16 of them a warp: queries (QueryBlock: dq and the sums of tables) or keys
  * (KeyBlock: dk and dv), and walks the tiles of the other side. p and ds are made in the registers
  * that products leave their sums in (tile.h), and are the left side of the next products there.
+ * Where sequences are short, blocks own 32 rows and more of them share a multiprocessor.
  *
  * Both bands are one: constant up to `low` and from `high` on, with a column for every distance
  * from low to high. q . wK and dz . wV of a block of queries are cells, one a row and column:
@@ -41,16 +42,18 @@ struct BandBackward {
   int32_t blocks;                     /* of a head, in the pass over queries */
 };
 
-template <class OperandType, class StorageType, int kTheWidth>
+template <class OperandType, class StorageType, int kTheWidth, bool kShort = false>
 struct BandShape {
   using Operand = OperandType;
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2;
-  static constexpr int kWidth = kTheWidth, kWarps = 4, kThreads = 32 * kWarps, kOwn = 16 * kWarps;
+  static constexpr int kWidth = kTheWidth, kWarps = kShort ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps, kOwn = 16 * kWarps;
   /* registers are scarce, and in f32 shared memory is */
-  static constexpr int kOther = kWidth <= (kBf16 ? 64 : 32) ? 64 : 32;
-  static constexpr int kStages = kBf16 ? 2 : 1;
-  static constexpr bool kKept = kBf16 && kWidth <= 32; /* own rows, in registers */
+  static constexpr int kOther = !kShort && kWidth <= (kBf16 ? 64 : 32) ? 64 : 32;
+  static constexpr int kStages = kBf16 && !kShort ? 2 : 1; /* a short sequence is one tile */
+  static constexpr int kBlocks = kShort ? 5 : 1;           /* at least, of a multiprocessor */
+  static constexpr bool kKept = kBf16 && kWidth <= 32;     /* own rows, in registers */
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kOther / 8, kOut = kWidth / 8;     /* of eight columns */
   static constexpr int kMostHeld = kBf16 && kWidth <= 64 ? 64 : 0; /* columns: see held */

@@ -81,6 +81,12 @@ BANDS = {
     "window to the right": replace(SHAW, window=(-1, 30), H=1),
     "lengths": replace(SHAW, B=2, lengths=(130, 63), key_lengths=(0, 129)),
     "packed": replace(SHAW, B=3, offsets=(0, 64, 64, 193), causal=True, key=Band(2, 2)),
+    "sentences": replace(SHAW, B=6, offsets=(0, 25, 57, 57, 58, 91, 110), key=Band(16, 16)),
+    "short, of all kinds": replace(
+        SHAW, B=3, N=30, M=70, lengths=(30, 1, 7), key_lengths=(70, 0, 31), bias=T5, dropout=DROPOUT
+    ),
+    "short, causal": replace(SHAW, B=3, N=19, M=19, key=Band(40, 40), value=None, causal=True),
+    "short, plain": replace(SHAW, B=2, N=27, M=31, key=None, value=None, Dv=40),
     "starts": replace(SHAW, N=67, M=190, starts=(70,), causal=True),
     "out of reach": replace(SHAW, N=66, M=66, starts=(500,)),
     "width 32": replace(SHAW, D=32, Dv=24, layout="bnhd"),
@@ -323,6 +329,7 @@ CHILD_CASES = {
     "hidden": replace(SHAW, N=66, M=66, causal=True, starts=(-99,)),
     "full": replace(FULL, N=33, M=66, lengths=None),
     "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
+    "short": replace(BANDS["sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
     "long": replace(GENERAL["long tables"], N=33, M=66),
 }
