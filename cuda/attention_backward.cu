@@ -41,25 +41,27 @@ namespace {
 
 /* ---- rows of numbers ------------------------------------------------------------------ */
 
+/* Eight lanes have a row, so that a warp waits for four of them at once. */
 template <class E>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ Backward c) {
   const Call &call = c.call;
   const Tile tile = c.query_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
   const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H));
   const Sequence seq = call.sequences[tile.sequence];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int row = static_cast<int>(threadIdx.x) / 32; row < c.tile; row += kThreads / 32) {
-    const int i = tile.row + row;
-    if (i >= seq.queries) return; /* the whole warp */
+  constexpr int kLanes = 8;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  for (int row = static_cast<int>(threadIdx.x) / kLanes; row < c.tile; row += kThreads / kLanes) {
+    const int i = tile.row + row, width = i < seq.queries ? call.Dv : 0;
     const E *const z = row_of<E>(c.out, seq.query_batch, head, seq.query_row + i);
     const E *const dz = row_of<E>(c.dout, seq.query_batch, head, seq.query_row + i);
     float sum = 0;
-    for (int column = lane; column < call.Dv; column += 32) {
+#pragma unroll 8
+    for (int column = lane; column < width; column += kLanes) {
       sum += static_cast<float>(z[column]) * static_cast<float>(dz[column]);
     }
-    sum = sum_of_lanes(sum);
+    sum = sum_of_lanes<kLanes>(sum);
     const int64_t at = lse_of(call, seq, head) + i;
-    if (lane == 0) {
+    if (lane == 0 && i < seq.queries) {
       const float lse = c.lse[at];
       const double base2 = static_cast<double>(lse) * 1.4426950408889634074;
       /* all of it, since it is read as a whole */

@@ -45,9 +45,10 @@ __device__ inline float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
 
 __device__ inline int smaller(int a, int b) { return a < b ? a : b; }
 
-/* Over all lanes of a warp. */
+/* Over all lanes of a warp, or as many of them together. */
+template <int kLanes = 32>
 __device__ inline float sum_of_lanes(float x) {
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
 }
 
