@@ -183,8 +183,9 @@ int64_t slope_numbers(const Sizes &sizes) {
   return sizes.bias_columns > 0 ? S::kOwn * (S::kOther + 1) + S::kOwn + S::kOther : 0;
 }
 
-/* Rows of cells: `line` modulo 32 keeps the pairs of a warp in different banks. */
-int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 9, 32) * 32 + 9 : 0; }
+/* From one row of cells to the next: 4 modulo 8, so that no more than two of a warp's pairs are in one
+ * bank, whichever way it goes through them. */
+int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 4, 8) * 8 + 4 : 0; }
 
 /* Rows of a table that stay in shared memory: BandBackward. */
 template <class S>
