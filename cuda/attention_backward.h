@@ -58,7 +58,7 @@ __device__ inline float sum_of_lanes(float x) {
  * no softcap, no position_bias, nothing looked up. */
 bool band_serves(const rp_attention *shape);
 
-/* The rows of its tiles: 64, or 32 where sequences are short. */
+/* The rows of its tiles: 64, or 32 where sequences are short, or 128 where they are long. */
 int band_tile(const rp_attention *shape);
 
 /* Its workspace, behind the rows. */

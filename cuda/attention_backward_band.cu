@@ -49,6 +49,53 @@ void read_ends(const rp_relation *terms, int64_t *low, int64_t *high, int64_t *c
   }
 }
 
+/* ---- shared memory --------------------------------------------------------------------- */
+
+/* ds of a tile and the sums of its diagonals: add_biases. */
+template <class S>
+int64_t slope_numbers(const Sizes &sizes) {
+  return sizes.bias_columns > 0 ? S::kOwn * (S::kOther + 1) + S::kOwn + S::kOther : 0;
+}
+
+/* From one row of cells to the next: 4 modulo 8, so that no more than two of a warp's pairs are in
+ * one bank, whichever way it goes through them. */
+int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 4, 8) * 8 + 4 : 0; }
+
+/* Rows of a table that stay in shared memory: BandBackward. */
+template <class S>
+int held(const Sizes &sizes) {
+  return sizes.columns <= S::kMostHeld ? static_cast<int>(divided(sizes.columns, 16) * 16) : 0;
+}
+
+/* Shared memory of a block of queries, and of one of keys. */
+template <class S>
+int64_t query_bytes(const Sizes &sizes) {
+  const int64_t cells = 2 * S::kOwn * line_of(sizes.columns);
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), false) +
+         (cells + slope_numbers<S>(sizes)) * 4;
+}
+template <class S>
+int64_t key_bytes(const Sizes &sizes) {
+  const int64_t cells = 2 * S::kOther * line_of(sizes.columns);
+  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), true) +
+         cells * 4;
+}
+
+template <class S>
+int64_t most_bytes(const Sizes &sizes) {
+  const int64_t queries = query_bytes<S>(sizes), keys = key_bytes<S>(sizes);
+  return queries > keys ? queries : keys;
+}
+
+template <class Operand>
+int64_t shared_needed(const Sizes &sizes) {
+  return sizes.width == 32   ? most_bytes<BandShape<Operand, float, 32>>(sizes)
+         : sizes.width == 64 ? most_bytes<BandShape<Operand, float, 64>>(sizes)
+                             : most_bytes<BandShape<Operand, float, 128>>(sizes);
+}
+
+/* ---- sizes ------------------------------------------------------------------------------- */
+
 /* Tiles of queries that a call has, and their pairs with tiles of keys, by the rows of a tile. */
 struct Work {
   int64_t tiles, pairs;
@@ -63,6 +110,22 @@ Work work_of(const rp_attention *s, int64_t rows) {
   return work;
 }
 
+/* Rows of a block: 64, or in bf16 for heads of 33 to 64
+ *
+ *   32    where sequences are short: a pair of small tiles costs more than a quarter of what a pair
+ * of whole ones does 128   where these waste an eighth at most, are as many as fit the device, and
+ * two of them fit a multiprocessor (which keeps 1 KiB for itself) */
+int tile_of(const rp_attention *s, const Sizes &sizes) {
+  if (!sizes.bf16 || sizes.width != 64) return 64;
+  const Work whole = work_of(s, 64), small = work_of(s, 32), large = work_of(s, 128);
+  if (5 * small.pairs < 16 * whole.pairs) return 32;
+  const int64_t bytes = most_bytes<BandShape<bf16, float, 64, 128>>(sizes) + 1024;
+  const bool longer = 8 * 4 * large.pairs <= 9 * whole.pairs &&
+                      s->H * large.tiles >= 2 * context().multiprocessors &&
+                      2 * bytes <= context().shared_bytes + 1024;
+  return longer ? 128 : 64;
+}
+
 Sizes sizes_of(const rp_attention *s) {
   Sizes sizes = {};
   const int64_t widest = s->D > s->Dv ? s->D : s->Dv;
@@ -71,11 +134,8 @@ Sizes sizes_of(const rp_attention *s) {
   read_ends(s->key, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->value, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->bias, &sizes.bias_low, &sizes.bias_high, &sizes.bias_columns);
-  const Work whole = work_of(s, 64), small = work_of(s, 32);
-  /* a pair of small tiles costs more than a quarter of what a pair of whole ones does */
-  const bool shorter = sizes.bf16 && sizes.width == 64 && 5 * small.pairs < 16 * whole.pairs;
-  sizes.tile = shorter ? 32 : 64;
-  sizes.blocks = shorter ? small.tiles : whole.tiles;
+  sizes.tile = tile_of(s, sizes);
+  sizes.blocks = work_of(s, sizes.tile).tiles;
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
@@ -177,36 +237,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   block.run(f.c.key_tiles[static_cast<int>(blockIdx.x) % f.c.key_tile_count]);
 }
 
-/* ds of a tile and the sums of its diagonals: add_biases. */
-template <class S>
-int64_t slope_numbers(const Sizes &sizes) {
-  return sizes.bias_columns > 0 ? S::kOwn * (S::kOther + 1) + S::kOwn + S::kOther : 0;
-}
-
-/* From one row of cells to the next: 4 modulo 8, so that no more than two of a warp's pairs are in one
- * bank, whichever way it goes through them. */
-int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 4, 8) * 8 + 4 : 0; }
-
-/* Rows of a table that stay in shared memory: BandBackward. */
-template <class S>
-int held(const Sizes &sizes) {
-  return sizes.columns <= S::kMostHeld ? static_cast<int>(divided(sizes.columns, 16) * 16) : 0;
-}
-
-/* Shared memory of a block of queries, and of one of keys. */
-template <class S>
-int64_t query_bytes(const Sizes &sizes) {
-  const int64_t cells = 2 * S::kOwn * line_of(sizes.columns);
-  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), false) +
-         (cells + slope_numbers<S>(sizes)) * 4;
-}
-template <class S>
-int64_t key_bytes(const Sizes &sizes) {
-  const int64_t cells = 2 * S::kOther * line_of(sizes.columns);
-  return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held<S>(sizes), true) +
-         cells * 4;
-}
-
 template <class S>
 rp_status run(BandBackward f, const Sizes &sizes) {
   cudaStream_t const stream = context().stream;
@@ -237,24 +267,12 @@ rp_status run(BandBackward f, const Sizes &sizes) {
 template <class Operand, class Storage>
 rp_status run_width(const BandBackward &f, const Sizes &sizes) {
   if constexpr (sizeof(Operand) == 2) {
-    if (sizes.tile == 32) return run<BandShape<Operand, Storage, 64, true>>(f, sizes);
+    if (sizes.tile == 32) return run<BandShape<Operand, Storage, 64, 32>>(f, sizes);
+    if (sizes.tile == 128) return run<BandShape<Operand, Storage, 64, 128>>(f, sizes);
   }
   if (sizes.width == 32) return run<BandShape<Operand, Storage, 32>>(f, sizes);
   if (sizes.width == 64) return run<BandShape<Operand, Storage, 64>>(f, sizes);
   return run<BandShape<Operand, Storage, 128>>(f, sizes);
-}
-
-template <class S>
-int64_t most_bytes(const Sizes &sizes) {
-  const int64_t queries = query_bytes<S>(sizes), keys = key_bytes<S>(sizes);
-  return queries > keys ? queries : keys;
-}
-
-template <class Operand>
-int64_t shared_needed(const Sizes &sizes) {
-  return sizes.width == 32   ? most_bytes<BandShape<Operand, float, 32>>(sizes)
-         : sizes.width == 64 ? most_bytes<BandShape<Operand, float, 64>>(sizes)
-                             : most_bytes<BandShape<Operand, float, 128>>(sizes);
 }
 
 /* Where the totals of one kind of terms lie, and what their columns are. */

@@ -6,7 +6,8 @@
  * A block owns 64 rows, 16 of them a warp: queries (QueryBlock: dq and the sums of tables) or keys
  * (KeyBlock: dk and dv), and walks the tiles of the other side. p and ds are made in the registers
  * that products leave their sums in (tile.h), and are the left side of the next products there.
- * Where sequences are short, blocks own 32 rows and more of them share a multiprocessor.
+ * Where sequences are short, blocks own 32 rows and more of them share a multiprocessor. Where they
+ * are long, blocks own 128: a warp has two strips of 16, and what it reads of a tile serves both.
  *
  * Both bands are one: constant up to `low` and from `high` on, with a column for every distance
  * from low to high. q . wK and dz . wV of a block of queries are cells, one a row and column:
@@ -42,18 +43,18 @@ struct BandBackward {
   int32_t blocks;                     /* of a head, in the pass over queries */
 };
 
-template <class OperandType, class StorageType, int kTheWidth, bool kShort = false>
+template <class OperandType, class StorageType, int kTheWidth, int kRows = 64>
 struct BandShape {
   using Operand = OperandType;
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2;
-  static constexpr int kWidth = kTheWidth, kWarps = kShort ? 2 : 4;
-  static constexpr int kThreads = 32 * kWarps, kOwn = 16 * kWarps;
+  static constexpr int kWidth = kTheWidth, kOwn = kRows, kWarps = kRows == 32 ? 2 : 4;
+  static constexpr int kThreads = 32 * kWarps, kStrips = kOwn / 16 / kWarps; /* of a warp */
   /* registers are scarce, and in f32 shared memory is */
-  static constexpr int kOther = !kShort && kWidth <= (kBf16 ? 64 : 32) ? 64 : 32;
-  static constexpr int kStages = kBf16 && !kShort ? 2 : 1; /* a short sequence is one tile */
-  static constexpr int kBlocks = kShort ? 5 : 1;           /* at least, of a multiprocessor */
-  static constexpr bool kKept = kBf16 && kWidth <= 32;     /* own rows, in registers */
+  static constexpr int kOther = kRows == 64 && kWidth <= (kBf16 ? 64 : 32) ? 64 : 32;
+  static constexpr int kStages = kBf16 && kRows > 32 ? 2 : 1; /* a short sequence is one tile */
+  static constexpr int kBlocks = kRows == 32 ? 5 : 1;         /* at least, of a multiprocessor */
+  static constexpr bool kKept = kBf16 && kWidth <= 32;        /* own rows, in registers */
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kOther / 8, kOut = kWidth / 8;     /* of eight columns */
   static constexpr int kMostHeld = kBf16 && kWidth <= 64 ? 64 : 0; /* columns: see held */
@@ -77,7 +78,7 @@ struct BandShared {
   typename S::Operand other[S::kStages][2][S::kOther * S::kLine];
   float rows[S::kStages][kRowNumbers][S::kOther];
   float bias[S::kStages][S::kOwn + S::kOther];
-  uint4 keep[S::kWarps][S::kOther]; /* bytes of dropout */
+  uint4 keep[S::kWarps][S::kStrips * S::kOther]; /* bytes of dropout */
   float share[S::kWarps][shared_weights<typename S::Operand, S::kTiles> + 4];
 };
 
@@ -97,6 +98,7 @@ class BandBlock {
   using LeftAgain = LeftRows<Operand, S::kWidth, false>; /* not both: registers are scarce */
   using Scores = float[S::kTiles][4];
   using Sums = float[S::kOut][4];
+  static constexpr int kHalves = 2 * S::kStrips; /* of strips: rows that a thread has numbers of */
 
   __device__ BandBlock(const BandBackward &backward, int the_head, bool of_keys)
       : f(backward),
@@ -185,11 +187,11 @@ class BandBlock {
     return smaller((f.columns - first + 7) / 8, S::kTiles);
   }
 
-  /* Cells of the warp's sixteen rows of queries, if they are wanted: products of q, or dz, with the
-   * vectors of a band. */
-  __device__ void make_cells(int which, const Operand *queries, bool wanted, float *to) {
+  /* Cells of sixteen rows of queries from `begin` on, if the warp is to make them: products of q,
+   * or dz, with the vectors of a band. */
+  __device__ void make_cells(int which, const Operand *queries, int begin, bool wanted, float *to) {
     LeftRows<Operand, S::kWidth, false> left;
-    left.read(queries + warp * 16 * S::kLine);
+    left.read(queries + begin * S::kLine);
     for (int first = 0; first < f.columns; first += S::kOther) {
       const Operand *const right = vectors(which, first);
       if (!wanted) continue;
@@ -200,20 +202,20 @@ class BandBlock {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const int column = first + n * 8 + t + e % 2;
-          if (column < f.columns) to[(warp * 16 + row + e / 2 * 8) * f.line + column] = c[n][e];
+          if (column < f.columns) to[(begin + row + e / 2 * 8) * f.line + column] = c[n][e];
         }
       }
     }
   }
 
-  /* The block's rows of a gradient, the first of them row `begin` of the sequence: factor * sums,
+  /* A strip's rows of a gradient, the first of them row `begin` of the sequence: factor * sums,
    * and zeros for padding, which is from `in_use` on. Whatever depends on the row alone is read
    * before the first number is written: nvcc reads again what a store might have changed. */
   __device__ void put_rows(Storage *rows, int64_t stride, int begin, int in_use, int there,
                            int width, float factor, const Sums &sums) const {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int i = begin + warp * 16 + row + 8 * h;
+      const int i = begin + row + 8 * h;
       if (i >= there) continue;
       Storage *const to = rows + i * stride;
       const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
@@ -243,6 +245,9 @@ class BandBlock {
            j - (i + rows - 1) < seq->nearest;
   }
 
+  /* The first of the block's rows in strip m of the warp. */
+  __device__ int strip(int m) const { return (warp * S::kStrips + m) * 16; }
+
   __device__ float *cells_of(int which, int rows) const { return cells + which * rows * f.line; }
 
   /* Where a row's cells have a column; those beyond the ends are the ends'. */
@@ -256,7 +261,7 @@ class BandBlock {
   BandShared<S> &s;
   Operand *const table;         /* vectors of the band */
   float *const cells;           /* [2][rows][line] */
-  const int lane, warp, row, t; /* row: of the warp's sixteen, the thread's first; and 8 more */
+  const int lane, warp, row, t; /* row: of a strip's sixteen, the thread's first; and 8 more */
   const int head;
   const Sequence *seq; /* read where it is wanted */
 };
@@ -274,6 +279,7 @@ class QueryBlock : BandBlock<S> {
   using Base::row;
   using Base::s;
   using Base::seq;
+  using Base::strip;
   using Base::t;
   using Base::table;
   using Base::warp;
@@ -282,6 +288,7 @@ class QueryBlock : BandBlock<S> {
   using typename Base::Scores;
   using typename Base::Storage;
   using typename Base::Sums;
+  static constexpr int kStrips = S::kStrips;
 
  public:
   __device__ QueryBlock(const BandBackward &backward, int the_head)
@@ -292,7 +299,7 @@ class QueryBlock : BandBlock<S> {
     seq = call.sequences + tile.sequence;
     q0 = tile.row;
     __syncthreads(); /* the tile before is done with */
-    Sums dq = {};
+    Sums dq[kStrips] = {};
     distances = lines && f.bias_columns > 0 ? lines + f.bias_offset : nullptr;
     if (distances && first) {
       for (int x = static_cast<int>(threadIdx.x); x < f.bias_columns; x += S::kThreads) {
@@ -313,7 +320,7 @@ class QueryBlock : BandBlock<S> {
   }
 
  private:
-  /* What a row starts with, and sums up; h: row + 8 h. */
+  /* What a row starts with, and sums up. */
   struct Row {
     float lse, delta;
     float key[2], value[2];      /* of the ends: scores in units of log 2, dz . wV */
@@ -334,32 +341,36 @@ class QueryBlock : BandBlock<S> {
     cp_async_commit();
     loaded = (!f.banded || f.held > 0) && from <= last; /* else vectors come there */
     if (loaded) load_tile(0, from);
-    RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + q0 + warp * 16 + row;
+    RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + q0 + strip(0) + row;
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < Base::kHalves; h++) {
       rows[h] = {INFINITY, 0, {}, {}, {}, {}};
-      if (q0 + warp * 16 + row + 8 * h >= seq->queries) continue;
+      if (q0 + strip(0) + row + 8 * h >= seq->queries) continue;
       rows[h].lse = numbers[8 * h].lse;
       rows[h].delta = numbers[8 * h].delta;
     }
     cp_async_wait<0>();
     __syncthreads();
-    q.read(s.own[0] + warp * 16 * S::kLine);
-    dz.read(s.own[1] + warp * 16 * S::kLine);
+    for (int m = 0; m < kStrips; m++) {
+      q[m].read(s.own[0] + strip(m) * S::kLine);
+      dz[m].read(s.own[1] + strip(m) * S::kLine);
+    }
     if (f.banded) open_band(numbers);
   }
 
   __device__ void open_band(RowNumbers *numbers) {
-    this->make_cells(0, s.own[0], true, cells_of(0, S::kOwn));
-    this->make_cells(1, s.own[1], true, cells_of(1, S::kOwn));
+    for (int m = 0; m < kStrips; m++) {
+      this->make_cells(0, s.own[0], strip(m), true, cells_of(0, S::kOwn));
+      this->make_cells(1, s.own[1], strip(m), true, cells_of(1, S::kOwn));
+    }
     if (f.held > 0) __syncwarp();
     else __syncthreads(); /* tiles come where the vectors were */
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      if (q0 + warp * 16 + row + 8 * h >= seq->queries) continue;
+    for (int h = 0; h < Base::kHalves; h++) {
+      if (q0 + strip(0) + row + 8 * h >= seq->queries) continue;
       RowNumbers *const own = numbers + 8 * h;
-      const float *const key = cells_of(0, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
-      const float *const value = cells_of(1, S::kOwn) + (warp * 16 + row + 8 * h) * f.line;
+      const float *const key = cells_of(0, S::kOwn) + (strip(0) + row + 8 * h) * f.line;
+      const float *const value = cells_of(1, S::kOwn) + (strip(0) + row + 8 * h) * f.line;
 #pragma unroll
       for (int end = 0; end < 2; end++) {
         const int column = end == 0 ? 0 : f.columns - 1;
@@ -383,7 +394,7 @@ class QueryBlock : BandBlock<S> {
     cp_async_commit();
   }
 
-  __device__ void walk(Sums &dq) {
+  __device__ void walk(Sums (&dq)[kStrips]) {
     int stage = 0;
     for (int j = from; j <= last; j += S::kOther) {
       if (!loaded) {
@@ -399,27 +410,31 @@ class QueryBlock : BandBlock<S> {
     }
   }
 
-  __device__ void tile(int stage, int j, Sums &dq) {
-    Scores p = {}, ds = {};
+  __device__ void tile(int stage, int j, Sums (&dq)[kStrips]) {
+    Scores p[kStrips] = {}, ds[kStrips] = {};
     multiply_rows<S::kWidth>(p, q, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, dz, s.other[stage][1]);
-    const int distance = j - q0 - seq->start;
-    const Meets meets = this->meets_band(distance - (S::kOwn - 1), distance + S::kOther - 1);
-    const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
-                       !this->is_cut(q0, S::kOwn, j, S::kOther);
-    if (!plain) differentiate(stage, j, p, ds);
-    else if (meets == MEETS_NOTHING) differentiate_plain<false>(false, p, ds);
-    else differentiate_plain<true>(meets == MEETS_TAIL, p, ds);
+    if (call.dropout.threshold) make_keep(j);
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      const int distance = j - (q0 + strip(m)) - seq->start;
+      const Meets meets = this->meets_band(distance - 15, distance + S::kOther - 1);
+      const bool cut = this->is_cut(q0 + strip(m), 16, j, S::kOther);
+      if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
+        differentiate(stage, m, j, distance, cut, p[m], ds[m]);
+      else if (meets == MEETS_NOTHING) differentiate_plain<false>(m, false, p[m], ds[m]);
+      else differentiate_plain<true>(m, meets == MEETS_TAIL, p[m], ds[m]);
+    }
     if (distances) add_biases(j, ds);
     add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
   }
 
   /* banded: the sums of the end that the tile meets are wanted. */
   template <bool banded>
-  __device__ void differentiate_plain(bool tail, Scores &p, Scores &ds) {
+  __device__ void differentiate_plain(int m, bool tail, Scores &p, Scores &ds) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      Row &own = rows[h];
+      Row &own = rows[2 * m + h];
       const float level = own.lse - (tail ? own.key[1] : own.key[0]);
       const float delta = own.delta - (tail ? own.value[1] : own.value[0]);
       float sum_of_weights = 0, sum_of_slopes = 0;
@@ -442,13 +457,11 @@ class QueryBlock : BandBlock<S> {
     }
   }
 
-  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. By strips of
-   * eight keys: few of a tile's cross the band. */
-  __device__ void differentiate(int stage, int j, Scores &p, Scores &ds) {
-    if (call.dropout.threshold) make_keep(j);
-    const int distance = j - (q0 + warp * 16) - seq->start;
-    const bool cut = this->is_cut(q0 + warp * 16, 16, j, S::kOther);
-    const Sight sight = sight_of(j);
+  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. Eight keys
+   * at a time: few of those of a tile cross the band. */
+  __device__ void differentiate(int stage, int m, int j, int distance, bool cut, Scores &p,
+                                Scores &ds) {
+    const Sight sight = sight_of(q0 + strip(m) - j, seq->keys - 1 - j);
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
       if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
@@ -456,12 +469,12 @@ class QueryBlock : BandBlock<S> {
         for (int e = 0; e < 4; e++) ds[n][e] = 0;
         continue;
       }
-      differentiate_strip(stage, n * 8 + t, distance + n * 8, cut, sight, p[n], ds[n]);
+      differentiate_eight(stage, m, n * 8 + t, distance + n * 8, cut, sight, p[n], ds[n]);
     }
   }
 
-  __device__ Sight sight_of(int j) const {
-    const int i = q0 + warp * 16 - j, end = seq->keys - 1 - j;
+  /* i: the strip's first row, and end: the last key, from the tile's first key on. */
+  __device__ Sight sight_of(int i, int end) const {
     const int nearest = i + seq->nearest, farthest = i + seq->farthest;
     Sight sight = {{nearest + row, nearest + row + 8},
                    {farthest + row, farthest + row + 8},
@@ -471,16 +484,17 @@ class QueryBlock : BandBlock<S> {
     return sight;
   }
 
-  /* x: the thread's first column; distance: of the strip's first pair. */
-  __device__ void differentiate_strip(int stage, int x, int distance, bool cut, const Sight &sight,
-                                      float (&p)[4], float (&ds)[4]) {
+  /* x: the thread's first column; distance: of the first pair. */
+  __device__ void differentiate_eight(int stage, int m, int x, int distance, bool cut,
+                                      const Sight &sight, float (&p)[4], float (&ds)[4]) {
+    const int r = strip(m) + row; /* of the block */
     const Meets meets = this->meets_band(distance - 15, distance + 7);
     const int column = distance + t - row - f.low; /* of e = 0 */
     float score[4], dp[4], keep[4] = {1, 1, 1, 1};
     if (meets == MEETS_BAND) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int at = this->cell_at(warp * 16 + row + e / 2 * 8, column + e % 2 - e / 2 * 8);
+        const int at = this->cell_at(r + e / 2 * 8, column + e % 2 - e / 2 * 8);
         score[e] = call.scale * cells_of(0, S::kOwn)[at];
         dp[e] = cells_of(1, S::kOwn)[at];
       }
@@ -488,20 +502,20 @@ class QueryBlock : BandBlock<S> {
       const bool tail = meets == MEETS_TAIL;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] = tail ? rows[e / 2].key[1] : rows[e / 2].key[0];
-        dp[e] = tail ? rows[e / 2].value[1] : rows[e / 2].value[0];
+        score[e] = tail ? rows[2 * m + e / 2].key[1] : rows[2 * m + e / 2].key[0];
+        dp[e] = tail ? rows[2 * m + e / 2].value[1] : rows[2 * m + e / 2].value[0];
       }
     }
     if (f.biased) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] += s.bias[stage][x + e % 2 - (warp * 16 + row + e / 2 * 8) + S::kOwn - 1];
+        score[e] += s.bias[stage][x + e % 2 - (r + e / 2 * 8) + S::kOwn - 1];
       }
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       score[e] += call.scale * p[e];
-      p[e] = exp2_approx(at_most_zero(score[e] - rows[e / 2].lse));
+      p[e] = exp2_approx(at_most_zero(score[e] - rows[2 * m + e / 2].lse));
     }
     if (cut) {
 #pragma unroll
@@ -511,22 +525,23 @@ class QueryBlock : BandBlock<S> {
     }
     if (call.dropout.threshold) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) keep[e] = kept(row + e / 2 * 8, x + e % 2);
+      for (int e = 0; e < 4; e++) keep[e] = kept(m * 16 + row + e / 2 * 8, x + e % 2);
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[e / 2].delta) : p[e];
+      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[2 * m + e / 2].delta) : p[e];
       p[e] *= keep[e];
     }
-    if (meets == MEETS_BAND) leave_in_cells(column, p, ds);
-    else if (meets != MEETS_NOTHING) add_to_end(meets == MEETS_TAIL, p, ds);
+    if (meets == MEETS_BAND) leave_in_cells(m, column, p, ds);
+    else if (meets != MEETS_NOTHING) add_to_end(m, meets == MEETS_TAIL, p, ds);
   }
 
-  /* Of a strip across the band: what is between the ends is nobody else's. */
-  __device__ void leave_in_cells(int column, const float (&weights)[4], const float (&ds)[4]) {
+  /* Across the band: what is between the ends is nobody else's. */
+  __device__ void leave_in_cells(int m, int column, const float (&weights)[4],
+                                 const float (&ds)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-      Row &own = rows[e / 2];
+      Row &own = rows[2 * m + e / 2];
       const int own_column = column + e % 2 - e / 2 * 8;
       const bool low = own_column <= 0, high = !low && own_column >= f.columns - 1;
       own.slopes[0] += low ? ds[e] : 0.0f;
@@ -534,16 +549,16 @@ class QueryBlock : BandBlock<S> {
       own.weights[0] += low ? weights[e] : 0.0f;
       own.weights[1] += high ? weights[e] : 0.0f;
       if (low || high) continue;
-      const int at = (warp * 16 + row + e / 2 * 8) * f.line + own_column;
+      const int at = (strip(m) + row + e / 2 * 8) * f.line + own_column;
       cells_of(0, S::kOwn)[at] = ds[e];
       cells_of(1, S::kOwn)[at] = weights[e];
     }
   }
 
-  __device__ void add_to_end(bool tail, const float (&weights)[4], const float (&ds)[4]) {
+  __device__ void add_to_end(int m, bool tail, const float (&weights)[4], const float (&ds)[4]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      Row &own = rows[h];
+      Row &own = rows[2 * m + h];
       const float slope = ds[2 * h] + ds[2 * h + 1], weight = weights[2 * h] + weights[2 * h + 1];
       own.slopes[0] += tail ? 0.0f : slope;
       own.slopes[1] += tail ? slope : 0.0f;
@@ -552,14 +567,14 @@ class QueryBlock : BandBlock<S> {
     }
   }
 
-  /* Sixteen rows of the warp, kOther / 16 blocks each. */
+  /* The rows of the warp, kOther / 16 blocks each. */
   __device__ void make_keep(int j) {
     __syncwarp(); /* what was there has been read */
-    for (int at = lane; at < S::kOther; at += 32) {
+    for (int at = lane; at < kStrips * S::kOther; at += 32) {
       const int r = at / (S::kOther / 16), block = at % (S::kOther / 16);
-      s.keep[warp][at] = keep_block(dropout_at(call, head), seq->ordinal,
-                                    static_cast<uint32_t>(q0 + warp * 16 + r),
-                                    static_cast<uint32_t>(j / 16 + block));
+      s.keep[warp][at] =
+          keep_block(dropout_at(call, head), seq->ordinal, static_cast<uint32_t>(q0 + strip(0) + r),
+                     static_cast<uint32_t>(j / 16 + block));
     }
     __syncwarp();
   }
@@ -569,12 +584,12 @@ class QueryBlock : BandBlock<S> {
   }
 
   /* The cells become those of the gradient; they go to dq, and to the sums of the tables. */
-  __device__ void close(Sums &dq, bool first, float *lines) {
+  __device__ void close(Sums (&dq)[kStrips], bool first, float *lines) {
     float *const key_cells = cells_of(0, S::kOwn), *const value_cells = cells_of(1, S::kOwn);
     __syncwarp(); /* tiles have read the ends, and left zeros where pairs are hidden */
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int r = warp * 16 + row + 8 * h;
+    for (int h = 0; h < Base::kHalves; h++) {
+      const int r = strip(0) + row + 8 * h;
       for (int column = 1 + t / 2; column < f.columns - 1; column += 4) {
         const int j = q0 + r + seq->start + f.low + column;
         if (q0 + r < seq->queries && j >= 0 && in_sight(*seq, q0 + r, j)) continue;
@@ -595,7 +610,9 @@ class QueryBlock : BandBlock<S> {
       }
     }
     __syncwarp();
-    if (call.key.count) add_vectors(dq);
+    if (call.key.count) {
+      for (int m = 0; m < kStrips; m++) add_vectors(m, dq[m]);
+    }
     if (!lines) return;
     __syncthreads();
     const int groups = (f.columns + 15) / 16, both = call.value.count ? 2 * groups : groups;
@@ -608,8 +625,8 @@ class QueryBlock : BandBlock<S> {
   }
 
   /* dq += the gradient's cells . vectors */
-  __device__ void add_vectors(Sums &dq) {
-    const float *const own = cells_of(0, S::kOwn) + (warp * 16 + row) * f.line;
+  __device__ void add_vectors(int m, Sums &dq) {
+    const float *const own = cells_of(0, S::kOwn) + (strip(m) + row) * f.line;
     for (int begin = 0; begin < f.columns; begin += S::kOther) {
       const auto *const right = this->vectors(0, begin);
       Scores w;
@@ -675,29 +692,37 @@ class QueryBlock : BandBlock<S> {
 
   /* ds of a tile by distance, for the gradients of biases: a thread has a diagonal. Diagonals
    * beyond the band are one relation, and one thread's. */
-  __device__ void add_biases(int j, const Scores &ds) {
+  __device__ void add_biases(int j, const Scores (&ds)[kStrips]) {
     constexpr int kDiagonals = S::kOwn + S::kOther - 1, kRow = S::kOther + 1;
     const Band &band = call.bias;
     const int nearest = j - q0 - seq->start - (S::kOwn - 1), farthest = nearest + kDiagonals - 1;
     if (farthest <= band.low || nearest >= band.high) {
       float sum = 0;
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) sum += ds[n][0] + ds[n][1] + (ds[n][2] + ds[n][3]);
+      for (int m = 0; m < kStrips; m++) {
+#pragma unroll
+        for (int n = 0; n < S::kTiles; n++) {
+          sum += ds[m][n][0] + ds[m][n][1] + (ds[m][n][2] + ds[m][n][3]);
+        }
+      }
       bias_low += farthest <= band.low ? sum : 0.0f;
       bias_high += farthest <= band.low ? 0.0f : sum;
       return;
     }
 #pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
+    for (int m = 0; m < kStrips; m++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        slopes[(warp * 16 + row + e / 2 * 8) * kRow + n * 8 + t + e % 2] = ds[n][e];
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          slopes[(strip(m) + row + e / 2 * 8) * kRow + n * 8 + t + e % 2] = ds[m][n][e];
+        }
       }
     }
     __syncthreads();
     float *const sums = slopes + S::kOwn * kRow;
-    const int x = static_cast<int>(threadIdx.x), d = nearest + x;
-    if (x < kDiagonals) {
+    for (int x = static_cast<int>(threadIdx.x); x < kDiagonals; x += S::kThreads) {
+      const int d = nearest + x;
       float sum = 0;
       for (int r = 0; r < S::kOwn; r++) {
         const int column = x - (S::kOwn - 1) + r;
@@ -708,7 +733,7 @@ class QueryBlock : BandBlock<S> {
     }
     if (nearest > band.low && farthest < band.high) return;
     __syncthreads();
-    if (x != 0) return;
+    if (threadIdx.x != 0) return;
     for (int y = 0; y < kDiagonals; y++) {
       bias_low += nearest + y <= band.low ? sums[y] : 0.0f;
       bias_high += nearest + y > band.low && nearest + y >= band.high ? sums[y] : 0.0f;
@@ -733,16 +758,19 @@ class QueryBlock : BandBlock<S> {
     distances[f.bias_columns - 1] += sum_high;
   }
 
-  __device__ void write(const Sums &dq) {
+  __device__ void write(const Sums (&dq)[kStrips]) {
     Storage *const first = row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row);
-    this->put_rows(first, f.c.dq.row_stride, q0, seq->queries, seq->query_rows, call.D, f.c.scale,
-                   dq);
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      this->put_rows(first, f.c.dq.row_stride, q0 + strip(m), seq->queries, seq->query_rows, call.D,
+                     f.c.scale, dq[m]);
+    }
   }
 
   float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
-  Left q;
-  LeftAgain dz;
-  Row rows[2];
+  Left q[kStrips];
+  LeftAgain dz[kStrips];
+  Row rows[Base::kHalves]; /* 2 m + h: strip m, row + 8 h */
   int q0, from, last;
   bool loaded;      /* the tile that is next */
   float *distances; /* of the block's lines: sums of ds by distance, or NULL */
@@ -762,6 +790,7 @@ class KeyBlock : BandBlock<S> {
   using Base::row;
   using Base::s;
   using Base::seq;
+  using Base::strip;
   using Base::t;
   using Base::warp;
   using typename Base::Left;
@@ -769,6 +798,7 @@ class KeyBlock : BandBlock<S> {
   using typename Base::Scores;
   using typename Base::Storage;
   using typename Base::Sums;
+  static constexpr int kStrips = S::kStrips;
 
  public:
   __device__ KeyBlock(const BandBackward &backward, int the_head)
@@ -777,7 +807,7 @@ class KeyBlock : BandBlock<S> {
   __device__ void run(const Tile &tile) {
     seq = call.sequences + tile.sequence;
     k0 = tile.row;
-    Sums dk = {}, dv = {};
+    Sums dk[kStrips] = {}, dv[kStrips] = {};
     if (k0 < seq->keys) {
       this->load_keys(s.own[0], s.own[1], k0, S::kOwn);
       if (f.held > 0) this->load_held();
@@ -786,8 +816,10 @@ class KeyBlock : BandBlock<S> {
       if (from <= last) load_tile(0, from);
       cp_async_wait<0>();
       __syncthreads();
-      k.read(s.own[0] + warp * 16 * S::kLine);
-      v.read(s.own[1] + warp * 16 * S::kLine);
+      for (int m = 0; m < kStrips; m++) {
+        k[m].read(s.own[0] + strip(m) * S::kLine);
+        v[m].read(s.own[1] + strip(m) * S::kLine);
+      }
       walk(dk, dv);
     }
     write(f.c.dk, call.D, f.c.scale, dk);
@@ -825,7 +857,7 @@ class KeyBlock : BandBlock<S> {
     last = smaller(keys_end - 1 - seq->nearest, seq->queries - 1);
   }
 
-  __device__ void walk(Sums &dk, Sums &dv) {
+  __device__ void walk(Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
     int stage = 0;
     for (int i = from; i <= last; i += S::kOther) {
       if (S::kStages == 1 && i > from) {
@@ -840,26 +872,37 @@ class KeyBlock : BandBlock<S> {
     }
   }
 
-  __device__ void tile(int stage, int i, Sums &dk, Sums &dv) {
+  __device__ void tile(int stage, int i, Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
     const int distance = k0 - i - seq->start;
-    const Meets meets = this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1);
-    if (meets == MEETS_BAND) {
-      const int own = distance - warp * 16; /* of the warp's first query */
-      const bool wanted =
-          warp * 16 < S::kOther && this->meets_band(own - 15, own + S::kOwn - 1) == MEETS_BAND;
-      this->make_cells(0, s.other[stage][0], wanted, cells_of(0, S::kOther));
-      this->make_cells(1, s.other[stage][1], wanted, cells_of(1, S::kOther));
+    if (this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1) == MEETS_BAND) {
+      find_cells(stage, distance);
       __syncthreads();
     }
-    Scores p = {}, ds = {};
+    Scores p[kStrips] = {}, ds[kStrips] = {};
     multiply_rows<S::kWidth>(p, k, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, v, s.other[stage][1]);
-    const bool plain = meets != MEETS_BAND && !f.biased && call.dropout.threshold == 0 &&
-                       !this->is_cut(i, S::kOther, k0, S::kOwn);
-    if (plain) differentiate_plain(stage, meets, p, ds);
-    else differentiate(stage, i, p, ds);
+    if (call.dropout.threshold) make_keep(i);
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      const int own = distance + strip(m);
+      const Meets meets = this->meets_band(own - (S::kOther - 1), own + 15);
+      const bool cut = this->is_cut(i, S::kOther, k0 + strip(m), 16);
+      if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
+        differentiate(stage, m, i, own, cut, p[m], ds[m]);
+      else differentiate_plain(stage, meets, p[m], ds[m]);
+    }
     add_weighted<S::kWidth>(dv, p, s.other[stage][1], s.share[warp]);
     add_weighted<S::kWidth>(dk, ds, s.other[stage][0], s.share[warp]);
+  }
+
+  /* Of the tile's queries those that meet the band in some of the block's keys. */
+  __device__ void find_cells(int stage, int distance) {
+    for (int which = 0; which < 2; which++) { /* not by the same warps, where these are more */
+      const int begin = (warp + which * S::kWarps / 2) % S::kWarps * 16, nearest = distance - begin;
+      const bool wanted =
+          begin < S::kOther && this->meets_band(nearest - 15, nearest + S::kOwn - 1) == MEETS_BAND;
+      this->make_cells(which, s.other[stage][which], begin, wanted, cells_of(which, S::kOther));
+    }
   }
 
   __device__ void differentiate_plain(int stage, Meets meets, Scores &p, Scores &ds) {
@@ -885,12 +928,10 @@ class KeyBlock : BandBlock<S> {
     }
   }
 
-  /* As in QueryBlock, by strips of eight queries. */
-  __device__ void differentiate(int stage, int i, Scores &p, Scores &ds) {
-    if (call.dropout.threshold) make_keep(i);
-    const int distance = k0 + warp * 16 - i - seq->start;
-    const bool cut = this->is_cut(i, S::kOther, k0 + warp * 16, 16);
-    const Sight sight = sight_of(i);
+  /* As in QueryBlock, eight queries at a time. */
+  __device__ void differentiate(int stage, int m, int i, int distance, bool cut, Scores &p,
+                                Scores &ds) {
+    const Sight sight = sight_of(k0 + strip(m) - i, seq->keys - k0 - strip(m));
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
       if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
@@ -898,23 +939,23 @@ class KeyBlock : BandBlock<S> {
         for (int e = 0; e < 4; e++) p[n][e] = ds[n][e] = 0;
         continue;
       }
-      differentiate_strip(stage, n * 8 + t, distance - n * 8, cut, sight, p[n], ds[n]);
+      differentiate_eight(stage, m, n * 8 + t, distance - n * 8, cut, sight, p[n], ds[n]);
     }
   }
 
-  __device__ Sight sight_of(int i) const {
-    const int j = k0 + warp * 16 - i, end = seq->keys - k0 - warp * 16;
+  /* j: the strip's first key, from the tile's first query on; count: keys there are from it on. */
+  __device__ Sight sight_of(int j, int count) const {
     const int nearest = j - seq->farthest, farthest = j - seq->nearest;
     Sight sight = {{nearest + row, nearest + row + 8},
                    {farthest + row, farthest + row + 8},
                    nearest,
-                   end > 0 ? farthest + 15 : -1};
-    for (int h = 0; h < 2; h++) sight.to[h] = row + 8 * h < end ? sight.to[h] : -1;
+                   count > 0 ? farthest + 15 : -1};
+    for (int h = 0; h < 2; h++) sight.to[h] = row + 8 * h < count ? sight.to[h] : -1;
     return sight;
   }
 
-  __device__ void differentiate_strip(int stage, int x, int distance, bool cut, const Sight &sight,
-                                      float (&p)[4], float (&ds)[4]) {
+  __device__ void differentiate_eight(int stage, int m, int x, int distance, bool cut,
+                                      const Sight &sight, float (&p)[4], float (&ds)[4]) {
     const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
     const Meets meets = this->meets_band(distance - 7, distance + 15);
     float score[4], dp[4], keep[4] = {1, 1, 1, 1};
@@ -937,7 +978,7 @@ class KeyBlock : BandBlock<S> {
     if (f.biased) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] += s.bias[stage][warp * 16 + row + e / 2 * 8 - (x + e % 2) + S::kOther - 1];
+        score[e] += s.bias[stage][strip(m) + row + e / 2 * 8 - (x + e % 2) + S::kOther - 1];
       }
     }
 #pragma unroll
@@ -953,7 +994,7 @@ class KeyBlock : BandBlock<S> {
     }
     if (call.dropout.threshold) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) keep[e] = kept(row + e / 2 * 8, x + e % 2);
+      for (int e = 0; e < 4; e++) keep[e] = kept(m, row + e / 2 * 8, x + e % 2);
     }
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -962,28 +1003,34 @@ class KeyBlock : BandBlock<S> {
     }
   }
 
-  /* A block of sixteen keys of the warp for every query. */
+  /* A block of a strip's sixteen keys for every query. */
   __device__ void make_keep(int i) {
     __syncwarp();
-    for (int x = lane; x < S::kOther; x += 32) {
-      s.keep[warp][x] =
-          keep_block(dropout_at(call, head), seq->ordinal, static_cast<uint32_t>(i + x),
-                     static_cast<uint32_t>(k0 / 16 + warp));
+    for (int at = lane; at < kStrips * S::kOther; at += 32) {
+      s.keep[warp][at] = keep_block(dropout_at(call, head), seq->ordinal,
+                                    static_cast<uint32_t>(i + at % S::kOther),
+                                    static_cast<uint32_t>((k0 + strip(at / S::kOther)) / 16));
     }
     __syncwarp();
   }
-  __device__ float kept(int r, int x) const {
+  __device__ float kept(int m, int r, int x) const {
     const auto *const bytes = reinterpret_cast<const unsigned char *>(s.keep[warp]);
-    return bytes[x * 16 + r] >= call.dropout.threshold ? call.dropout.scale : 0.0f;
+    return bytes[(m * S::kOther + x) * 16 + r] >= call.dropout.threshold ? call.dropout.scale
+                                                                         : 0.0f;
   }
 
-  __device__ void write(const rp_rows_out &to, int width, float factor, const Sums &sums) {
+  __device__ void write(const rp_rows_out &to, int width, float factor,
+                        const Sums (&sums)[kStrips]) {
     Storage *const first = row_of<Storage>(to, seq->key_batch, head, seq->key_row);
-    this->put_rows(first, to.row_stride, k0, seq->keys, seq->key_rows, width, factor, sums);
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      this->put_rows(first, to.row_stride, k0 + strip(m), seq->keys, seq->key_rows, width, factor,
+                     sums[m]);
+    }
   }
 
-  Left k;
-  LeftAgain v;
+  Left k[kStrips];
+  LeftAgain v[kStrips];
   int k0, from, last;
 };
 

@@ -292,6 +292,38 @@ __device__ inline void multiply_folds(float (&c)[kTiles][kOwn], const Left (&lef
   }
 }
 
+/* Several times sixteen rows at once: what is read of `right` serves them all. */
+template <int kWidth, int kTiles, int kStrips, bool kKept>
+__device__ inline void multiply_rows(float (&c)[kStrips][kTiles][4],
+                                     const LeftRows<bf16, kWidth, kKept> (&left)[kStrips],
+                                     const bf16 *right) {
+  constexpr int kLine = row_stride<bf16, kWidth>;
+  const int lane = lane_of(), matrix = lane / 8;
+#pragma unroll
+  for (int step = 0; step < kWidth / 16; step++) {
+    uint32_t a[kStrips][4];
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) fragment_of(a[m], left[m], step);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4(b,
+                  right + ((n + matrix / 2) * 8 + lane % 8) * kLine + step * 16 + matrix % 2 * 8);
+#pragma unroll
+      for (int m = 0; m < kStrips; m++) {
+        mma_bf16(c[m][n], a[m], {b[0], b[1]});
+        mma_bf16(c[m][n + 1], a[m], {b[2], b[3]});
+      }
+    }
+  }
+}
+template <int kWidth, int kTiles, int kStrips, bool kKept>
+__device__ inline void multiply_rows(float (&c)[kStrips][kTiles][4],
+                                     const LeftRows<float, kWidth, kKept> (&left)[kStrips],
+                                     const float *right) {
+  for (int m = 0; m < kStrips; m++) multiply_rows<kWidth>(c[m], left[m], right);
+}
+
 /* Numbers that a warp needs to share weights in: none for bf16. */
 template <class Operand, int kTiles>
 constexpr int shared_weights = sizeof(Operand) == 4 ? 16 * (8 * kTiles + 4) : 0;
@@ -378,6 +410,44 @@ __device__ inline void add_folds(float (&out)[kWidth / 8][kOwn],
       }
     }
   }
+}
+
+/* The same for several times sixteen rows. */
+template <int kWidth, int kTiles, int kStrips>
+__device__ inline void add_weighted(float (&out)[kStrips][kWidth / 8][4],
+                                    const float (&weights)[kStrips][kTiles][4], const bf16 *right,
+                                    float *) {
+  constexpr int kLine = row_stride<bf16, kWidth>;
+  const int lane = lane_of(), matrix = lane / 8;
+#pragma unroll
+  for (int step = 0; step < kTiles / 2; step++) {
+    uint32_t a[kStrips][4];
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      const float(&w0)[4] = weights[m][2 * step], (&w1)[4] = weights[m][2 * step + 1];
+      a[m][0] = pack_bf16(w0[0], w0[1]);
+      a[m][1] = pack_bf16(w0[2], w0[3]);
+      a[m][2] = pack_bf16(w1[0], w1[1]);
+      a[m][3] = pack_bf16(w1[2], w1[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < kWidth / 8; n += 2) {
+      uint32_t b[4];
+      ldmatrix_x4_trans(
+          b, right + (step * 16 + matrix % 2 * 8 + lane % 8) * kLine + (n + matrix / 2) * 8);
+#pragma unroll
+      for (int m = 0; m < kStrips; m++) {
+        mma_bf16(out[m][n], a[m], {b[0], b[1]});
+        mma_bf16(out[m][n + 1], a[m], {b[2], b[3]});
+      }
+    }
+  }
+}
+template <int kWidth, int kTiles, int kStrips>
+__device__ inline void add_weighted(float (&out)[kStrips][kWidth / 8][4],
+                                    const float (&weights)[kStrips][kTiles][4], const float *right,
+                                    float *share) {
+  for (int m = 0; m < kStrips; m++) add_weighted<kWidth>(out[m], weights[m], right, share);
 }
 
 }  // namespace rpc
