@@ -69,7 +69,7 @@ __host__ __device__ inline int vector_bytes(int held, bool of_keys) {
 }
 
 /* Numbers of a row of queries, as KeyBlock wants them: see RowNumbers. */
-constexpr int kRowNumbers = 6;
+constexpr int kRowNumbers = 8;
 
 /* Then come vectors of the band (vector_bytes), and cells. */
 template <class S>
@@ -827,7 +827,9 @@ class KeyBlock : BandBlock<S> {
   }
 
  private:
-  enum { LSE, DELTA, KEY_LOW, KEY_HIGH, VALUE_LOW, VALUE_HIGH };
+  /* Of a row of queries, where it meets nothing, and at the ends of the band: what to take from a
+   * score, and from dp; and what the ends add to dp. */
+  enum { LEVEL, LEVEL_LOW, LEVEL_HIGH, DELTA, DELTA_LOW, DELTA_HIGH, VALUE_LOW, VALUE_HIGH };
 
   __device__ void load_tile(int stage, int i) {
     this->load_queries(s.other[stage][0], s.other[stage][1], i, S::kOther);
@@ -835,13 +837,14 @@ class KeyBlock : BandBlock<S> {
     for (int x = static_cast<int>(threadIdx.x); x < S::kOther; x += S::kThreads) {
       const bool there = i + x < seq->queries;
       const RowNumbers own = there ? numbers[x] : RowNumbers{INFINITY, 0, {}, {}};
-      s.rows[stage][LSE][x] = own.lse;
+      s.rows[stage][LEVEL][x] = own.lse;
       s.rows[stage][DELTA][x] = own.delta;
       if (!f.banded) continue;
-      s.rows[stage][KEY_LOW][x] = own.key[0];
-      s.rows[stage][KEY_HIGH][x] = own.key[1];
-      s.rows[stage][VALUE_LOW][x] = own.value[0];
-      s.rows[stage][VALUE_HIGH][x] = own.value[1];
+      for (int end = 0; end < 2; end++) {
+        s.rows[stage][LEVEL_LOW + end][x] = own.lse - own.key[end];
+        s.rows[stage][DELTA_LOW + end][x] = own.delta - own.value[end];
+        s.rows[stage][VALUE_LOW + end][x] = own.value[end];
+      }
     }
     if (f.biased)
       this->load_bias(s.bias[stage], k0 - i - seq->start - (S::kOther - 1),
@@ -907,17 +910,13 @@ class KeyBlock : BandBlock<S> {
 
   __device__ void differentiate_plain(int stage, Meets meets, Scores &p, Scores &ds) {
     const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
-    const int end = meets == MEETS_TAIL ? 1 : 0;
+    const int end = end_of(meets);
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int x = n * 8 + t + e;
-        float level = rows[LSE][x], delta = rows[DELTA][x];
-        if (meets != MEETS_NOTHING) {
-          level -= rows[KEY_LOW + end][x];
-          delta -= rows[VALUE_LOW + end][x];
-        }
+        const float level = rows[LEVEL + end][x], delta = rows[DELTA + end][x];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           float &own = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
@@ -926,6 +925,11 @@ class KeyBlock : BandBlock<S> {
         }
       }
     }
+  }
+
+  /* Which of the three numbers. */
+  static __device__ int end_of(Meets meets) {
+    return meets == MEETS_NOTHING ? 0 : meets == MEETS_HEAD ? 1 : 2;
   }
 
   /* As in QueryBlock, eight queries at a time. */
@@ -964,15 +968,15 @@ class KeyBlock : BandBlock<S> {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int at = this->cell_at(x + e % 2, column - e % 2 + e / 2 * 8);
-        score[e] = call.scale * cells_of(0, S::kOther)[at];
+        score[e] = call.scale * cells_of(0, S::kOther)[at] - rows[LEVEL][x + e % 2];
         dp[e] = cells_of(1, S::kOther)[at];
       }
     } else {
-      const int end = meets == MEETS_TAIL ? 1 : 0;
+      const int end = end_of(meets);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] = meets == MEETS_NOTHING ? 0.0f : rows[KEY_LOW + end][x + e % 2];
-        dp[e] = meets == MEETS_NOTHING ? 0.0f : rows[VALUE_LOW + end][x + e % 2];
+        score[e] = -rows[LEVEL + end][x + e % 2];
+        dp[e] = end == 0 ? 0.0f : rows[VALUE_LOW + end - 1][x + e % 2];
       }
     }
     if (f.biased) {
@@ -984,7 +988,7 @@ class KeyBlock : BandBlock<S> {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
       score[e] += call.scale * p[e];
-      p[e] = exp2_approx(at_most_zero(score[e] - rows[LSE][x + e % 2]));
+      p[e] = exp2_approx(at_most_zero(score[e]));
     }
     if (cut) {
 #pragma unroll
