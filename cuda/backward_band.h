@@ -234,6 +234,11 @@ class BandBlock {
     }
   }
 
+  /* A pair of weight 0 has no slope, whatever it meets. */
+  static __device__ float slope_of(float weight, float slope) {
+    return weight > 0 ? weight * slope : weight;
+  }
+
   __device__ Meets meets_band(int nearest, int farthest) const {
     if (!f.banded) return MEETS_NOTHING;
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
@@ -490,20 +495,22 @@ class QueryBlock : BandBlock<S> {
     const int r = strip(m) + row; /* of the block */
     const Meets meets = this->meets_band(distance - 15, distance + 7);
     const int column = distance + t - row - f.low; /* of e = 0 */
-    float score[4], dp[4], keep[4] = {1, 1, 1, 1};
+    int at[4];                                     /* of a cell */
+    float score[4], dp[4];
     if (meets == MEETS_BAND) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const int at = this->cell_at(r + e / 2 * 8, column + e % 2 - e / 2 * 8);
-        score[e] = call.scale * cells_of(0, S::kOwn)[at];
-        dp[e] = cells_of(1, S::kOwn)[at];
+        at[e] = this->cell_at(r + e / 2 * 8, column + e % 2 - e / 2 * 8);
+        score[e] = call.scale * cells_of(0, S::kOwn)[at[e]] - rows[2 * m + e / 2].lse;
+        dp[e] = cells_of(1, S::kOwn)[at[e]];
       }
     } else {
       const bool tail = meets == MEETS_TAIL;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] = tail ? rows[2 * m + e / 2].key[1] : rows[2 * m + e / 2].key[0];
-        dp[e] = tail ? rows[2 * m + e / 2].value[1] : rows[2 * m + e / 2].value[0];
+        const Row &own = rows[2 * m + e / 2];
+        score[e] = (tail ? own.key[1] : own.key[0]) - own.lse;
+        dp[e] = tail ? own.value[1] : own.value[0];
       }
     }
     if (f.biased) {
@@ -513,10 +520,7 @@ class QueryBlock : BandBlock<S> {
       }
     }
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      score[e] += call.scale * p[e];
-      p[e] = exp2_approx(at_most_zero(score[e] - rows[2 * m + e / 2].lse));
-    }
+    for (int e = 0; e < 4; e++) p[e] = exp2_approx(at_most_zero(call.scale * p[e] + score[e]));
     if (cut) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -525,19 +529,23 @@ class QueryBlock : BandBlock<S> {
     }
     if (call.dropout.threshold) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) keep[e] = kept(m * 16 + row + e / 2 * 8, x + e % 2);
-    }
+      for (int e = 0; e < 4; e++) {
+        const float keep = kept(m * 16 + row + e / 2 * 8, x + e % 2);
+        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[2 * m + e / 2].delta);
+        p[e] *= keep;
+      }
+    } else {
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[2 * m + e / 2].delta) : p[e];
-      p[e] *= keep[e];
+      for (int e = 0; e < 4; e++) {
+        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[2 * m + e / 2].delta);
+      }
     }
-    if (meets == MEETS_BAND) leave_in_cells(m, column, p, ds);
+    if (meets == MEETS_BAND) leave_in_cells(m, column, at, p, ds);
     else if (meets != MEETS_NOTHING) add_to_end(m, meets == MEETS_TAIL, p, ds);
   }
 
   /* Across the band: what is between the ends is nobody else's. */
-  __device__ void leave_in_cells(int m, int column, const float (&weights)[4],
+  __device__ void leave_in_cells(int m, int column, const int (&at)[4], const float (&weights)[4],
                                  const float (&ds)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; e++) {
@@ -549,9 +557,8 @@ class QueryBlock : BandBlock<S> {
       own.weights[0] += low ? weights[e] : 0.0f;
       own.weights[1] += high ? weights[e] : 0.0f;
       if (low || high) continue;
-      const int at = (strip(m) + row + e / 2 * 8) * f.line + own_column;
-      cells_of(0, S::kOwn)[at] = ds[e];
-      cells_of(1, S::kOwn)[at] = weights[e];
+      cells_of(0, S::kOwn)[at[e]] = ds[e];
+      cells_of(1, S::kOwn)[at[e]] = weights[e];
     }
   }
 
@@ -586,11 +593,12 @@ class QueryBlock : BandBlock<S> {
   /* The cells become those of the gradient; they go to dq, and to the sums of the tables. */
   __device__ void close(Sums (&dq)[kStrips], bool first, float *lines) {
     float *const key_cells = cells_of(0, S::kOwn), *const value_cells = cells_of(1, S::kOwn);
+    const bool whole = has_whole_band();
     __syncwarp(); /* tiles have read the ends, and left zeros where pairs are hidden */
 #pragma unroll
     for (int h = 0; h < Base::kHalves; h++) {
       const int r = strip(0) + row + 8 * h;
-      for (int column = 1 + t / 2; column < f.columns - 1; column += 4) {
+      for (int column = 1 + t / 2; !whole && column < f.columns - 1; column += 4) {
         const int j = q0 + r + seq->start + f.low + column;
         if (q0 + r < seq->queries && j >= 0 && in_sight(*seq, q0 + r, j)) continue;
         key_cells[r * f.line + column] = value_cells[r * f.line + column] = 0;
@@ -622,6 +630,14 @@ class QueryBlock : BandBlock<S> {
         add_lines((group - groups) * 16, value_cells, s.own[1], call.Dv, first,
                   lines + f.value_offset);
     }
+  }
+
+  /* Is there a pair in sight for every cell between the ends? */
+  __device__ bool has_whole_band() const {
+    const int i = q0 + strip(0), end = i + kStrips * 16 - 1;
+    const int nearest = seq->start + f.low + 1, farthest = seq->start + f.high - 1; /* of j - i */
+    return end < seq->queries && i + nearest >= 0 && end + farthest < seq->keys &&
+           nearest >= seq->nearest && farthest <= seq->farthest;
   }
 
   /* dq += the gradient's cells . vectors */
@@ -962,7 +978,7 @@ class KeyBlock : BandBlock<S> {
                                       const Sight &sight, float (&p)[4], float (&ds)[4]) {
     const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
     const Meets meets = this->meets_band(distance - 7, distance + 15);
-    float score[4], dp[4], keep[4] = {1, 1, 1, 1};
+    float score[4], dp[4];
     if (meets == MEETS_BAND) {
       const int column = distance + row - t - f.low; /* of e = 0 */
 #pragma unroll
@@ -986,10 +1002,7 @@ class KeyBlock : BandBlock<S> {
       }
     }
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      score[e] += call.scale * p[e];
-      p[e] = exp2_approx(at_most_zero(score[e]));
-    }
+    for (int e = 0; e < 4; e++) p[e] = exp2_approx(at_most_zero(call.scale * p[e] + score[e]));
     if (cut) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -998,12 +1011,16 @@ class KeyBlock : BandBlock<S> {
     }
     if (call.dropout.threshold) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) keep[e] = kept(m, row + e / 2 * 8, x + e % 2);
-    }
+      for (int e = 0; e < 4; e++) {
+        const float keep = kept(m, row + e / 2 * 8, x + e % 2);
+        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[DELTA][x + e % 2]);
+        p[e] *= keep;
+      }
+    } else {
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      ds[e] = p[e] > 0 ? p[e] * (keep[e] * (dp[e] + ds[e]) - rows[DELTA][x + e % 2]) : p[e];
-      p[e] *= keep[e];
+      for (int e = 0; e < 4; e++) {
+        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[DELTA][x + e % 2]);
+      }
     }
   }
 
