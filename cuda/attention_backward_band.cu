@@ -24,7 +24,7 @@ int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_positions; }
 
-/* Sizes that the shape alone decides. */
+/* Sizes that the shape and the device alone decide. */
 struct Sizes {
   int width, tile; /* tile: rows of queries or keys that a block owns */
   bool bf16;
@@ -126,6 +126,14 @@ int tile_of(const rp_attention *s, const Sizes &sizes) {
   return longer ? 128 : 64;
 }
 
+/* That have lines. Blocks of short sequences are done with a tile soon, and all alike: as many as a
+ * device holds at once. */
+int64_t most_blocks(const Sizes &sizes) {
+  const int64_t held_at_once =
+      int64_t{context().multiprocessors} * BandShape<bf16, float, 64, 32>::kBlocks;
+  return sizes.tile == 32 && held_at_once < kMostBlocks ? held_at_once : kMostBlocks;
+}
+
 Sizes sizes_of(const rp_attention *s) {
   Sizes sizes = {};
   const int64_t widest = s->D > s->Dv ? s->D : s->Dv;
@@ -142,7 +150,7 @@ Sizes sizes_of(const rp_attention *s) {
   sizes.numbers = sizes.bias_offset + sizes.bias_columns;
   if (sizes.numbers == 0) return sizes;
   const int64_t heads = s->H > 0 ? s->H : 1, most = kMostNumbers / sizes.numbers;
-  const int64_t fit = (most < kMostBlocks ? most : kMostBlocks) / heads;
+  const int64_t blocks = most_blocks(sizes), fit = (most < blocks ? most : blocks) / heads;
   if (sizes.blocks > fit) sizes.blocks = fit > 1 ? fit : 1;
   const int64_t element = sizes.bf16 ? 2 : 4;
   sizes.table_bytes = rounded(s->H * 2 * sizes.table_rows * sizes.width * element);
