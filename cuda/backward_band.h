@@ -244,11 +244,9 @@ class BandBlock {
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
   }
 
-  /* Is anything hidden in a tile? Rows of no query have a weight of 0 anyway. */
-  __device__ bool is_cut(int i, int rows, int j, int keys) const {
-    return j + keys > seq->keys || j + keys - 1 - i > seq->farthest ||
-           j - (i + rows - 1) < seq->nearest;
-  }
+  /* Is anything of a tile hidden from the warp's rows? Rows of no query have a weight of 0 anyway.
+   */
+  __device__ bool is_cut(int tile) const { return tile < uncut_from || tile > uncut_to; }
 
   /* The first of the block's rows in strip m of the warp. */
   __device__ int strip(int m) const { return (warp * S::kStrips + m) * 16; }
@@ -268,7 +266,9 @@ class BandBlock {
   float *const cells;           /* [2][rows][line] */
   const int lane, warp, row, t; /* row: of a strip's sixteen, the thread's first; and 8 more */
   const int head;
-  const Sequence *seq; /* read where it is wanted */
+  const Sequence *seq;      /* read where it is wanted, which is not in every tile: */
+  int walk_from, walk_to;   /* rows whose tiles are walked */
+  int uncut_from, uncut_to; /* tiles that begin there: see is_cut */
 };
 
 /* ---- queries ---------------------------------------------------------------------- */
@@ -287,6 +287,10 @@ class QueryBlock : BandBlock<S> {
   using Base::strip;
   using Base::t;
   using Base::table;
+  using Base::uncut_from;
+  using Base::uncut_to;
+  using Base::walk_from;
+  using Base::walk_to;
   using Base::warp;
   using typename Base::Left;
   using typename Base::LeftAgain;
@@ -332,20 +336,24 @@ class QueryBlock : BandBlock<S> {
     float slopes[2], weights[2]; /* sums beyond the ends */
   };
 
-  /* Those that some of the block's queries see: tiles from `from` to `last`. */
+  /* Those that some of the block's queries see. */
   __device__ void find_keys() {
     const int queries_end = smaller(q0 + S::kOwn, seq->queries);
     const int nearest = q0 + seq->nearest;
-    from = nearest > 0 ? nearest / S::kOther * S::kOther : 0;
-    last = smaller(queries_end - 1 + seq->farthest, seq->keys - 1);
+    walk_from = nearest > 0 ? nearest / S::kOther * S::kOther : 0;
+    walk_to = smaller(queries_end - 1 + seq->farthest, seq->keys - 1);
+    const int i = q0 + strip(0), end = i + 16 * kStrips - 1;
+    uncut_from = end + seq->nearest;
+    uncut_to = smaller(i + seq->farthest + 1, seq->keys) - S::kOther;
+    apart = q0 + seq->start;
   }
 
   __device__ void open(bool first) {
     this->load_queries(s.own[0], s.own[1], q0, S::kOwn);
     if (f.held > 0 && first) this->load_held();
     cp_async_commit();
-    loaded = (!f.banded || f.held > 0) && from <= last; /* else vectors come there */
-    if (loaded) load_tile(0, from);
+    loaded = (!f.banded || f.held > 0) && walk_from <= walk_to; /* else vectors come there */
+    if (loaded) load_tile(0, walk_from);
     RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + q0 + strip(0) + row;
 #pragma unroll
     for (int h = 0; h < Base::kHalves; h++) {
@@ -395,20 +403,20 @@ class QueryBlock : BandBlock<S> {
   __device__ void load_tile(int stage, int j) {
     this->load_keys(s.other[stage][0], s.other[stage][1], j, S::kOther);
     if (f.biased)
-      this->load_bias(s.bias[stage], j - q0 - seq->start - (S::kOwn - 1), S::kOwn + S::kOther - 1);
+      this->load_bias(s.bias[stage], j - apart - (S::kOwn - 1), S::kOwn + S::kOther - 1);
     cp_async_commit();
   }
 
   __device__ void walk(Sums (&dq)[kStrips]) {
     int stage = 0;
-    for (int j = from; j <= last; j += S::kOther) {
+    for (int j = walk_from; j <= walk_to; j += S::kOther) {
       if (!loaded) {
         if (S::kStages == 1) __syncthreads();
         load_tile(stage, j);
       }
       cp_async_wait<0>();
       __syncthreads();
-      loaded = S::kStages == 2 && j + S::kOther <= last;
+      loaded = S::kStages == 2 && j + S::kOther <= walk_to;
       if (loaded) load_tile(1 - stage, j + S::kOther);
       tile(stage, j, dq);
       if (S::kStages == 2) stage = 1 - stage;
@@ -420,11 +428,11 @@ class QueryBlock : BandBlock<S> {
     multiply_rows<S::kWidth>(p, q, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, dz, s.other[stage][1]);
     if (call.dropout.threshold) make_keep(j);
+    const bool cut = this->is_cut(j);
 #pragma unroll
     for (int m = 0; m < kStrips; m++) {
-      const int distance = j - (q0 + strip(m)) - seq->start;
+      const int distance = j - apart - strip(m);
       const Meets meets = this->meets_band(distance - 15, distance + S::kOther - 1);
-      const bool cut = this->is_cut(q0 + strip(m), 16, j, S::kOther);
       if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
         differentiate(stage, m, j, distance, cut, p[m], ds[m]);
       else if (meets == MEETS_NOTHING) differentiate_plain<false>(m, false, p[m], ds[m]);
@@ -466,10 +474,11 @@ class QueryBlock : BandBlock<S> {
    * at a time: few of those of a tile cross the band. */
   __device__ void differentiate(int stage, int m, int j, int distance, bool cut, Scores &p,
                                 Scores &ds) {
-    const Sight sight = sight_of(q0 + strip(m) - j, seq->keys - 1 - j);
+    Sight sight = {};
+    if (cut) sight = sight_of(q0 + strip(m) - j, seq->keys - 1 - j);
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
-      if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
+      if (cut && (n * 8 > sight.last || n * 8 + 7 < sight.first)) {
 #pragma unroll
         for (int e = 0; e < 4; e++) ds[n][e] = 0;
         continue;
@@ -711,7 +720,7 @@ class QueryBlock : BandBlock<S> {
   __device__ void add_biases(int j, const Scores (&ds)[kStrips]) {
     constexpr int kDiagonals = S::kOwn + S::kOther - 1, kRow = S::kOther + 1;
     const Band &band = call.bias;
-    const int nearest = j - q0 - seq->start - (S::kOwn - 1), farthest = nearest + kDiagonals - 1;
+    const int nearest = j - apart - (S::kOwn - 1), farthest = nearest + kDiagonals - 1;
     if (farthest <= band.low || nearest >= band.high) {
       float sum = 0;
 #pragma unroll
@@ -787,9 +796,9 @@ class QueryBlock : BandBlock<S> {
   Left q[kStrips];
   LeftAgain dz[kStrips];
   Row rows[Base::kHalves]; /* 2 m + h: strip m, row + 8 h */
-  int q0, from, last;
-  bool loaded;      /* the tile that is next */
-  float *distances; /* of the block's lines: sums of ds by distance, or NULL */
+  int q0, apart;           /* j - apart: the distance from the block's first query to key j */
+  bool loaded;             /* the tile that is next */
+  float *distances;        /* of the block's lines: sums of ds by distance, or NULL */
   float bias_low, bias_high;
 };
 
@@ -808,6 +817,10 @@ class KeyBlock : BandBlock<S> {
   using Base::seq;
   using Base::strip;
   using Base::t;
+  using Base::uncut_from;
+  using Base::uncut_to;
+  using Base::walk_from;
+  using Base::walk_to;
   using Base::warp;
   using typename Base::Left;
   using typename Base::LeftAgain;
@@ -829,7 +842,7 @@ class KeyBlock : BandBlock<S> {
       if (f.held > 0) this->load_held();
       cp_async_commit();
       find_queries();
-      if (from <= last) load_tile(0, from);
+      if (walk_from <= walk_to) load_tile(0, walk_from);
       cp_async_wait<0>();
       __syncthreads();
       for (int m = 0; m < kStrips; m++) {
@@ -863,36 +876,39 @@ class KeyBlock : BandBlock<S> {
       }
     }
     if (f.biased)
-      this->load_bias(s.bias[stage], k0 - i - seq->start - (S::kOther - 1),
-                      S::kOwn + S::kOther - 1);
+      this->load_bias(s.bias[stage], apart - i - (S::kOther - 1), S::kOwn + S::kOther - 1);
     cp_async_commit();
   }
 
-  /* Those that see some of the block's keys: tiles from `from` to `last`. */
+  /* Those that see some of the block's keys. */
   __device__ void find_queries() {
     const int keys_end = smaller(k0 + S::kOwn, seq->keys);
     const int farthest = k0 - seq->farthest;
-    from = farthest > 0 ? farthest / S::kOther * S::kOther : 0;
-    last = smaller(keys_end - 1 - seq->nearest, seq->queries - 1);
+    walk_from = farthest > 0 ? farthest / S::kOther * S::kOther : 0;
+    walk_to = smaller(keys_end - 1 - seq->nearest, seq->queries - 1);
+    const int j = k0 + strip(0), end = j + 16 * kStrips - 1;
+    uncut_from = end < seq->keys ? end - seq->farthest : walk_to + 1;
+    uncut_to = j - seq->nearest - (S::kOther - 1);
+    apart = k0 - seq->start;
   }
 
   __device__ void walk(Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
     int stage = 0;
-    for (int i = from; i <= last; i += S::kOther) {
-      if (S::kStages == 1 && i > from) {
+    for (int i = walk_from; i <= walk_to; i += S::kOther) {
+      if (S::kStages == 1 && i > walk_from) {
         __syncthreads();
         load_tile(0, i);
       }
       cp_async_wait<0>();
       __syncthreads();
-      if (S::kStages == 2 && i + S::kOther <= last) load_tile(1 - stage, i + S::kOther);
+      if (S::kStages == 2 && i + S::kOther <= walk_to) load_tile(1 - stage, i + S::kOther);
       tile(stage, i, dk, dv);
       if (S::kStages == 2) stage = 1 - stage;
     }
   }
 
   __device__ void tile(int stage, int i, Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
-    const int distance = k0 - i - seq->start;
+    const int distance = apart - i;
     if (this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1) == MEETS_BAND) {
       find_cells(stage, distance);
       __syncthreads();
@@ -901,11 +917,11 @@ class KeyBlock : BandBlock<S> {
     multiply_rows<S::kWidth>(p, k, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, v, s.other[stage][1]);
     if (call.dropout.threshold) make_keep(i);
+    const bool cut = this->is_cut(i);
 #pragma unroll
     for (int m = 0; m < kStrips; m++) {
       const int own = distance + strip(m);
       const Meets meets = this->meets_band(own - (S::kOther - 1), own + 15);
-      const bool cut = this->is_cut(i, S::kOther, k0 + strip(m), 16);
       if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
         differentiate(stage, m, i, own, cut, p[m], ds[m]);
       else differentiate_plain(stage, meets, p[m], ds[m]);
@@ -951,10 +967,11 @@ class KeyBlock : BandBlock<S> {
   /* As in QueryBlock, eight queries at a time. */
   __device__ void differentiate(int stage, int m, int i, int distance, bool cut, Scores &p,
                                 Scores &ds) {
-    const Sight sight = sight_of(k0 + strip(m) - i, seq->keys - k0 - strip(m));
+    Sight sight = {};
+    if (cut) sight = sight_of(k0 + strip(m) - i, seq->keys - k0 - strip(m));
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
-      if (n * 8 > sight.last || n * 8 + 7 < sight.first) {
+      if (cut && (n * 8 > sight.last || n * 8 + 7 < sight.first)) {
 #pragma unroll
         for (int e = 0; e < 4; e++) p[n][e] = ds[n][e] = 0;
         continue;
@@ -1052,7 +1069,7 @@ class KeyBlock : BandBlock<S> {
 
   Left k[kStrips];
   LeftAgain v[kStrips];
-  int k0, from, last;
+  int k0, apart; /* apart - i: the distance from query i to the block's first key */
 };
 
 }  // namespace rpc
