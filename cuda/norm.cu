@@ -11,9 +11,10 @@
  *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat))
  *   dgain += sum over rows of dy * xhat,   dshift += sum over rows of dy
  *
- * A piece of rows has sums of dgain and dshift of its own, in the workspace [pieces][2][columns],
- * which are added in the order of the pieces. dx may be dy or dstream: every number is read before
- * its place is written.
+ * A piece is every so many'th row, so that all pieces go through the rows together, from the last
+ * to the first (four.h). It has sums of dgain and dshift of its own, in the workspace
+ * [pieces][2][columns], which are added in the order of the pieces. dx may be dy or dstream: every
+ * number is read before its place is written.
  */
 #include "reduce.h"
 
@@ -23,7 +24,7 @@ namespace {
 constexpr int64_t norm_narrow = 1024; /* columns that a warp takes alone */
 constexpr int norm_threads = 256;     /* of a block */
 constexpr int norm_warps = norm_threads / 32;
-constexpr int64_t norm_most = 256; /* pieces of backward, of at least norm_rows rows */
+constexpr int64_t norm_most = 256; /* pieces of backward, of about norm_rows rows or more */
 constexpr int64_t norm_rows = 16;
 
 /* A team is a warp, or a whole block of norm_threads. */
@@ -163,7 +164,6 @@ struct NormBackwardRows {
   int64_t rows, columns;
   const float *x, *gain, *stats, *dy, *dstream; /* dstream: or NULL */
   float *dx, *partials;
-  int64_t piece_rows;
 };
 
 /* Where a thread's quad q of a row begins that `warps` warps of a block have together: they lie
@@ -224,12 +224,11 @@ __device__ inline void sum_shared(float *plain, float *weighted, int turn) {
 template <int quads, int warps, bool wide>
 __global__ void norm_backward_narrow(NormBackwardRows a) {
   constexpr int teams = norm_warps / warps;
-  const int64_t columns = a.columns, first = blockIdx.x * a.piece_rows;
-  const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  const int64_t columns = a.columns, apart = teams * gridDim.x;
   Four dgain[quads] = {}, dshift[quads] = {};
-  for (int64_t top = first, turn = 0; top < end; top += teams, turn ^= 1) {
-    const int64_t row = top + threadIdx.y / warps;
-    const bool there = row < end; /* else all numbers are 0, as beyond the last column */
+  for (int64_t done = teams * blockIdx.x, turn = 0; done < a.rows; done += apart, turn ^= 1) {
+    const int64_t row = a.rows - 1 - done - threadIdx.y / warps;
+    const bool there = row >= 0; /* else all numbers are 0, as beyond the last column */
     const int64_t right = there ? columns : 0;
     const float mean = there ? a.stats[2 * row] : 0, rstd = there ? a.stats[2 * row + 1] : 0;
     Four xhat[quads], g[quads];
@@ -277,10 +276,10 @@ template <bool wide>
 __global__ void norm_backward_piece(NormBackwardRows a) {
   const int64_t columns = a.columns;
   const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
-  const int64_t first = blockIdx.y * a.piece_rows;
-  const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  const int64_t apart = norm_warps * gridDim.y;
   Four dgain = {{0, 0, 0, 0}}, dshift = {{0, 0, 0, 0}};
-  for (int64_t row = first + threadIdx.y; column < columns && row < end; row += norm_warps) {
+  for (int64_t row = norm_warps * blockIdx.y + threadIdx.y; column < columns && row < a.rows;
+       row += apart) {
     const float mean = a.stats[2 * row], rstd = a.stats[2 * row + 1];
     const Four x = load_four<wide>(a.x + row * columns + column, columns - column);
     const Four d = load_four<wide>(a.dy + row * columns + column, columns - column);
@@ -369,15 +368,13 @@ rp_status norm(const rpi_norm_args *args) {
 
 rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   const int64_t rows = args->rows, columns = args->columns;
-  /* Fewer rows may make more pieces, so what is asked for is what no fewer rows exceed. */
   const int64_t least = (rows + norm_rows - 1) / norm_rows;
-  const int64_t most = least < norm_most ? least : norm_most;
+  const int64_t pieces = least < norm_most ? least : norm_most;
   if (bytes != nullptr) {
-    *bytes = most * 2 * columns * static_cast<int64_t>(sizeof(float));
+    *bytes = pieces * 2 * columns * static_cast<int64_t>(sizeof(float));
     return RP_OK;
   }
   if (rows == 0 || columns == 0) return RP_OK;
-  const int64_t share = (rows + norm_most - 1) / norm_most;
   NormBackwardRows a = {};
   a.rows = rows;
   a.columns = columns;
@@ -388,8 +385,6 @@ rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   a.dstream = args->dstream;
   a.dx = args->dx;
   a.partials = static_cast<float *>(args->workspace);
-  a.piece_rows = share > norm_rows ? share : norm_rows;
-  const int64_t pieces = (rows + a.piece_rows - 1) / a.piece_rows;
   const bool wide = is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.dy, columns) &&
                     is_wide(a.dstream, columns) && is_wide(a.dx, columns);
   RPI_TRY(wide ? launch_backward<true>(a, pieces) : launch_backward<false>(a, pieces));

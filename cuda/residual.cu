@@ -31,8 +31,8 @@ __global__ void residual_rows(const float *x, const float *f, float *out, int64_
 template <bool wide>
 __global__ void residual_backward_rows(const float *dout, float *df, int64_t rows, int64_t columns,
                                        Packing packing) {
-  const int64_t row = row_from_end(rows);
-  if (row < 0) return;
+  const int64_t row = row_of_thread(); /* the norm's backward wrote the first ones last */
+  if (row >= rows) return;
   const Place place = place_of(packing, row);
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = row * columns + c, count = columns - c;
