@@ -110,7 +110,7 @@ def test_arrays_between_borders(
 ) -> None:
     """Where no load of 16 bytes fits, numbers are read one by one: the bits are the same."""
     found = bits(program, tmp_path, **OPEN, RELPOS_TEST_SHIFT="1")
-    if program == "test_gemm" and on_a_gpu():
+    if program in ("test_gemm", "test_linear") and on_a_gpu():
         return  # cuBLAS has other kernels for such arrays, which may add up in another order
     assert found == expected(program)
 

@@ -55,7 +55,18 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
 
-/* dy that is in bf16 already, rows where wider ones would start, has the bits of dy that is not. */
+/* The same products of `terms` numbers of at most 1, which cuBLAS may add up in another order where
+ * rows lie further apart. */
+static bool near(const rp_ops *ops, const array *got, const array *expected, int64_t terms) {
+  const long double allowed = 2 * UNIT * (long double)((terms + 1) * (terms + 1));
+  bool right = true;
+  for (int64_t i = 0; i < got->count; i++) {
+    right = right && is_close(ops, got->name, i, got->data[i], expected->data[i], allowed);
+  }
+  return right;
+}
+
+/* dy that is in bf16 already, rows where wider ones would start, is as good as dy that is not. */
 static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t out) {
   layer l = layer_create(rows, in, out, 4);
   array dweight = array_copy(&l.dweight), dx = array_copy(&l.dx);
@@ -75,8 +86,8 @@ static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
   a.dweight = dweight.data;
   a.dx = dx.data;
   CHECK_INT(ops->linear_backward(&a), RP_OK);
-  CHECK(same(ops, &l.dweight, &dweight));
-  CHECK(same(ops, &l.dx, &dx));
+  CHECK(near(ops, &l.dweight, &dweight, rows));
+  CHECK(near(ops, &l.dx, &dx, out));
   array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &dweight, &dx};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
@@ -99,7 +110,7 @@ static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, 
   a.forward.x = NULL;
   a.dweight = l.dweight.data;
   CHECK_INT(ops->linear_backward(&a), RP_OK);
-  CHECK(same(ops, &l.dweight, &dweight));
+  CHECK(near(ops, &l.dweight, &dweight, rows));
   free(a.forward.kept);
   array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &dweight, &y};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
