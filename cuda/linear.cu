@@ -52,14 +52,14 @@ __global__ void bias_rows(const float *bias, float *c, int64_t c_stride, int64_t
   }
 }
 
-/* to[rows][to_stride] = x rounded to bf16; what is beyond the columns becomes 0. */
+/* to[rows][to_stride] = x rounded to bf16; what is beyond the columns becomes 0, but for a bias. */
 struct Pack {
   const float *x;
   int64_t stride, rows, columns;
   bf16 *to;
   int64_t to_stride;
-  unsigned blocks; /* of pack_threads: several rows, or one that a thread goes along */
-  int across;      /* 2 to this power threads have a row */
+  unsigned blocks; /* of pack_threads: several rows, or one that threads go along */
+  int across;      /* 2 to this power threads have a row, what stands behind it at last */
   bool wide;
   const float *behind; /* [rows], whose parts follow each row's columns; or NULL */
   bool ones;           /* ones follow */
@@ -134,7 +134,7 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   p->columns = x->columns;
   p->to_stride = rounded_stride(x->columns + more);
   p->wide = is_wide(p->x, p->stride);
-  while (4 << p->across < p->to_stride && 1 << p->across < pack_threads) p->across++;
+  while (4 << p->across < p->columns && 1 << p->across < pack_threads) p->across++;
   const int64_t down = pack_threads >> p->across;
   p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
   p->to = static_cast<bf16 *>(to);
