@@ -311,10 +311,8 @@ class ForwardBlock {
     /* What is met, and seen, is the warp's own affair; diagonals of a tile are the block's. */
     const int top = tiled ? 0 : warp_row, bottom = top + (tiled ? S::kQueries : S::kWarpRows) - 1;
     const int nearest = d0 - bottom, farthest = d0 + S::kKeys - 1 - top;
-    if (!S::kGeneral &&
-        (farthest + seq.start < seq.nearest || nearest + seq.start > seq.farthest)) {
-      return;
-    }
+    const bool nothing = farthest + seq.start < seq.nearest || nearest + seq.start > seq.farthest;
+    if (!S::kGeneral && (nothing || q0 + warp_row >= seq.queries)) return;
     Meets meets = MEETS_NOTHING;
     if (f.banded) {
       meets = farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
@@ -330,11 +328,13 @@ class ForwardBlock {
     /* Products stay as they are where a row is given one number: -inf must not meet inf there. */
     const bool raw = !S::kGeneral && call.scale > 0 && call.bias.count == 0 &&
                      meets != MEETS_BAND && (all_seen || meets == MEETS_NOTHING);
+    Strips strips[S::kFolds];
+    for (int m = 0; m < S::kFolds; m++) strips[m] = strips_of(m, meets, d0);
     Rows shift = {};
     if (raw) {
       for (int h = 0; h < kRows; h++) shift[h] = end_score(h, meets);
     } else {
-      add_relations(x, meets, d0, first);
+      add_relations(x, strips, d0, first);
       if (call.bias.count > 0) add_bias(x, s.bias[stage]);
       if constexpr (S::kGeneral) finish_scores(x, stage, j0);
     }
@@ -345,11 +345,12 @@ class ForwardBlock {
       keep[m] = dropout.threshold == 0 ? ~0u : keep_bits(m, j0);
     }
     const bool related_values = call.value.count > 0;
-    if (related_values && meets == MEETS_BAND) put_cells(x, keep, d0, first);
+    if (related_values && meets == MEETS_BAND) put_cells(x, keep, strips, d0, first);
     Rows added;
     weigh(x, raw ? call.scale : 1, shift, added);
     drop(x, keep);
-    if (related_values) sum_ends(x, meets, d0, added);
+    if (related_values && meets == MEETS_BAND) sum_strips(x, strips, d0);
+    else if (related_values) sum_end(x, meets, added);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
@@ -364,25 +365,39 @@ class ForwardBlock {
     return meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
   }
 
-  /* What the band is to eight columns of 16 rows: some are behind it where others cross. */
-  __device__ Meets strip_meets(int n, int m, int d0) const {
-    const int nearest = d0 + 8 * n - (warp_row + 16 * m + 15), farthest = nearest + 7 + 15;
-    return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
+  /* A band crosses few strips of eight columns and 16 rows of a warp: those before `begin` are
+   * wholly before it, those from `end` on behind it. */
+  struct Strips {
+    int begin, end;
+    __device__ bool crosses(int n) const { return n >= begin && n < end; }
+  };
+
+  __device__ Strips strips_of(int m, Meets meets, int d0) const {
+    if (meets == MEETS_TAIL) return {0, 0};
+    if (meets != MEETS_BAND) return {S::kTiles, S::kTiles};
+    const int d = d0 - (warp_row + 16 * m);
+    return {(f.low + 1 - d) >> 3, (f.high + 22 - d) >> 3};
+  }
+  __device__ int distance_of(int n, int e, int d0) const {
+    return d0 + column_of(n, e) - (row + e / 2 * 8);
   }
 
   /* Products to scores in units of log 2, with what the band adds. */
-  __device__ void add_relations(Scores &x, Meets meets, int d0, int first) {
+  __device__ void add_relations(Scores &x, const Strips (&strips)[S::kFolds], int d0, int first) {
 #pragma unroll
     for (int at = 0; at < S::kTiles * S::kFolds; at++) {
       const int n = at / S::kFolds, m = at % S::kFolds;
-      const Meets strip = meets == MEETS_BAND ? strip_meets(n, m, d0) : meets;
+      if (strips[m].crosses(n)) {
+#pragma unroll
+        for (int e = 4 * m; e < 4 * m + 4; e++) {
+          const int cell = clamped(distance_of(n, e, d0), f.low, f.high) - first;
+          x[n][e] = x[n][e] * call.scale + related(e / 2)[cell];
+        }
+        continue;
+      }
 #pragma unroll
       for (int e = 4 * m; e < 4 * m + 4; e++) {
-        const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
-        float relation = end_score(h, strip);
-        if (strip == MEETS_BAND) {
-          relation = related(h)[(d < f.low ? f.low : d > f.high ? f.high : d) - first];
-        }
+        const float relation = n < strips[m].begin ? before[e / 2] : behind[e / 2];
         x[n][e] = x[n][e] * call.scale + relation;
       }
     }
@@ -436,16 +451,17 @@ class ForwardBlock {
   }
 
   /* Scores take the cells of their distances, for close_band. */
-  __device__ void put_cells(const Scores &x, const Keep &keep, int d0, int first) {
+  __device__ void put_cells(const Scores &x, const Keep &keep, const Strips (&strips)[S::kFolds],
+                            int d0, int first) {
 #pragma unroll
     for (int at = 0; at < S::kTiles * S::kFolds; at++) {
       const int n = at / S::kFolds, m = at % S::kFolds;
-      if (strip_meets(n, m, d0) != MEETS_BAND) continue;
+      if (!strips[m].crosses(n)) continue;
 #pragma unroll
       for (int e = 4 * m; e < 4 * m + 4; e++) {
-        const int h = e / 2, d = d0 + column_of(n, e) - (row + 8 * h);
+        const int d = distance_of(n, e, d0);
         if (d > f.low && d < f.high) {
-          related(h)[d - first] = kept(keep, n, e) ? x[n][e] : -INFINITY;
+          related(e / 2)[d - first] = kept(keep, n, e) ? x[n][e] : -INFINITY;
         }
       }
     }
@@ -515,36 +531,41 @@ class ForwardBlock {
     }
   }
 
-  /* The weights that lie in the ends of the band; added: their sums, before some were dropped. */
-  __device__ void sum_ends(const Scores &x, Meets meets, int d0, const Rows &added) {
-    for (int h = 0; h < kRows; h++) {
-      float low = 0, high = 0;
-      if (meets == MEETS_BAND) {
+  /* The weights of a tile that lie in the ends of the band. */
+  __device__ void sum_strips(const Scores &x, const Strips (&strips)[S::kFolds], int d0) {
+    const int tail = f.high > f.low ? f.high : f.low + 1;
 #pragma unroll
-        for (int n = 0; n < S::kTiles; n++) {
-          const Meets strip = strip_meets(n, h / 2, d0);
-          if (strip != MEETS_BAND) {
-            (strip == MEETS_HEAD ? low : high) += x[n][2 * h] + x[n][2 * h + 1];
-            continue;
-          }
+    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
+      const int n = at / S::kFolds, m = at % S::kFolds;
+      if (strips[m].crosses(n)) {
 #pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; e++) {
-            const int d = d0 + column_of(n, e) - (row + 8 * h);
-            low += d <= f.low ? x[n][e] : 0.0f;
-            high += d > f.low && d >= f.high ? x[n][e] : 0.0f;
-          }
+        for (int e = 4 * m; e < 4 * m + 4; e++) {
+          const int d = distance_of(n, e, d0);
+          before_sum[e / 2] += d <= f.low ? x[n][e] : 0.0f;
+          behind_sum[e / 2] += d >= tail ? x[n][e] : 0.0f;
         }
-      } else {
-        float all = dropout.threshold == 0 ? added[h] : 0;
-#pragma unroll
-        for (int n = 0; dropout.threshold != 0 && n < S::kTiles; n++) {
-          all += x[n][2 * h] + x[n][2 * h + 1];
-        }
-        low = meets == MEETS_HEAD ? all : 0;
-        high = meets == MEETS_TAIL ? all : 0;
+        continue;
       }
-      before_sum[h] += low;
-      behind_sum[h] += high;
+      const bool first = n < strips[m].begin;
+#pragma unroll
+      for (int h = 2 * m; h < 2 * m + 2; h++) {
+        const float both = x[n][2 * h] + x[n][2 * h + 1];
+        before_sum[h] += first ? both : 0.0f;
+        behind_sum[h] += first ? 0.0f : both;
+      }
+    }
+  }
+
+  /* The same of a tile that lies in one; added: its weights' sums, before some were dropped. */
+  __device__ void sum_end(const Scores &x, Meets meets, const Rows &added) {
+    for (int h = 0; h < kRows; h++) {
+      float all = dropout.threshold == 0 ? added[h] : 0;
+#pragma unroll
+      for (int n = 0; dropout.threshold != 0 && n < S::kTiles; n++) {
+        all += x[n][2 * h] + x[n][2 * h + 1];
+      }
+      before_sum[h] += meets == MEETS_HEAD ? all : 0;
+      behind_sum[h] += meets == MEETS_TAIL ? all : 0;
     }
   }
 

@@ -30,6 +30,11 @@ constexpr int row_stride = kWidth + 16 / int{sizeof(Operand)};
 __device__ inline int lane_of() { return static_cast<int>(threadIdx.x % 32); }
 __device__ inline int warp_of() { return static_cast<int>(threadIdx.x / 32); }
 
+__device__ inline int clamped(int x, int low, int high) {
+  const int raised = x < low ? low : x;
+  return raised > high ? high : raised;
+}
+
 /* Over the four lanes that share a row. */
 __device__ inline float quad_sum(float v) {
   v += __shfl_xor_sync(~0u, v, 1);
