@@ -317,27 +317,24 @@ class ForwardBlock {
     if (f.banded) {
       meets = farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
     }
+    const bool all_seen = j0 + S::kKeys <= seq.keys && nearest + seq.start >= seq.nearest &&
+                          farthest + seq.start <= seq.farthest;
+    if (!S::kGeneral && !S::kShort && all_seen && meets != MEETS_BAND && call.scale > 0 &&
+        call.bias.count == 0 && dropout.threshold == 0) {
+      take_even_tile(stage, meets);
+      return;
+    }
     const int first = tiled ? nearest : f.low; /* distance of cell 0 */
     if (S::kGeneral && tiled && meets == MEETS_BAND) {
       open_tile_band(nearest);
     }
     Scores x = {};
     multiply_folds<S::kWidth>(x, left, keys(stage));
-    const bool all_seen = j0 + S::kKeys <= seq.keys && nearest + seq.start >= seq.nearest &&
-                          farthest + seq.start <= seq.farthest;
-    /* Products stay as they are where a row is given one number: -inf must not meet inf there. */
-    const bool raw = !S::kGeneral && call.scale > 0 && call.bias.count == 0 &&
-                     meets != MEETS_BAND && (all_seen || meets == MEETS_NOTHING);
     Strips strips[S::kFolds];
     for (int m = 0; m < S::kFolds; m++) strips[m] = strips_of(m, meets, d0);
-    Rows shift = {};
-    if (raw) {
-      for (int h = 0; h < kRows; h++) shift[h] = end_score(h, meets);
-    } else {
-      add_relations(x, strips, d0, first);
-      if (call.bias.count > 0) add_bias(x, s.bias[stage]);
-      if constexpr (S::kGeneral) finish_scores(x, stage, j0);
-    }
+    add_relations(x, strips, d0, first);
+    if (call.bias.count > 0) add_bias(x, s.bias[stage]);
+    if constexpr (S::kGeneral) finish_scores(x, stage, j0);
     if (!all_seen) hide(x, j0);
     Keep keep;
 #pragma unroll
@@ -346,11 +343,11 @@ class ForwardBlock {
     }
     const bool related_values = call.value.count > 0;
     if (related_values && meets == MEETS_BAND) put_cells(x, keep, strips, d0, first);
+    const Rows none = {};
     Rows added;
-    weigh(x, raw ? call.scale : 1, shift, added);
+    weigh(x, 1, none, added);
     drop(x, keep);
-    if (related_values && meets == MEETS_BAND) sum_strips(x, strips, d0);
-    else if (related_values) sum_end(x, meets, added);
+    if (related_values) sum_ends(x, strips, d0);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
@@ -360,9 +357,21 @@ class ForwardBlock {
     }
   }
 
-  /* What the band adds to all of a row where it does not cross the tile. */
-  __device__ float end_score(int h, Meets meets) const {
-    return meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
+  /* A tile of which all is seen, kept and given one number a row: one run of instructions without a
+   * branch but weigh's own, in which exponentials and products overlap. */
+  __device__ void take_even_tile(int stage, Meets meets) {
+    Scores x = {};
+    multiply_folds<S::kWidth>(x, left, keys(stage));
+    Rows shift, added;
+    for (int h = 0; h < kRows; h++) {
+      shift[h] = meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
+    }
+    weigh(x, call.scale, shift, added);
+    for (int h = 0; h < kRows; h++) {
+      before_sum[h] += meets == MEETS_HEAD ? added[h] : 0;
+      behind_sum[h] += meets == MEETS_TAIL ? added[h] : 0;
+    }
+    add_folds<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
   }
 
   /* A band crosses few strips of eight columns and 16 rows of a warp: those before `begin` are
@@ -531,8 +540,8 @@ class ForwardBlock {
     }
   }
 
-  /* The weights of a tile that lie in the ends of the band. */
-  __device__ void sum_strips(const Scores &x, const Strips (&strips)[S::kFolds], int d0) {
+  /* The weights that lie in the ends of the band. */
+  __device__ void sum_ends(const Scores &x, const Strips (&strips)[S::kFolds], int d0) {
     const int tail = f.high > f.low ? f.high : f.low + 1;
 #pragma unroll
     for (int at = 0; at < S::kTiles * S::kFolds; at++) {
@@ -553,19 +562,6 @@ class ForwardBlock {
         before_sum[h] += first ? both : 0.0f;
         behind_sum[h] += first ? 0.0f : both;
       }
-    }
-  }
-
-  /* The same of a tile that lies in one; added: its weights' sums, before some were dropped. */
-  __device__ void sum_end(const Scores &x, Meets meets, const Rows &added) {
-    for (int h = 0; h < kRows; h++) {
-      float all = dropout.threshold == 0 ? added[h] : 0;
-#pragma unroll
-      for (int n = 0; dropout.threshold != 0 && n < S::kTiles; n++) {
-        all += x[n][2 * h] + x[n][2 * h + 1];
-      }
-      before_sum[h] += meets == MEETS_HEAD ? all : 0;
-      behind_sum[h] += meets == MEETS_TAIL ? all : 0;
     }
   }
 
