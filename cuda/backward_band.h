@@ -115,33 +115,25 @@ class BandBlock {
         t(lane_of() % 4 * 2),
         head(the_head) {}
 
-  /* Starts to load 64 or fewer rows of an array. */
+  /* Starts to load kRows rows, or as many as there are, of two arrays. */
   template <int kRows>
-  __device__ void load(Operand *to, const rp_rows &from, int64_t batch, int64_t first, int count,
-                       int width) {
-    load_rows<kRows, S::kWidth, S::kThreads>(to, row_of<Storage>(from, batch, head, first),
-                                             from.row_stride, count > kRows ? kRows : count, width,
-                                             f.c.aligned);
+  __device__ void load(Operand *x, Operand *y, const rp_rows &x_from, const rp_rows &y_from,
+                       int64_t batch, int64_t first, int count) {
+    load_two<kRows, S::kWidth, S::kThreads>(
+        x,
+        RowsFrom<Storage>{row_of<Storage>(x_from, batch, head, first), x_from.row_stride, call.D},
+        y,
+        RowsFrom<Storage>{row_of<Storage>(y_from, batch, head, first), y_from.row_stride, call.Dv},
+        count > kRows ? kRows : count, f.c.aligned);
   }
-  __device__ void load_queries(Operand *q, Operand *dz, int first, int rows_of_tile) {
-    const int count = seq->queries - first;
-    if (rows_of_tile == S::kOwn) {
-      load<S::kOwn>(q, call.q, seq->query_batch, seq->query_row + first, count, call.D);
-      load<S::kOwn>(dz, f.c.dout, seq->query_batch, seq->query_row + first, count, call.Dv);
-    } else {
-      load<S::kOther>(q, call.q, seq->query_batch, seq->query_row + first, count, call.D);
-      load<S::kOther>(dz, f.c.dout, seq->query_batch, seq->query_row + first, count, call.Dv);
-    }
+  template <int kRows>
+  __device__ void load_queries(Operand *q, Operand *dz, int first) {
+    load<kRows>(q, dz, call.q, f.c.dout, seq->query_batch, seq->query_row + first,
+                seq->queries - first);
   }
-  __device__ void load_keys(Operand *k, Operand *v, int first, int rows_of_tile) {
-    const int count = seq->keys - first;
-    if (rows_of_tile == S::kOwn) {
-      load<S::kOwn>(k, call.k, seq->key_batch, seq->key_row + first, count, call.D);
-      load<S::kOwn>(v, call.v, seq->key_batch, seq->key_row + first, count, call.Dv);
-    } else {
-      load<S::kOther>(k, call.k, seq->key_batch, seq->key_row + first, count, call.D);
-      load<S::kOther>(v, call.v, seq->key_batch, seq->key_row + first, count, call.Dv);
-    }
+  template <int kRows>
+  __device__ void load_keys(Operand *k, Operand *v, int first) {
+    load<kRows>(k, v, call.k, call.v, seq->key_batch, seq->key_row + first, seq->keys - first);
   }
 
   /* The numbers of a bias band for a tile whose first pair is at `distance`, in units of log 2:
@@ -349,7 +341,7 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void open(bool first) {
-    this->load_queries(s.own[0], s.own[1], q0, S::kOwn);
+    this->template load_queries<S::kOwn>(s.own[0], s.own[1], q0);
     if (f.held > 0 && first) this->load_held();
     cp_async_commit();
     loaded = (!f.banded || f.held > 0) && walk_from <= walk_to; /* else vectors come there */
@@ -401,7 +393,7 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void load_tile(int stage, int j) {
-    this->load_keys(s.other[stage][0], s.other[stage][1], j, S::kOther);
+    this->template load_keys<S::kOther>(s.other[stage][0], s.other[stage][1], j);
     if (f.biased)
       this->load_bias(s.bias[stage], j - apart - (S::kOwn - 1), S::kOwn + S::kOther - 1);
     cp_async_commit();
@@ -838,7 +830,7 @@ class KeyBlock : BandBlock<S> {
     k0 = tile.row;
     Sums dk[kStrips] = {}, dv[kStrips] = {};
     if (k0 < seq->keys) {
-      this->load_keys(s.own[0], s.own[1], k0, S::kOwn);
+      this->template load_keys<S::kOwn>(s.own[0], s.own[1], k0);
       if (f.held > 0) this->load_held();
       cp_async_commit();
       find_queries();
@@ -861,7 +853,7 @@ class KeyBlock : BandBlock<S> {
   enum { LEVEL, LEVEL_LOW, LEVEL_HIGH, DELTA, DELTA_LOW, DELTA_HIGH, VALUE_LOW, VALUE_HIGH };
 
   __device__ void load_tile(int stage, int i) {
-    this->load_queries(s.other[stage][0], s.other[stage][1], i, S::kOther);
+    this->template load_queries<S::kOther>(s.other[stage][0], s.other[stage][1], i);
     const RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + i;
     for (int x = static_cast<int>(threadIdx.x); x < S::kOther; x += S::kThreads) {
       const bool there = i + x < seq->queries;

@@ -162,6 +162,39 @@ __device__ inline void load_rows(Operand *to, const Storage *from, int64_t strid
   }
 }
 
+/* load_rows of two arrays: what is read of both is under way at once. */
+template <class Storage>
+struct RowsFrom {
+  const Storage *rows;
+  int64_t stride;
+  int width;
+};
+template <int kRows, int kWidth, int kThreads, class Operand, class Storage>
+__device__ inline void load_two(Operand *to, const RowsFrom<Storage> &x, Operand *to_too,
+                                const RowsFrom<Storage> &y, int valid, bool aligned) {
+  if (!aligned) {
+    load_rows<kRows, kWidth, kThreads>(to, x.rows, x.stride, valid, x.width, false);
+    load_rows<kRows, kWidth, kThreads>(to_too, y.rows, y.stride, valid, y.width, false);
+    return;
+  }
+  constexpr int kLine = row_stride<Operand, kWidth>;
+  constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = kWidth / kPiece;
+  constexpr int kRowStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && kRows % kRowStep == 0, "every thread has as many");
+  const int first = static_cast<int>(threadIdx.x / kPieces);
+  const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+  const int x_count = column < x.width ? valid - first : 0;
+  const int y_count = column < y.width ? valid - first : 0;
+#pragma unroll 4
+  for (int row = 0; row < kRows; row += kRowStep) {
+    const int at = (first + row) * kLine + column;
+    const int64_t i = first + row;
+    const bool x_there = row < x_count, y_there = row < y_count;
+    load_piece(to + at, x_there ? x.rows + i * x.stride + column : x.rows, x_there);
+    load_piece(to_too + at, y_there ? y.rows + i * y.stride + column : y.rows, y_there);
+  }
+}
+
 /* ---- 16 rows of a warp, the left side of a product ------------------------------------ */
 
 /* Read anew for every product: `rows` is the first of them. */
