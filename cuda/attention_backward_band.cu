@@ -96,34 +96,38 @@ int64_t shared_needed(const Sizes &sizes) {
 
 /* ---- sizes ------------------------------------------------------------------------------- */
 
-/* Tiles of queries that a call has, and their pairs with tiles of keys, by the rows of a tile. */
+constexpr int kTileRows[] = {32, 64, 128};
+enum { SMALL, WHOLE, LARGE, TILES };
+
+/* Tiles of queries that a call has, and their pairs with tiles of keys, of each size. */
 struct Work {
-  int64_t tiles, pairs;
+  int64_t tiles[TILES], pairs[TILES];
 };
-Work work_of(const rp_attention *s, int64_t rows) {
+Work work_of(const rp_attention *s) {
   Work work = {};
   for (int64_t b = 0; b < s->B; b++) {
     const Sequence seq = sequence_of(s, b);
-    work.tiles += divided(seq.query_rows, rows);
-    work.pairs += divided(seq.queries, rows) * divided(seq.keys, rows);
+    for (int x = 0; x < TILES; x++) {
+      const int rows = kTileRows[x], more = rows - 1;
+      work.tiles[x] += (seq.query_rows + more) / rows;
+      work.pairs[x] += int64_t{(seq.queries + more) / rows} * ((seq.keys + more) / rows);
+    }
   }
   return work;
 }
 
-/* Rows of a block: 64, or in bf16 for heads of 33 to 64
- *
- *   32    where sequences are short: a pair of small tiles costs more than a quarter of what a pair
- * of whole ones does 128   where these waste an eighth at most, are as many as fit the device, and
- * two of them fit a multiprocessor (which keeps 1 KiB for itself) */
-int tile_of(const rp_attention *s, const Sizes &sizes) {
-  if (!sizes.bf16 || sizes.width != 64) return 64;
-  const Work whole = work_of(s, 64), small = work_of(s, 32), large = work_of(s, 128);
-  if (5 * small.pairs < 16 * whole.pairs) return 32;
+/* Which size a call has: small ones in bf16 for heads of 33 to 64 where sequences are short, a pair
+ * of them costing more than a quarter of a pair of whole ones; and large ones there where they
+ * waste an eighth at most, are as many as fill the device, and two of their blocks fit a
+ * multiprocessor (which keeps 1 KiB of each for itself). */
+int size_of(const rp_attention *s, const Sizes &sizes, const Work &work) {
+  if (!sizes.bf16 || sizes.width != 64) return WHOLE;
+  if (5 * work.pairs[SMALL] < 16 * work.pairs[WHOLE]) return SMALL;
   const int64_t bytes = most_bytes<BandShape<bf16, float, 64, 128>>(sizes) + 1024;
-  const bool longer = 8 * 4 * large.pairs <= 9 * whole.pairs &&
-                      s->H * large.tiles >= 2 * context().multiprocessors &&
-                      2 * bytes <= context().shared_bytes + 1024;
-  return longer ? 128 : 64;
+  const bool large = 8 * 4 * work.pairs[LARGE] <= 9 * work.pairs[WHOLE] &&
+                     s->H * work.tiles[LARGE] >= 2 * context().multiprocessors &&
+                     2 * bytes <= context().shared_bytes + 1024;
+  return large ? LARGE : WHOLE;
 }
 
 /* That have lines. Blocks of short sequences are done with a tile soon, and all alike: as many as a
@@ -134,7 +138,8 @@ int64_t most_blocks(const Sizes &sizes) {
   return sizes.tile == 32 && held_at_once < kMostBlocks ? held_at_once : kMostBlocks;
 }
 
-Sizes sizes_of(const rp_attention *s) {
+/* Without what depends on the sequences, which may be many. */
+Sizes shape_of(const rp_attention *s) {
   Sizes sizes = {};
   const int64_t widest = s->D > s->Dv ? s->D : s->Dv;
   sizes.width = widest <= 32 ? 32 : widest <= 64 ? 64 : 128;
@@ -142,8 +147,15 @@ Sizes sizes_of(const rp_attention *s) {
   read_ends(s->key, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->value, &sizes.low, &sizes.high, &sizes.columns);
   read_ends(s->bias, &sizes.bias_low, &sizes.bias_high, &sizes.bias_columns);
-  sizes.tile = tile_of(s, sizes);
-  sizes.blocks = work_of(s, sizes.tile).tiles;
+  return sizes;
+}
+
+Sizes sizes_of(const rp_attention *s) {
+  Sizes sizes = shape_of(s);
+  const Work work = work_of(s);
+  const int size = size_of(s, sizes, work);
+  sizes.tile = kTileRows[size];
+  sizes.blocks = work.tiles[size];
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
@@ -336,7 +348,7 @@ bool band_serves(const rp_attention *s) {
       if (r->table && !on_band(*r)) return false;
     }
   }
-  const Sizes sizes = sizes_of(s);
+  const Sizes sizes = shape_of(s);
   return sizes.columns <= kMostColumns && s->H <= 65535 &&
          (sizes.bf16 ? shared_needed<bf16>(sizes) : shared_needed<float>(sizes)) <=
              context().shared_bytes;
