@@ -116,13 +116,13 @@ Work work_of(const rp_attention *s) {
   return work;
 }
 
-/* Which size a call has: small ones in bf16 for heads of 33 to 64 where sequences are short, a pair
- * of them costing more than a quarter of a pair of whole ones; and large ones there where they
+/* Which size a call has: small ones in bf16 for heads of 33 to 64 where sequences are short, taking
+ * a pair of them for three eighths of a pair of whole ones; and large ones there where they
  * waste an eighth at most, are as many as fill the device, and two of their blocks fit a
  * multiprocessor (which keeps 1 KiB of each for itself). */
 int size_of(const rp_attention *s, const Sizes &sizes, const Work &work) {
   if (!sizes.bf16 || sizes.width != 64) return WHOLE;
-  if (5 * work.pairs[SMALL] < 16 * work.pairs[WHOLE]) return SMALL;
+  if (3 * work.pairs[SMALL] < 8 * work.pairs[WHOLE]) return SMALL;
   const int64_t bytes = most_bytes<BandShape<bf16, float, 64, 128>>(sizes) + 1024;
   const bool large = 8 * 4 * work.pairs[LARGE] <= 9 * work.pairs[WHOLE] &&
                      s->H * work.tiles[LARGE] >= 2 * context().multiprocessors &&

@@ -332,7 +332,7 @@ CHILD_CASES = {
     "hidden": replace(SHAW, N=66, M=66, causal=True, starts=(-99,)),
     "full": replace(FULL, N=33, M=66, lengths=None),
     "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
-    "long": replace(SHAW, N=509, M=120, key=Band(16, 16), bias=T5, dropout=DROPOUT),
+    "large": replace(SHAW, N=509, M=120, key=Band(16, 16), bias=T5, dropout=DROPOUT),
     "short": replace(BANDS["sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
     "long": replace(GENERAL["long tables"], N=33, M=66),
@@ -433,8 +433,8 @@ def test_a_tile_beyond_the_band_costs_what_plain_attention_costs(
         assert costs[0]["mma"] == 7 * tile * (N // 64) ** 2
         assert costs[0]["bank_conflicts"] == costs[1]["bank_conflicts"] == 0
         more.append(costs[1]["mma"] - costs[0]["mma"])
-    # of 33 distances, which fill 5 of 8 columns of tiles, both passes make cells, of two terms: the first
-    # for each tile, the second for two tiles' rows; three products at most bring them to dq and the tables
+    # of 33 distances, which fill 5 of 8 columns of tiles, both passes make cells, for two terms: one
+    # of each tile, the other of two tiles' rows; three products at most bring them to dq and the tables
     per_row = (2 * 5 / 8 + 2 * 2 * 5 / 8 + 3) * tile
     assert more[0] <= 4 * per_row
     assert more[1] - more[0] <= 4 * per_row
