@@ -104,7 +104,7 @@ class Clock:
 
     def __init__(self, dry: bool) -> None:
         self.dry = dry
-        self.flushed = torch.empty(4096 if dry else FLUSH, dtype=torch.uint8)
+        self.flushed = torch.empty(4096 if dry else FLUSH, dtype=torch.uint8, device=place(dry))
 
     def __call__(self, call: Call) -> float:
         self.flushed.zero_()
@@ -166,16 +166,17 @@ class Ours:
             term.left = term.right = CLIP
         rows = {name: self.rows(x[name]) for name in ("q", "k", "v", "dout")}
         made = {name: torch.empty_like(q) for name in ("out", "q", "k", "v")}
-        lse = torch.empty(b, h, n, dtype=torch.float32)
+        numbers: Json = {"dtype": torch.float32, "device": q.device}
+        lse = torch.empty(b, h, n, **numbers)
         forward, backward = ctypes.c_int64(), ctypes.c_int64()
         sizes = (ctypes.byref(forward), ctypes.byref(backward))
         self.check(self.lib.rp_attention_workspace(ctypes.byref(a), *sizes))
         self.workspace[" ".join(terms) or "plain"] = [forward.value, backward.value]
         bytes_needed = max(forward.value, backward.value, 1) + 256
-        memory = torch.empty(bytes_needed, dtype=torch.uint8)
+        memory = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
         place = (memory.data_ptr() + 255) // 256 * 256
         gradients = capi.Gradients(**{name: self.rows(made[name]) for name in ("q", "k", "v")})
-        tables = {kind: torch.zeros(2 * CLIP + 1, d, dtype=torch.float32) for kind in terms}
+        tables = {kind: torch.zeros(2 * CLIP + 1, d, **numbers) for kind in terms}
         for kind, table in tables.items():
             getattr(gradients, kind)[0] = table.data_ptr()
         kept = (a, rows, made, lse, memory, gradients, tables, x)  # for as long as the calls live
@@ -206,17 +207,23 @@ class Ours:
         return capi.Rows(x.data_ptr(), *x.stride()[:3])
 
 
-def arrays(n: int, heads: int) -> Json:
-    draw = torch.Generator(torch.get_default_device()).manual_seed(0)
+def place(dry: bool) -> torch.device:
+    """Where arrays are made. Not by torch.set_default_device: torch.compile stops where that is on."""
+    return torch.device("cpu" if dry else "cuda")
+
+
+def arrays(n: int, heads: int, dry: bool = False) -> Json:
+    draw = torch.Generator(place(dry)).manual_seed(0)
     shape = (max(1, TOKENS // n), heads, n, WIDTH)
     if heads != HEADS:  # the dry run
         shape = (1, heads, n, WIDTH)
     x: Json = {
-        name: torch.randn(shape, generator=draw).to(torch.bfloat16)
+        name: torch.randn(shape, generator=draw, device=draw.device).to(torch.bfloat16)
         for name in ("q", "k", "v", "dout")
     }
     for kind in ("key", "value"):
-        x[kind] = torch.randn(2 * CLIP + 1, WIDTH, generator=draw) * WIDTH**-0.5
+        table = torch.randn(2 * CLIP + 1, WIDTH, generator=draw, device=draw.device)
+        x[kind] = table * WIDTH**-0.5
     return x
 
 
@@ -319,7 +326,7 @@ def measure_attention(report: Report, ours: Ours, options: argparse.Namespace) -
             if all(report.has(name) for name in names):
                 continue
             report.leave_in_time()
-            x = arrays(n, heads)
+            x = arrays(n, heads, options.dry_run)
             sides = attention_sides(ours, x, causal, not (options.dry_run or options.quick))
             failed = {name: why for name, why in sides.items() if isinstance(why, str)}
             pairs = x["q"].shape[0] * heads * n * n / (2 if causal else 1)
@@ -384,14 +391,15 @@ def torch_step(case: Json, peer: str) -> Call | str:
 
     shape = bench_step.shape_of(bench_step.config_of(case))
     size = (case["tokens"] // case["length"], case["length"])
-    ids = [torch.randint(3, shape.vocabulary, size) for _ in range(3)]
+    ids = [torch.randint(3, shape.vocabulary, size, device="cuda") for _ in range(3)]
 
     def call() -> float:
         with torch.autocast("cuda", torch.bfloat16):
             return step.step()
 
     try:
-        step = PEERS[peer](shape, Batch(*ids))
+        with place(dry=False):
+            step = PEERS[peer](shape, Batch(*ids))
         call()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
@@ -501,8 +509,6 @@ def main() -> int:
     options = parse()
     if options.dry_run:
         os.environ.setdefault("EMU_OPEN", "1")  # torch's arrays are the host's
-    else:
-        torch.set_default_device("cuda")
     if options.compile:
         compile_share(options.compile)
         return 0

@@ -4,7 +4,8 @@ compute-sanitizer looks at (`make gpu-check PART=sanitize`), which takes a hundr
 the work itself, and tests/test_cuda_orders.py.
 
     RELPOS_CUDA_LIBRARY=build/emulated/librelpos_cuda.so python tests/gpu_small.py
-    ...                                                  python tests/gpu_small.py 2/8    a share of it
+    ...                                                  python tests/gpu_small.py 2/8    a share
+    ...                                                  python tests/gpu_small.py 2/8 f32
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def main() -> int:
         ("rope", "f32", "relu"),
     )
     pieces = [partial(attention, core, *each) for each in types]
-    pieces += [partial(training, *each) for each in models]
+    for position, precision, activation in models:
+        pieces.append(partial(training, position, *sys.argv[2:] or [precision], activation))
     share, shares = map(int, (sys.argv[1] if len(sys.argv) > 1 else "1/1").split("/"))
     for piece in pieces[share - 1 :: shares]:
         print(piece(), flush=True)
