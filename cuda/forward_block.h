@@ -134,7 +134,8 @@ class ForwardBlock {
 
   /* Rows first, first + step, ... of a source become operands; `count` of kChunk. */
   __device__ void load_source(Operand<S> *to, const Source &from, int first, int step, int count) {
-    constexpr int kPieces = S::kWidth / 8, kStep = S::kThreads / kPieces, kAtOnce = 4;
+    constexpr int kPieces = S::kWidth / 8, kStep = S::kThreads / kPieces;
+    constexpr int kAtOnce = S::kShort ? 4 : 3; /* so that registers suffice */
     const int c = static_cast<int>(threadIdx.x % kPieces) * 8;
     const int rows = (count + 15) / 16 * 16; /* products read no more */
     for (int r = static_cast<int>(threadIdx.x / kPieces); r < rows; r += kAtOnce * kStep) {
