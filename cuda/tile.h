@@ -146,17 +146,17 @@ __device__ inline void load_rows(Operand *to, const Storage *from, int64_t strid
     const int first = static_cast<int>(threadIdx.x / kPieces);
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
     const int count = column < width ? valid - first : 0;
-    int64_t at = first * stride + column;
+    from += first * stride + column;
 #pragma unroll 4
     for (int row = 0; row < kRows; row += kRowStep) {
-      const bool there = row < count;
-      load_piece(to + (first + row) * kLine + column, there ? from + at : from, there);
-      at += kRowStep * stride;
+      load_piece(to + (first + row) * kLine + column, from, row < count);
+      from += kRowStep * stride;
     }
     return;
   }
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kWidth; i += kThreads) {
-    const int row = i / kWidth, column = i % kWidth;
+#pragma unroll 1
+  for (unsigned i = threadIdx.x; i < kRows * kWidth; i += kThreads) {
+    const int row = static_cast<int>(i / kWidth), column = static_cast<int>(i % kWidth);
     const bool there = row < valid && column < width;
     put_number(to[row * kLine + column], there ? number_of(from[row * stride + column]) : 0.0f);
   }
