@@ -610,32 +610,53 @@ class ForwardBlock {
     });
   }
 
-  /* Divides by the sums; rows that see nothing, and padding, are zeros. */
+  /* Divides by the sums; rows that see nothing, and padding, are zeros. Of the lanes that share a
+   * row each has one row's factor and log-sum-exp to find. */
   __device__ void write_rows() {
     const Sequence place = call.sequences[batch]; /* read again: registers are scarce till here */
-    for (int h = 0; h < kRows; h++) {
-      const int i = query_of(h);
-      if (i >= place.query_rows) continue;
-      const bool live = i < place.queries && sum[h] != 0; /* a NaN is not 0 and goes on */
-      const float factor = live ? dropout.scale / sum[h] : 0.0f;
-      Storage *const to = row_of<Storage>(f.out, place.query_batch, head, place.query_row + i);
-      const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
+    const int mine = lane % 4 < kRows ? lane % 4 : 0, i = query_of(mine);
+    float my_sum = sum[0], my_most = most[0];
 #pragma unroll
-      for (int n = 0; n < S::kOut; n++) {
-        const int c = column_of(n, 0);
-        const float x = live ? out[n][2 * h] * factor : 0.0f;
-        const float y = live ? out[n][2 * h + 1] * factor : 0.0f;
-        if (paired && c + 1 < call.Dv) {
-          put_pair(to + c, x, y);
-        } else {
-          if (c < call.Dv) put_number(to[c], x);
-          if (c + 1 < call.Dv) put_number(to[c + 1], y);
-        }
-      }
-      if (!f.lse || t != 0) continue;
-      const double log2_sum = static_cast<double>(most[h]) + static_cast<double>(log2f(sum[h]));
+    for (int h = 1; h < kRows; h++) {
+      if (h != mine) continue;
+      my_sum = sum[h];
+      my_most = most[h];
+    }
+    const bool live = i < place.queries && my_sum != 0; /* a NaN is not 0 and goes on */
+    const float my_factor = live ? dropout.scale / my_sum : 0.0f;
+    if (f.lse && mine == lane % 4 && i < place.query_rows) {
+      const double log2_sum = static_cast<double>(my_most) + static_cast<double>(log2f(my_sum));
       f.lse[lse_of(call, place, head) + i] =
           live ? static_cast<float>(log2_sum * 0.69314718055994530942) : -INFINITY;
+    }
+    const unsigned lives = __ballot_sync(~0u, live);
+#pragma unroll
+    for (int h = 0; h < kRows; h++) {
+      const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
+      write_row(h, place, factor, lives >> (lane / 4 * 4 + h) & 1);
+    }
+  }
+
+  __device__ void write_row(int h, const Sequence &place, float factor, bool live) {
+    const int i = query_of(h);
+    if (i >= place.query_rows) return;
+#pragma unroll
+    for (int n = 0; n < S::kOut; n++) {
+#pragma unroll
+      for (int e = 2 * h; e < 2 * h + 2; e++) out[n][e] = live ? out[n][e] * factor : 0.0f;
+    }
+    Storage *const to = row_of<Storage>(f.out, place.query_batch, head, place.query_row + i) + t;
+    if (call.Dv == S::kWidth && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0) {
+#pragma unroll
+      for (int n = 0; n < S::kOut; n++) put_pair(to + 8 * n, out[n][2 * h], out[n][2 * h + 1]);
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < S::kOut; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        if (column_of(n, e) < call.Dv) put_number(to[8 * n + e], out[n][2 * h + e]);
+      }
     }
   }
 
