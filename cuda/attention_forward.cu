@@ -6,12 +6,13 @@
  * keys they may see in tiles: scores, maximum, weights, weighted values, as flash attention does.
  * What relations add:
  *
- *   bands     related[i][c] = scale (q_i + position_bias) . wK[c] is computed once for a block,
+ *   bands     related[i][c] = (q_i + position_bias) . wK[c] is computed once for a block,
  *             where the band has few columns. A tile of keys wholly before or behind it adds one
- *             number a row; across it a score takes the cell of its distance and, where values have
- *             relations too, puts itself in its place: a cell inside the band belongs to one key.
- *             At the end the cells become weights, the two ends are sums that were kept in
- *             registers, and out += weights . wV is one small product.
+ *             number a row; across it products begin with the cell of their distance and, where
+ *             values have relations too, scores put themselves in its place: a cell inside the band
+ *             belongs to one key. At the end the cells become weights, those behind the band are a
+ *             sum that was kept in registers, those before it what is left of the sum of all, and
+ *             out += weights . wV is one small product.
  *             A long band is met tile by tile: the same for the diagonals of a tile (general).
  *
  *   bias      a number for every diagonal of a tile, beside its keys and values

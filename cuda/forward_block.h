@@ -2,9 +2,8 @@
  *
  * forward_block.h: what one block of attention_forward.cu does.
  *
- * A thread owns the numbers of two rows, or of four where its warp has 32 (kFolds): queries q0 +
- * row
- * + 8 h, those of tile.h for every 16. The loop over the tiles of keys keeps two of them in shared
+ * A thread owns the numbers of two rows, or of four where its warp has 32 (kFolds): those of tile.h
+ * for every 16, queries q0 + row + 8 h. The loop over the tiles of keys keeps two of them in shared
  * memory where there is room: one is computed with while the next one is on its way.
  */
 #ifndef RPC_FORWARD_BLOCK_H
@@ -73,9 +72,10 @@ class ForwardBlock {
   Left left;
   float out[S::kOut][kOwn] = {};
   Rows most, sum = {};
-  Rows rescaled;                         /* what the last tile multiplied all sums with */
-  Rows before = {}, behind = {};         /* scores of the ends of the band */
-  Rows before_sum = {}, behind_sum = {}; /* weights there */
+  Rows rescaled; /* what the last tile multiplied all sums with */
+  /* Weights from the band's end on; and of all that is kept, where some are dropped, but for what
+   * is inside the band and has been closed. Those before it are the rest. */
+  Rows behind_sum = {}, rest_sum = {};
 
   template <class T>
   __device__ T *area(int32_t at) const {
@@ -104,6 +104,7 @@ class ForwardBlock {
                                                      call.D, aligned());
       return;
     }
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < S::kQueries * S::kWidth; i += S::kThreads) {
       const int r = i / S::kWidth, c = i % S::kWidth;
       const bool there = r < seq.queries - q0 && c < call.D;
@@ -122,6 +123,7 @@ class ForwardBlock {
                                                 aligned());
     if (call.bias.count > 0) {
       const int first = first_diagonal(j0);
+#pragma unroll 1
       for (int c = static_cast<int>(threadIdx.x); c < S::kDiagonals; c += S::kThreads) {
         s.bias[stage][c] = kLog2E * band_at(call.bias, head, first + c, 0);
       }
@@ -159,52 +161,54 @@ class ForwardBlock {
   }
 
   /* to[r][c] = scale x_r . source[first + c step] for the rows r of this warp and c below count.
-   * `chunk` is free before and after; loaded: but its first rows are there. active: has the warp
-   * any rows? */
-  __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float *to,
-                                  int line, int first, int step, int count, bool active = true,
-                                  bool loaded = false) {
+   * `chunk` is free before and after. active: has the warp any rows? ready() is called once, before
+   * x is read. */
+  template <class Ready>
+  __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float scale,
+                                  float *to, int line, int first, int step, int count, bool active,
+                                  Ready ready) {
     for (int c0 = 0; c0 < count; c0 += S::kChunk) {
       const int columns = count - c0 < S::kChunk ? count - c0 : S::kChunk;
-      const int tiles = (columns + 7) / 8;
-      float c[S::kChunk / 8][kOwn] = {};
-      if (from.count > 0) {
-        if (!loaded || c0 > 0) load_source(chunk, from, first + c0 * step, step, columns);
-        __syncthreads();
-        if (active) multiply_folds<S::kWidth>(c, x, chunk, tiles);
-        __syncthreads();
-      }
+      if (from.count > 0) load_source(chunk, from, first + c0 * step, step, columns);
+      if (c0 == 0) ready();
+      if (from.count > 0) __syncthreads();
+#pragma unroll 1
+      for (int k = 0; active && k < columns; k += 16) {
+        float c[2][kOwn] = {};
+        if (from.count > 0) multiply_folds<S::kWidth>(c, x, chunk + k * S::kLine);
 #pragma unroll
-      for (int n = 0; n < S::kChunk / 8; n++) {
-        if (n >= tiles || !active) continue;
+        for (int n = 0; n < 2; n++) {
+          if (k + 8 * n >= columns) continue;
 #pragma unroll
-        for (int e = 0; e < kOwn; e++) {
-          to[(row + 8 * (e / 2)) * line + c0 + column_of(n, e)] = c[n][e] * call.scale;
+          for (int e = 0; e < kOwn; e++) {
+            to[(row + 8 * (e / 2)) * line + c0 + k + column_of(n, e)] = c[n][e] * scale;
+          }
         }
       }
+      if (from.count > 0) __syncthreads();
     }
     __syncwarp(); /* the rows of a warp are its own */
   }
+  __device__ void multiply_source(const Left &x, const Source &from, Operand<S> *chunk, float scale,
+                                  float *to, int line, int first, int step, int count,
+                                  bool active = true) {
+    multiply_source(x, from, chunk, scale, to, line, first, step, count, active, [] {});
+  }
 
-  /* out += weight(h, c) source[first + c step], c below count; from count on it is 0. */
-  template <class Weight>
+  /* out += weights . source[first + c step], c below count. weigh(w, c): those of sixteen columns
+   * from c on, which come from the last to the first; from count on they are 0. */
+  template <class Weigh>
   __device__ void add_source(const Source &from, Operand<S> *chunk, int first, int step, int count,
-                             Weight weight) {
+                             Weigh weigh) {
     __syncwarp(); /* what weights come from was written by other lanes */
-    for (int c0 = 0; c0 < count; c0 += S::kChunk) {
+    for (int c0 = (count - 1) / S::kChunk * S::kChunk; c0 >= 0; c0 -= S::kChunk) {
       const int columns = count - c0 < S::kChunk ? count - c0 : S::kChunk;
       load_source(chunk, from, first + c0 * step, step, columns);
       __syncthreads();
-      for (int k = 0; k < columns; k += 16) {
+#pragma unroll 1
+      for (int k = (columns - 1) / 16 * 16; k >= 0; k -= 16) {
         float w[2][kOwn];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#pragma unroll
-          for (int e = 0; e < kOwn; e++) {
-            const int c = c0 + k + column_of(n, e);
-            w[n][e] = weight(e / 2, c);
-          }
-        }
+        weigh(w, c0 + k);
         add_folds<S::kWidth>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
       }
       __syncthreads();
@@ -216,10 +220,13 @@ class ForwardBlock {
     return {call.value.parts, call.value.count, call.Dv, false};
   }
 
-  __device__ void read_ends(int last) {
-    for (int h = 0; h < kRows; h++) {
-      before[h] = related(h)[0];
-      behind[h] = related(h)[last];
+  /* What queries meet of the band's ends lies in cells that no key takes. */
+  __device__ int first_cell() const { return S::kGeneral && f.tiled ? f.line - 2 : 0; }
+  __device__ int last_cell() const { return S::kGeneral && f.tiled ? f.line - 1 : f.high - f.low; }
+  __device__ void keep_ends() {
+    for (int h = 0; t == 0 && h < kRows; h++) {
+      related(h)[first_cell()] = related(h)[0];
+      related(h)[last_cell()] = related(h)[1];
     }
     __syncwarp();
   }
@@ -258,16 +265,13 @@ class ForwardBlock {
     if (S::kStages == 2) load_tile(0, begin);
     const int columns = !f.banded ? 0 : tiled ? 2 : f.high - f.low + 1;
     const int step = tiled ? f.high - f.low : 1;
-    const bool related_keys = call.key.count > 0;
-    if (related_keys) { /* while all that is on its way */
-      load_source(chunk_of(kLast), key_source(), f.low, step,
-                  columns < S::kChunk ? columns : S::kChunk);
-    }
-    read_queries(first, S::kStages == 2);
-    if (f.banded) {
-      multiply_source(left, key_source(), chunk_of(kLast), area<float>(f.related_at), f.line, f.low,
-                      step, columns, true, related_keys);
-      read_ends(columns - 1);
+    const auto queries_come = [&] { read_queries(first, S::kStages == 2); };
+    if (f.banded) { /* rows of tables are asked for while all that is on its way */
+      multiply_source(left, key_source(), chunk_of(kLast), 1, area<float>(f.related_at), f.line,
+                      f.low, step, columns, true, queries_come);
+      if (tiled) keep_ends();
+    } else {
+      queries_come();
     }
     if constexpr (S::kGeneral) open_tables(chunk_of(kLast));
     __syncthreads(); /* the next to be loaded goes to where queries and tables came */
@@ -320,8 +324,7 @@ class ForwardBlock {
     }
     const bool all_seen = j0 + S::kKeys <= seq.keys && nearest + seq.start >= seq.nearest &&
                           farthest + seq.start <= seq.farthest;
-    if (!S::kGeneral && !S::kShort && all_seen && meets != MEETS_BAND && call.scale > 0 &&
-        call.bias.count == 0 && dropout.threshold == 0) {
+    if (!S::kShort && raw() && all_seen && meets != MEETS_BAND && dropout.threshold == 0) {
       take_even_tile(stage, meets);
       return;
     }
@@ -330,12 +333,16 @@ class ForwardBlock {
       open_tile_band(nearest);
     }
     Scores x = {};
+    if (meets == MEETS_BAND) begin_scores(x, d0, first);
     multiply_folds<S::kWidth>(x, left, keys(stage));
-    Strips strips[S::kFolds];
-    for (int m = 0; m < S::kFolds; m++) strips[m] = strips_of(m, meets, d0);
-    add_relations(x, strips, d0, first);
-    if (call.bias.count > 0) add_bias(x, s.bias[stage]);
-    if constexpr (S::kGeneral) finish_scores(x, stage, j0);
+    float scale = call.scale;
+    Rows shift;
+    read_shift(shift, meets);
+    if (!raw() || (!all_seen && meets != MEETS_BAND)) { /* -inf is not added to what may be inf */
+      scale_scores(x, scale, shift);
+      if (call.bias.count > 0) add_bias(x, s.bias[stage]);
+      if constexpr (S::kGeneral) finish_scores(x, stage, j0);
+    }
     if (!all_seen) hide(x, j0);
     Keep keep;
 #pragma unroll
@@ -343,12 +350,11 @@ class ForwardBlock {
       keep[m] = dropout.threshold == 0 ? ~0u : keep_bits(m, j0);
     }
     const bool related_values = call.value.count > 0;
-    if (related_values && meets == MEETS_BAND) put_cells(x, keep, strips, d0, first);
-    const Rows none = {};
+    if (related_values && meets == MEETS_BAND) put_cells(x, keep, d0, first);
     Rows added;
-    weigh(x, 1, none, added);
+    weigh(x, scale, shift, added);
     drop(x, keep);
-    if (related_values) sum_ends(x, strips, d0);
+    if (related_values && farthest >= tail()) sum_behind(x, d0);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
@@ -361,56 +367,61 @@ class ForwardBlock {
   /* A tile of which all is seen, kept and given one number a row: one run of instructions without a
    * branch but weigh's own, in which exponentials and products overlap. */
   __device__ void take_even_tile(int stage, Meets meets) {
+    Rows shift, added;
+    read_shift(shift, meets);
     Scores x = {};
     multiply_folds<S::kWidth>(x, left, keys(stage));
-    Rows shift, added;
-    for (int h = 0; h < kRows; h++) {
-      shift[h] = meets == MEETS_HEAD ? before[h] : meets == MEETS_TAIL ? behind[h] : 0;
-    }
     weigh(x, call.scale, shift, added);
-    for (int h = 0; h < kRows; h++) {
-      before_sum[h] += meets == MEETS_HEAD ? added[h] : 0;
-      behind_sum[h] += meets == MEETS_TAIL ? added[h] : 0;
-    }
     add_folds<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
+    if (meets == MEETS_TAIL) {
+      for (int h = 0; h < kRows; h++) behind_sum[h] += added[h];
+    }
   }
 
-  /* A band crosses few strips of eight columns and 16 rows of a warp: those before `begin` are
-   * wholly before it, those from `end` on behind it. */
-  struct Strips {
-    int begin, end;
-    __device__ bool crosses(int n) const { return n >= begin && n < end; }
-  };
+  /* Do products stay what they are until they become weights? So do then the cells. */
+  __device__ bool raw() const { return !S::kGeneral && call.scale > 0 && call.bias.count == 0; }
 
-  __device__ Strips strips_of(int m, Meets meets, int d0) const {
-    if (meets == MEETS_TAIL) return {0, 0};
-    if (meets != MEETS_BAND) return {S::kTiles, S::kTiles};
-    const int d = d0 - (warp_row + 16 * m);
-    return {(f.low + 1 - d) >> 3, (f.high + 22 - d) >> 3};
-  }
-  __device__ int distance_of(int n, int e, int d0) const {
-    return d0 + column_of(n, e) - (row + e / 2 * 8);
+  /* What a row's scores take all the same. */
+  __device__ void read_shift(Rows &shift, Meets meets) const {
+    for (int h = 0; h < kRows; h++) shift[h] = 0;
+    if (meets != MEETS_HEAD && meets != MEETS_TAIL) return;
+    const int cell = meets == MEETS_HEAD ? first_cell() : last_cell();
+    for (int h = 0; h < kRows; h++) shift[h] = call.scale * related(h)[cell];
   }
 
-  /* Products to scores in units of log 2, with what the band adds. */
-  __device__ void add_relations(Scores &x, const Strips (&strips)[S::kFolds], int d0, int first) {
+  /* The distance of a thread's first column of row h; where its cell would lie. */
+  __device__ int distance_of(int h, int d0) const { return d0 + t - (row + 8 * h); }
+  __device__ int cell_at(int h, int d) const {
+    return f.related_at + ((row + 8 * h) * f.line + d) * 4;
+  }
+  /* The distance from which on the band is behind. */
+  __device__ int tail() const { return f.high > f.low ? f.high : f.low + 1; }
+
+  /* Products come on top of what the band adds to them. */
+  __device__ void begin_scores(Scores &x, int d0, int first) const {
 #pragma unroll
-    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
-      const int n = at / S::kFolds, m = at % S::kFolds;
-      if (strips[m].crosses(n)) {
+    for (int h = 0; h < kRows; h++) {
+      const int at = cell_at(h, distance_of(h, d0) - first);
+      const int low = cell_at(h, f.low - first), high = cell_at(h, f.high - first);
 #pragma unroll
-        for (int e = 4 * m; e < 4 * m + 4; e++) {
-          const int cell = clamped(distance_of(n, e, d0), f.low, f.high) - first;
-          x[n][e] = x[n][e] * call.scale + related(e / 2)[cell];
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          x[n][2 * h + e] = *area<float>(clamped(at + 32 * n + 4 * e, low, high));
         }
-        continue;
-      }
-#pragma unroll
-      for (int e = 4 * m; e < 4 * m + 4; e++) {
-        const float relation = n < strips[m].begin ? before[e / 2] : behind[e / 2];
-        x[n][e] = x[n][e] * call.scale + relation;
       }
     }
+  }
+
+  /* Products to scores in units of log 2. */
+  __device__ void scale_scores(Scores &x, float &scale, Rows &shift) const {
+#pragma unroll
+    for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < kOwn; e++) x[n][e] = x[n][e] * scale + shift[e / 2];
+    }
+    scale = 1;
+    for (int h = 0; h < kRows; h++) shift[h] = 0;
   }
 
   __device__ void add_bias(Scores &x, const float *bias) {
@@ -425,10 +436,16 @@ class ForwardBlock {
 
   __device__ void hide(Scores &x, int j0) {
 #pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
+    for (int h = 0; h < kRows; h++) {
+      const int i = query_of(h) - j0 - t, keys = seq.keys - j0 - t;
+      const int first = seq.nearest + i;
+      const int end = seq.farthest + i + 1 < keys ? seq.farthest + i + 1 : keys;
 #pragma unroll
-      for (int e = 0; e < kOwn; e++) {
-        if (!in_sight(seq, query_of(e / 2), j0 + column_of(n, e))) x[n][e] = -INFINITY;
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (8 * n + e < first || 8 * n + e >= end) x[n][2 * h + e] = -INFINITY;
+        }
       }
     }
   }
@@ -442,6 +459,7 @@ class ForwardBlock {
   /* Of the 16 rows m; the four lanes of a row make a block of sixteen columns each. */
   __device__ uint32_t keep_bits(int m, int j0) {
     uint32_t bits = 0;
+#pragma unroll 1
     for (int h = 0; h < 2; h++) {
       const auto i = static_cast<uint32_t>(query_of(2 * m + h));
       const uint4 mine =
@@ -453,25 +471,38 @@ class ForwardBlock {
         const uint32_t high = __shfl_sync(~0u, n % 2 == 0 ? mine.y : mine.w, owner);
         const uint32_t word = t < 4 ? low : high;
         for (int e = 0; e < 2; e++) {
-          if (is_kept(dropout, word, t % 4 + e)) bits |= 1u << (4 * n + 2 * h + e);
+          if (is_kept(dropout, word, t % 4 + e)) bits |= 1u << (4 * n + e) << 2 * h;
         }
       }
     }
     return bits;
   }
 
-  /* Scores take the cells of their distances, for close_band. */
-  __device__ void put_cells(const Scores &x, const Keep &keep, const Strips (&strips)[S::kFolds],
-                            int d0, int first) {
+  /* Scores take the cells of their distances, for close(). */
+  __device__ void put_cells(const Scores &x, const Keep &keep, int d0, int first) const {
+    for_cells(d0, first, [&](int n, int e, float &cell) { cell = x[n][e]; });
+    if (dropout.threshold == 0) return;
+    for_cells(d0, first, [&](int n, int e, float &cell) {
+      if (!kept(keep, n, e)) cell = -INFINITY;
+    });
+  }
+
+  /* Calls put(n, e, cell) for all that lie inside the band. */
+  template <class Put>
+  __device__ void for_cells(int d0, int first, Put put) const {
+    const auto bytes = static_cast<unsigned>(tail() - f.low - 1) * 4;
 #pragma unroll
-    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
-      const int n = at / S::kFolds, m = at % S::kFolds;
-      if (!strips[m].crosses(n)) continue;
+    for (int h = 0; h < kRows; h++) {
+      const int d = distance_of(h, d0), at = cell_at(h, d - first);
+      const int inside = (d - f.low - 1) * 4;
 #pragma unroll
-      for (int e = 4 * m; e < 4 * m + 4; e++) {
-        const int d = distance_of(n, e, d0);
-        if (d > f.low && d < f.high) {
-          related(e / 2)[d - first] = kept(keep, n, e) ? x[n][e] : -INFINITY;
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int further = 32 * n + 4 * e;
+          if (static_cast<unsigned>(inside + further) < bytes) {
+            put(n, 2 * h + e, *area<float>(at + further));
+          }
         }
       }
     }
@@ -485,9 +516,9 @@ class ForwardBlock {
     Rows top;
     bool ahead = false;
     for (int h = 0; h < kRows; h++) {
-      float highest = -INFINITY;
+      float highest = fmaxf(x[0][2 * h], x[0][2 * h + 1]);
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
+      for (int n = 1; n < S::kTiles; n++) {
         highest = fmaxf(highest, fmaxf(x[n][2 * h], x[n][2 * h + 1]));
       }
       top[h] = fmaxf(most[h], quad_max(highest) * scale + shift[h]);
@@ -497,13 +528,12 @@ class ForwardBlock {
     if (__any_sync(~0u, ahead)) rescale(top);
     for (int h = 0; h < kRows; h++) {
       const float from = shift[h] - base_of(most[h]);
-      added[h] = 0;
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
           x[n][e] = exp2_approx(x[n][e] * scale + from);
-          added[h] += x[n][e];
+          added[h] = n == 0 && e == 2 * h ? x[n][e] : added[h] + x[n][e];
         }
       }
       sum[h] += added[h];
@@ -516,8 +546,8 @@ class ForwardBlock {
       const float factor = exp2_approx(most[h] - base_of(top[h]));
       most[h] = top[h];
       rescaled[h] = factor;
-      before_sum[h] *= factor;
       behind_sum[h] *= factor;
+      rest_sum[h] *= factor;
       sum[h] *= factor;
 #pragma unroll
       for (int n = 0; n < S::kOut; n++) {
@@ -537,31 +567,22 @@ class ForwardBlock {
 #pragma unroll
       for (int e = 0; e < kOwn; e++) {
         if (!kept(keep, n, e)) x[n][e] = 0;
+        rest_sum[e / 2] += x[n][e];
       }
     }
   }
 
-  /* The weights that lie in the ends of the band. */
-  __device__ void sum_ends(const Scores &x, const Strips (&strips)[S::kFolds], int d0) {
-    const int tail = f.high > f.low ? f.high : f.low + 1;
+  /* The weights from the band's end on. */
+  __device__ void sum_behind(const Scores &x, int d0) {
 #pragma unroll
-    for (int at = 0; at < S::kTiles * S::kFolds; at++) {
-      const int n = at / S::kFolds, m = at % S::kFolds;
-      if (strips[m].crosses(n)) {
+    for (int h = 0; h < kRows; h++) {
+      const int first = tail() - distance_of(h, d0);
 #pragma unroll
-        for (int e = 4 * m; e < 4 * m + 4; e++) {
-          const int d = distance_of(n, e, d0);
-          before_sum[e / 2] += d <= f.low ? x[n][e] : 0.0f;
-          behind_sum[e / 2] += d >= tail ? x[n][e] : 0.0f;
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (8 * n + e >= first) behind_sum[h] += x[n][2 * h + e];
         }
-        continue;
-      }
-      const bool first = n < strips[m].begin;
-#pragma unroll
-      for (int h = 2 * m; h < 2 * m + 2; h++) {
-        const float both = x[n][2 * h] + x[n][2 * h + 1];
-        before_sum[h] += first ? both : 0.0f;
-        behind_sum[h] += first ? 0.0f : both;
       }
     }
   }
@@ -584,16 +605,27 @@ class ForwardBlock {
     return x;
   }
 
-  /* The weight of cell c of a row, that of its one key: j - i = away. */
-  __device__ float cell_weight(int h, int c, int away, const Reach &reach) const {
-    const bool there = away >= reach.nearest && away < reach.end;
-    return there ? exp2_approx(related(h)[c] - base_of(most[h])) : 0.0f;
+  /* Weights of sixteen cells from c on: a cell is that of one key, j - i = first + c. */
+  __device__ void weigh_cells(float (&w)[2][kOwn], int c, int first, const Reach (&reach)[kRows]) {
+    const float scale = raw() ? call.scale : 1;
+#pragma unroll
+    for (int h = 0; h < kRows; h++) {
+      const float base = base_of(most[h]);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const int at = c + column_of(e / 2, e), away = first + at;
+        const bool there = away >= reach[h].nearest && away < reach[h].end;
+        const float weight = there ? exp2_approx(related(h)[at] * scale - base) : 0.0f;
+        w[e / 2][2 * h + e % 2] = weight;
+        rest_sum[h] -= weight;
+      }
+    }
   }
 
   __device__ void close() {
     for (int h = 0; h < kRows; h++) {
+      if (dropout.threshold == 0) rest_sum[h] += sum[h];
       sum[h] = quad_sum(sum[h]);
-      before_sum[h] = quad_sum(before_sum[h]);
       behind_sum[h] = quad_sum(behind_sum[h]);
     }
     if constexpr (S::kGeneral) close_tables(chunk_of(0));
@@ -601,13 +633,30 @@ class ForwardBlock {
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
     Reach reach[kRows];
-    for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, 0, seq.keys);
-    add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](int h, int c) {
-      float w = tiled ? 0 : cell_weight(h, c, f.low + seq.start + c, reach[h]);
-      if (c == 0) w += before_sum[h];
-      if (c == last) w += behind_sum[h];
-      return w;
+    for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, 0, tiled ? 0 : seq.keys);
+    add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](float(&w)[2][kOwn], int c) {
+      weigh_cells(w, c, f.low + seq.start, reach);
+      add_ends(w, c, last);
     });
+  }
+
+  /* What the ends of the band weigh, once all that is inside has been summed. */
+  __device__ void add_ends(float (&w)[2][kOwn], int c, int last) {
+    if (c == 0) {
+#pragma unroll
+      for (int h = 0; h < kRows; h++) {
+        const float before_sum = quad_sum(rest_sum[h]) - behind_sum[h];
+        if (t == 0) w[0][2 * h] += before_sum;
+      }
+    }
+    if (last - c >= 16) return;
+#pragma unroll
+    for (int h = 0; h < kRows; h++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (c + column_of(e / 2, e) == last) w[e / 2][2 * h + e % 2] += behind_sum[h];
+      }
+    }
   }
 
   /* Divides by the sums; rows that see nothing, and padding, are zeros. Of the lanes that share a
@@ -671,8 +720,8 @@ class ForwardBlock {
       const Lookup &x = call.lookups[n];
       if (f.table_at[n] == 0) continue;
       const Source none = {nullptr, 0, 0, true}, all = {&x.part, 1, call.D, true};
-      multiply_source(left, x.kind == KIND_KEY ? all : none, chunk, area<float>(f.table_at[n]),
-                      f.table_line[n], 0, 1, x.rows);
+      multiply_source(left, x.kind == KIND_KEY ? all : none, chunk, call.scale,
+                      area<float>(f.table_at[n]), f.table_line[n], 0, 1, x.rows);
     }
   }
 
@@ -710,8 +759,8 @@ class ForwardBlock {
     Left rows;
     rows[0].read(keys(stage) + (active ? warp_row : 0) * S::kLine);
     multiply_source(rows, {call.query.parts, call.query.count, call.D, false},
-                    area<Operand<S>>(f.chunk_at), area<float>(f.crossed_at), f.crossed_line,
-                    first_diagonal(j0), 1, S::kDiagonals, active);
+                    area<Operand<S>>(f.chunk_at), call.scale, area<float>(f.crossed_at),
+                    f.crossed_line, first_diagonal(j0), 1, S::kDiagonals, active);
     __syncthreads(); /* all warps read them */
   }
 
@@ -781,8 +830,12 @@ class ForwardBlock {
       if (f.table_at[n] == 0 || x.kind != KIND_VALUE) continue;
       const float *const sums = area<float>(f.table_at[n]);
       const int line = f.table_line[n];
-      add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows,
-                 [&](int h, int c) { return c < x.rows ? sums[(row + 8 * h) * line + c] : 0.0f; });
+      add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows, [&](float(&w)[2][kOwn], int c) {
+        for (int e = 0; e < 2 * kOwn; e++) {
+          const int r = row + e % kOwn / 2 * 8, at = c + column_of(e / kOwn, e);
+          w[e / kOwn][e % kOwn] = at < x.rows ? sums[r * line + at] : 0.0f;
+        }
+      });
     }
   }
 
@@ -791,14 +844,14 @@ class ForwardBlock {
     Operand<S> *const chunk = area<Operand<S>>(f.chunk_at);
     float *const to = area<float>(f.related_at);
     if (!position_bias() || call.key.count == 0) {
-      multiply_source(left, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
+      multiply_source(left, key_source(), chunk, 1, to, f.line, first, 1, S::kDiagonals);
       return;
     }
     const bool turns = !S::kKept && f.biased_at == 0;
     if (turns) load_queries(s.queries, position_bias());
     Left biased;
     read_left(biased, turns ? s.queries : area<Operand<S>>(f.biased_at));
-    multiply_source(biased, key_source(), chunk, to, f.line, first, 1, S::kDiagonals);
+    multiply_source(biased, key_source(), chunk, 1, to, f.line, first, 1, S::kDiagonals);
     if (turns) restore_queries(s.queries);
   }
 
@@ -808,7 +861,7 @@ class ForwardBlock {
     for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, j0, stop);
     if (f.fetched_at != 0) __syncthreads(); /* other warps read there what they fetched */
     add_source(value_source(), area<Operand<S>>(f.chunk_at), first, 1, S::kDiagonals,
-               [&](int h, int c) { return cell_weight(h, c, first + seq.start + c, reach[h]); });
+               [&](float(&w)[2][kOwn], int c) { weigh_cells(w, c, first + seq.start, reach); });
   }
 };
 
