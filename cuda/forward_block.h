@@ -20,7 +20,8 @@ class ForwardBlock {
   using Left = LeftRows<Operand<S>, S::kWidth, S::kKept>[S::kFolds];
   static constexpr int kOwn = 4 * S::kFolds;  /* numbers of a thread in eight columns, */
   static constexpr int kRows = 2 * S::kFolds; /* of so many rows */
-  using Scores = float[S::kTiles][kOwn];
+  using Scores = float[S::kFolds][S::kTiles][4];
+  using Sixteen = float[S::kFolds][2][4]; /* the same of sixteen columns */
   using Rows = float[kRows];
 
  public:
@@ -70,12 +71,18 @@ class ForwardBlock {
   Dropout dropout;
 
   Left left;
-  float out[S::kOut][kOwn] = {};
+  float out[S::kFolds][S::kOut][4] = {};
   Rows most, sum = {};
   Rows rescaled; /* what the last tile multiplied all sums with */
   /* Weights from the band's end on; and of all that is kept, where some are dropped, but for what
    * is inside the band and has been closed. Those before it are the rest. */
   Rows behind_sum = {}, rest_sum = {};
+
+  /* Of eight columns n and of row e / 2, column_of(n, e). */
+  template <class X>
+  static __device__ auto &number(X &x, int n, int e) {
+    return x[e / 4][n][e % 4];
+  }
 
   template <class T>
   __device__ T *area(int32_t at) const {
@@ -174,14 +181,14 @@ class ForwardBlock {
       if (from.count > 0) __syncthreads();
 #pragma unroll 1
       for (int k = 0; active && k < columns; k += 16) {
-        float c[2][kOwn] = {};
-        if (from.count > 0) multiply_folds<S::kWidth>(c, x, chunk + k * S::kLine);
+        Sixteen c = {};
+        if (from.count > 0) multiply_rows<S::kWidth>(c, x, chunk + k * S::kLine);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
           if (k + 8 * n >= columns) continue;
 #pragma unroll
           for (int e = 0; e < kOwn; e++) {
-            to[(row + 8 * (e / 2)) * line + c0 + k + column_of(n, e)] = c[n][e] * scale;
+            to[(row + 8 * (e / 2)) * line + c0 + k + column_of(n, e)] = number(c, n, e) * scale;
           }
         }
       }
@@ -207,9 +214,9 @@ class ForwardBlock {
       __syncthreads();
 #pragma unroll 1
       for (int k = (columns - 1) / 16 * 16; k >= 0; k -= 16) {
-        float w[2][kOwn];
+        Sixteen w;
         weigh(w, c0 + k);
-        add_folds<S::kWidth>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
+        add_weighted<S::kWidth>(out, w, chunk + k * S::kLine, s.share[warp_of()]);
       }
       __syncthreads();
     }
@@ -334,7 +341,7 @@ class ForwardBlock {
     }
     Scores x = {};
     if (meets == MEETS_BAND) begin_scores(x, d0, first);
-    multiply_folds<S::kWidth>(x, left, keys(stage));
+    multiply_rows<S::kWidth>(x, left, keys(stage));
     float scale = call.scale;
     Rows shift;
     read_shift(shift, meets);
@@ -358,7 +365,7 @@ class ForwardBlock {
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
     }
-    add_folds<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
+    add_weighted<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
     if (S::kGeneral && tiled && related_values && meets == MEETS_BAND) {
       close_tile_band(nearest, j0);
     }
@@ -370,9 +377,9 @@ class ForwardBlock {
     Rows shift, added;
     read_shift(shift, meets);
     Scores x = {};
-    multiply_folds<S::kWidth>(x, left, keys(stage));
+    multiply_rows<S::kWidth>(x, left, keys(stage));
     weigh(x, call.scale, shift, added);
-    add_folds<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
+    add_weighted<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
     if (meets == MEETS_TAIL) {
       for (int h = 0; h < kRows; h++) behind_sum[h] += added[h];
     }
@@ -407,7 +414,7 @@ class ForwardBlock {
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          x[n][2 * h + e] = *area<float>(clamped(at + 32 * n + 4 * e, low, high));
+          number(x, n, 2 * h + e) = *area<float>(clamped(at + 32 * n + 4 * e, low, high));
         }
       }
     }
@@ -418,7 +425,7 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < kOwn; e++) x[n][e] = x[n][e] * scale + shift[e / 2];
+      for (int e = 0; e < kOwn; e++) number(x, n, e) = number(x, n, e) * scale + shift[e / 2];
     }
     scale = 1;
     for (int h = 0; h < kRows; h++) shift[h] = 0;
@@ -429,7 +436,7 @@ class ForwardBlock {
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
       for (int e = 0; e < kOwn; e++) {
-        x[n][e] += bias[column_of(n, e) - (row + e / 2 * 8) + S::kQueries - 1];
+        number(x, n, e) += bias[column_of(n, e) - (row + e / 2 * 8) + S::kQueries - 1];
       }
     }
   }
@@ -444,13 +451,13 @@ class ForwardBlock {
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          if (8 * n + e < first || 8 * n + e >= end) x[n][2 * h + e] = -INFINITY;
+          if (8 * n + e < first || 8 * n + e >= end) number(x, n, 2 * h + e) = -INFINITY;
         }
       }
     }
   }
 
-  /* Bit 4 n + e % 4 of e / 4: is x[n][e] kept? */
+  /* Bit 4 n + e % 4 of e / 4: is number(x, n, e) one that is kept? */
   using Keep = uint32_t[S::kFolds];
   static __device__ bool kept(const Keep &keep, int n, int e) {
     return keep[e / 4] >> (4 * n + e % 4) & 1;
@@ -480,7 +487,7 @@ class ForwardBlock {
 
   /* Scores take the cells of their distances, for close(). */
   __device__ void put_cells(const Scores &x, const Keep &keep, int d0, int first) const {
-    for_cells(d0, first, [&](int n, int e, float &cell) { cell = x[n][e]; });
+    for_cells(d0, first, [&](int n, int e, float &cell) { cell = number(x, n, e); });
     if (dropout.threshold == 0) return;
     for_cells(d0, first, [&](int n, int e, float &cell) {
       if (!kept(keep, n, e)) cell = -INFINITY;
@@ -516,10 +523,10 @@ class ForwardBlock {
     Rows top;
     bool ahead = false;
     for (int h = 0; h < kRows; h++) {
-      float highest = fmaxf(x[0][2 * h], x[0][2 * h + 1]);
+      float highest = fmaxf(number(x, 0, 2 * h), number(x, 0, 2 * h + 1));
 #pragma unroll
       for (int n = 1; n < S::kTiles; n++) {
-        highest = fmaxf(highest, fmaxf(x[n][2 * h], x[n][2 * h + 1]));
+        highest = fmaxf(highest, fmaxf(number(x, n, 2 * h), number(x, n, 2 * h + 1)));
       }
       top[h] = fmaxf(most[h], quad_max(highest) * scale + shift[h]);
       ahead |= top[h] > most[h] + kAhead;
@@ -532,8 +539,8 @@ class ForwardBlock {
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
-          x[n][e] = exp2_approx(x[n][e] * scale + from);
-          added[h] = n == 0 && e == 2 * h ? x[n][e] : added[h] + x[n][e];
+          number(x, n, e) = exp2_approx(number(x, n, e) * scale + from);
+          added[h] = n == 0 && e == 2 * h ? number(x, n, e) : added[h] + number(x, n, e);
         }
       }
       sum[h] += added[h];
@@ -551,8 +558,8 @@ class ForwardBlock {
       sum[h] *= factor;
 #pragma unroll
       for (int n = 0; n < S::kOut; n++) {
-        out[n][2 * h] *= factor;
-        out[n][2 * h + 1] *= factor;
+        number(out, n, 2 * h) *= factor;
+        number(out, n, 2 * h + 1) *= factor;
       }
     }
   }
@@ -566,8 +573,8 @@ class ForwardBlock {
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
       for (int e = 0; e < kOwn; e++) {
-        if (!kept(keep, n, e)) x[n][e] = 0;
-        rest_sum[e / 2] += x[n][e];
+        if (!kept(keep, n, e)) number(x, n, e) = 0;
+        rest_sum[e / 2] += number(x, n, e);
       }
     }
   }
@@ -581,7 +588,7 @@ class ForwardBlock {
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          if (8 * n + e >= first) behind_sum[h] += x[n][2 * h + e];
+          if (8 * n + e >= first) behind_sum[h] += number(x, n, 2 * h + e);
         }
       }
     }
@@ -606,7 +613,7 @@ class ForwardBlock {
   }
 
   /* Weights of sixteen cells from c on: a cell is that of one key, j - i = first + c. */
-  __device__ void weigh_cells(float (&w)[2][kOwn], int c, int first, const Reach (&reach)[kRows]) {
+  __device__ void weigh_cells(Sixteen &w, int c, int first, const Reach (&reach)[kRows]) {
     const float scale = raw() ? call.scale : 1;
 #pragma unroll
     for (int h = 0; h < kRows; h++) {
@@ -616,7 +623,7 @@ class ForwardBlock {
         const int at = c + column_of(e / 2, e), away = first + at;
         const bool there = away >= reach[h].nearest && away < reach[h].end;
         const float weight = there ? exp2_approx(related(h)[at] * scale - base) : 0.0f;
-        w[e / 2][2 * h + e % 2] = weight;
+        number(w, e / 2, 2 * h + e % 2) = weight;
         rest_sum[h] -= weight;
       }
     }
@@ -634,19 +641,19 @@ class ForwardBlock {
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
     Reach reach[kRows];
     for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, 0, tiled ? 0 : seq.keys);
-    add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](float(&w)[2][kOwn], int c) {
+    add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](Sixteen &w, int c) {
       weigh_cells(w, c, f.low + seq.start, reach);
       add_ends(w, c, last);
     });
   }
 
   /* What the ends of the band weigh, once all that is inside has been summed. */
-  __device__ void add_ends(float (&w)[2][kOwn], int c, int last) {
+  __device__ void add_ends(Sixteen &w, int c, int last) {
     if (c == 0) {
 #pragma unroll
       for (int h = 0; h < kRows; h++) {
         const float before_sum = quad_sum(rest_sum[h]) - behind_sum[h];
-        if (t == 0) w[0][2 * h] += before_sum;
+        if (t == 0) number(w, 0, 2 * h) += before_sum;
       }
     }
     if (last - c >= 16) return;
@@ -654,7 +661,7 @@ class ForwardBlock {
     for (int h = 0; h < kRows; h++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        if (c + column_of(e / 2, e) == last) w[e / 2][2 * h + e % 2] += behind_sum[h];
+        if (c + column_of(e / 2, e) == last) number(w, e / 2, 2 * h + e % 2) += behind_sum[h];
       }
     }
   }
@@ -692,19 +699,21 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kOut; n++) {
 #pragma unroll
-      for (int e = 2 * h; e < 2 * h + 2; e++) out[n][e] = live ? out[n][e] * factor : 0.0f;
+      for (int e = 2 * h; e < 2 * h + 2; e++)
+        number(out, n, e) = live ? number(out, n, e) * factor : 0.0f;
     }
     Storage *const to = row_of<Storage>(f.out, place.query_batch, head, place.query_row + i) + t;
     if (call.Dv == S::kWidth && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0) {
 #pragma unroll
-      for (int n = 0; n < S::kOut; n++) put_pair(to + 8 * n, out[n][2 * h], out[n][2 * h + 1]);
+      for (int n = 0; n < S::kOut; n++)
+        put_pair(to + 8 * n, number(out, n, 2 * h), number(out, n, 2 * h + 1));
       return;
     }
 #pragma unroll
     for (int n = 0; n < S::kOut; n++) {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        if (column_of(n, e) < call.Dv) put_number(to[8 * n + e], out[n][2 * h + e]);
+        if (column_of(n, e) < call.Dv) put_number(to[8 * n + e], number(out, n, 2 * h + e));
       }
     }
   }
@@ -742,11 +751,11 @@ class ForwardBlock {
 #pragma unroll
       for (int e = 0; e < kOwn; e++) {
         const int r = row + e / 2 * 8, c = column_of(n, e), i = q0 + r;
-        if (paired) x[n][e] += pair_row(r)[c];
-        if (call.softcap != 0) x[n][e] = soft_capped(call.softcap, x[n][e]);
+        if (paired) number(x, n, e) += pair_row(r)[c];
+        if (call.softcap != 0) number(x, n, e) = soft_capped(call.softcap, number(x, n, e));
         if (call.mask && i < seq.queries && j0 + c < seq.keys &&
             !mask_shows(call, seq, batch, head, i, j0 + c)) {
-          x[n][e] = -INFINITY;
+          number(x, n, e) = -INFINITY;
         }
       }
     }
@@ -771,7 +780,7 @@ class ForwardBlock {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < kOwn; e++) pair_row(row + e / 2 * 8)[column_of(n, e)] = x[n][e];
+      for (int e = 0; e < kOwn; e++) pair_row(row + e / 2 * 8)[column_of(n, e)] = number(x, n, e);
     }
     __syncwarp();
     bool fetch = false;
@@ -816,7 +825,7 @@ class ForwardBlock {
         if (n / 4 != c0 / 32) continue;
 #pragma unroll
         for (int e = 0; e < kOwn; e++) {
-          out[n][e] += mine[e / 2 * 8 * S::kFetchedLine + n % 4 * 8 + e % 2];
+          number(out, n, e) += mine[e / 2 * 8 * S::kFetchedLine + n % 4 * 8 + e % 2];
         }
       }
       __syncwarp();
@@ -830,10 +839,10 @@ class ForwardBlock {
       if (f.table_at[n] == 0 || x.kind != KIND_VALUE) continue;
       const float *const sums = area<float>(f.table_at[n]);
       const int line = f.table_line[n];
-      add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows, [&](float(&w)[2][kOwn], int c) {
+      add_source({&x.part, 1, call.Dv, true}, chunk, 0, 1, x.rows, [&](Sixteen &w, int c) {
         for (int e = 0; e < 2 * kOwn; e++) {
           const int r = row + e % kOwn / 2 * 8, at = c + column_of(e / kOwn, e);
-          w[e / kOwn][e % kOwn] = at < x.rows ? sums[r * line + at] : 0.0f;
+          number(w, e / kOwn, e % kOwn) = at < x.rows ? sums[r * line + at] : 0.0f;
         }
       });
     }
@@ -861,7 +870,7 @@ class ForwardBlock {
     for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, j0, stop);
     if (f.fetched_at != 0) __syncthreads(); /* other warps read there what they fetched */
     add_source(value_source(), area<Operand<S>>(f.chunk_at), first, 1, S::kDiagonals,
-               [&](float(&w)[2][kOwn], int c) { weigh_cells(w, c, first + seq.start, reach); });
+               [&](Sixteen &w, int c) { weigh_cells(w, c, first + seq.start, reach); });
   }
 };
 

@@ -234,16 +234,6 @@ __device__ inline void fragment_of(uint32_t (&a)[4], const LeftRows<bf16, kWidth
 
 /* ---- products ------------------------------------------------------------------- */
 
-/* The numbers of eight columns and of the 16 rows m of a thread that owns more. */
-template <int kOwn>
-__device__ inline float (&fold_of(float (&x)[kOwn], int m))[4] {
-  return reinterpret_cast<float(&)[4]>(x[4 * m]);
-}
-template <int kOwn>
-__device__ inline const float (&fold_of(const float (&x)[kOwn], int m))[4] {
-  return reinterpret_cast<const float(&)[4]>(x[4 * m]);
-}
-
 /* c += left . rightᵀ, `right` having 8 kTiles rows, of which those from 8 tiles on are left out. */
 template <int kWidth, int kTiles, bool kKept>
 __device__ inline void multiply_rows(float (&c)[kTiles][4],
@@ -294,38 +284,6 @@ __device__ inline void multiply_rows(float (&c)[kTiles][4],
       add_products(c[n][1], a0, b1);
       add_products(c[n][2], a1, b0);
       add_products(c[n][3], a1, b1);
-    }
-  }
-}
-
-/* The same for 16 kFolds rows, c[n][4 m] on being those of left[m]: what is read of `right` serves
- * all of them. */
-template <int kWidth, int kTiles, int kOwn, class Left, int kFolds, class Operand>
-__device__ inline void multiply_folds(float (&c)[kTiles][kOwn], const Left (&left)[kFolds],
-                                      const Operand *right, int tiles = kTiles) {
-  static_assert(kOwn == 4 * kFolds, "four numbers of 16 rows");
-  if constexpr (kFolds == 1) {
-    multiply_rows<kWidth>(c, left[0], right, tiles);
-  } else {
-    constexpr int kLine = row_stride<Operand, kWidth>;
-    const int lane = lane_of(), matrix = lane / 8;
-#pragma unroll
-    for (int step = 0; step < kWidth / 16; step++) {
-      uint32_t a[kFolds][4];
-#pragma unroll
-      for (int m = 0; m < kFolds; m++) fragment_of(a[m], left[m], step);
-#pragma unroll
-      for (int n = 0; n < kTiles; n += 2) {
-        if (n >= tiles) continue;
-        uint32_t b[4];
-        ldmatrix_x4(b,
-                    right + ((n + matrix / 2) * 8 + lane % 8) * kLine + step * 16 + matrix % 2 * 8);
-#pragma unroll
-        for (int m = 0; m < kFolds; m++) {
-          mma_bf16(fold_of(c[n], m), a[m], {b[0], b[1]});
-          mma_bf16(fold_of(c[n + 1], m), a[m], {b[2], b[3]});
-        }
-      }
     }
   }
 }
@@ -413,39 +371,6 @@ __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&w
       out[n][1] += a0 * b.y;
       out[n][2] += a1 * b.x;
       out[n][3] += a1 * b.y;
-    }
-  }
-}
-
-/* The same for 16 kFolds rows: see multiply_folds. */
-template <int kWidth, int kTiles, int kOwn, class Operand>
-__device__ inline void add_folds(float (&out)[kWidth / 8][kOwn],
-                                 const float (&weights)[kTiles][kOwn], const Operand *right,
-                                 float *share) {
-  if constexpr (kOwn == 4) {
-    add_weighted<kWidth, kTiles>(out, weights, right, share);
-  } else {
-    constexpr int kLine = row_stride<Operand, kWidth>;
-    const int lane = lane_of(), matrix = lane / 8;
-#pragma unroll
-    for (int step = 0; step < kTiles / 2; step++) {
-      uint32_t a[kOwn / 4][4];
-#pragma unroll
-      for (int r = 0; r < kOwn; r++) {
-        const float *const w = weights[2 * step + r % 4 / 2] + r / 4 * 4 + r % 2 * 2;
-        a[r / 4][r % 4] = pack_bf16(w[0], w[1]);
-      }
-#pragma unroll
-      for (int n = 0; n < kWidth / 8; n += 2) {
-        uint32_t b[4];
-        ldmatrix_x4_trans(
-            b, right + (step * 16 + matrix % 2 * 8 + lane % 8) * kLine + (n + matrix / 2) * 8);
-#pragma unroll
-        for (int m = 0; m < kOwn / 4; m++) {
-          mma_bf16(fold_of(out[n], m), a[m], {b[0], b[1]});
-          mma_bf16(fold_of(out[n + 1], m), a[m], {b[2], b[3]});
-        }
-      }
     }
   }
 }
