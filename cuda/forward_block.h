@@ -42,19 +42,18 @@ class ForwardBlock {
     key_rows = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row);
     value_rows = row_of<Storage>(call.v, seq.key_batch, head, seq.key_row);
     dropout = dropout_at(call, head);
-    for (int h = 0; h < kRows; h++) most[h] = -INFINITY;
   }
 
   __device__ void run() {
-    if (q0 < seq.queries) {
-      const int last = (q0 + S::kQueries < seq.queries ? q0 + S::kQueries : seq.queries) - 1;
-      begin = q0 + seq.nearest > 0 ? (q0 + seq.nearest) / S::kKeys * S::kKeys : 0;
-      end = last + seq.farthest + 1 < seq.keys ? last + seq.farthest + 1 : seq.keys;
-      if (begin < end) {
-        open();
-        walk();
-        close();
-      }
+    const int last = (q0 + S::kQueries < seq.queries ? q0 + S::kQueries : seq.queries) - 1;
+    begin = q0 + seq.nearest > 0 ? (q0 + seq.nearest) / S::kKeys * S::kKeys : 0;
+    end = last + seq.farthest + 1 < seq.keys ? last + seq.farthest + 1 : seq.keys;
+    const bool any = q0 < seq.queries && begin < end;
+    if (any) open();
+    clear();
+    if (any) {
+      walk();
+      close();
     }
     write_rows();
   }
@@ -71,12 +70,12 @@ class ForwardBlock {
   Dropout dropout;
 
   Left left;
-  float out[S::kFolds][S::kOut][4] = {};
-  Rows most, sum = {};
+  float out[S::kFolds][S::kOut][4];
+  Rows most, sum;
   Rows rescaled; /* what the last tile multiplied all sums with */
   /* Weights from the band's end on; and of all that is kept, where some are dropped, but for what
    * is inside the band and has been closed. Those before it are the rest. */
-  Rows behind_sum = {}, rest_sum = {};
+  Rows behind_sum, rest_sum;
 
   /* Of eight columns n and of row e / 2, column_of(n, e). */
   template <class X>
@@ -294,6 +293,18 @@ class ForwardBlock {
       any = any || (f.table_at[n] != 0 && call.lookups[n].kind == KIND_KEY);
     }
     return any;
+  }
+
+  __device__ void clear() {
+    for (int h = 0; h < kRows; h++) {
+      most[h] = -INFINITY;
+      sum[h] = behind_sum[h] = rest_sum[h] = 0;
+      clear_row(h);
+    }
+  }
+  __device__ void clear_row(int h) {
+#pragma unroll
+    for (int n = 0; n < S::kOut; n++) number(out, n, 2 * h) = number(out, n, 2 * h + 1) = 0;
   }
 
   /* ---- the walk over the keys --------------------------------------------------------- */
@@ -633,14 +644,16 @@ class ForwardBlock {
     for (int h = 0; h < kRows; h++) {
       if (dropout.threshold == 0) rest_sum[h] += sum[h];
       sum[h] = quad_sum(sum[h]);
-      behind_sum[h] = quad_sum(behind_sum[h]);
     }
     if constexpr (S::kGeneral) close_tables(chunk_of(0));
     if (call.value.count == 0) return;
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
     const int step = tiled ? f.high - f.low : 1, last = tiled ? 1 : f.high - f.low;
     Reach reach[kRows];
-    for (int h = 0; h < kRows; h++) reach[h] = reach_of(h, 0, tiled ? 0 : seq.keys);
+    for (int h = 0; h < kRows; h++) {
+      reach[h] = reach_of(h, 0, tiled ? 0 : seq.keys);
+      behind_sum[h] = quad_sum(behind_sum[h]);
+    }
     add_source(value_source(), chunk_of(0), f.low, step, last + 1, [&](Sixteen &w, int c) {
       weigh_cells(w, c, f.low + seq.start, reach);
       add_ends(w, c, last);
@@ -685,28 +698,31 @@ class ForwardBlock {
       f.lse[lse_of(call, place, head) + i] =
           live ? static_cast<float>(log2_sum * 0.69314718055994530942) : -INFINITY;
     }
-    const unsigned lives = __ballot_sync(~0u, live);
+    const unsigned lives = __ballot_sync(~0u, live || mine != lane % 4);
+#pragma unroll
+    for (int h = 0; lives != ~0u && h < kRows; h++) {
+      if ((lives >> (lane / 4 * 4 + h) & 1) == 0) clear_row(h);
+    }
+    Storage *const to =
+        row_of<Storage>(f.out, place.query_batch, head, place.query_row + query_of(0)) + t;
 #pragma unroll
     for (int h = 0; h < kRows; h++) {
       const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
-      write_row(h, place, factor, lives >> (lane / 4 * 4 + h) & 1);
+      if (query_of(h) < place.query_rows) write_row(h, to + 8 * h * f.out.row_stride, factor);
     }
   }
 
-  __device__ void write_row(int h, const Sequence &place, float factor, bool live) {
-    const int i = query_of(h);
-    if (i >= place.query_rows) return;
+  __device__ void write_row(int h, Storage *to, float factor) {
 #pragma unroll
     for (int n = 0; n < S::kOut; n++) {
-#pragma unroll
-      for (int e = 2 * h; e < 2 * h + 2; e++)
-        number(out, n, e) = live ? number(out, n, e) * factor : 0.0f;
+      number(out, n, 2 * h) *= factor;
+      number(out, n, 2 * h + 1) *= factor;
     }
-    Storage *const to = row_of<Storage>(f.out, place.query_batch, head, place.query_row + i) + t;
     if (call.Dv == S::kWidth && reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0) {
 #pragma unroll
-      for (int n = 0; n < S::kOut; n++)
+      for (int n = 0; n < S::kOut; n++) {
         put_pair(to + 8 * n, number(out, n, 2 * h), number(out, n, 2 * h + 1));
+      }
       return;
     }
 #pragma unroll
