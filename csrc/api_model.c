@@ -177,6 +177,7 @@ rp_status rpi_model_enter(rp_model *m) {
   m->caller = rpi_float_enter(false);
   const rp_ops *ops;
   if (m->ops->host) return RP_OK;
+  rpi_model_weights_changed(m); /* who knows by whom, between calls */
   const rp_status status =
       rpi_device_ops(m->device, &ops); /* from here on this thread works there */
   return status == RP_OK ? RP_OK : rpi_model_leave(m, status);

@@ -14,8 +14,9 @@
  *
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
- * finds its operands as it likes them. The way back packs dy once for both products, and adds up
- * its columns as it passes. Sums are f32 in any case, and never TF32.
+ * finds its operands as it likes them. A model's weights are packed once a call (rpi_rounded): by
+ * their first product, for all others and the way back. The way back packs dy once for both
+ * products, and adds up its columns as it passes. Sums are f32 in any case, and never TF32.
  */
 #include "blas.h"
 #include "ops/linear.h"
@@ -125,6 +126,12 @@ Operand b_of(const rpi_gemm_args &g) {
           CUDA_R_32F};
 }
 
+/* The operand as it lies rounded at `at`, with `more` columns. */
+Operand rounded_at(const Operand &x, int more, const void *at) {
+  const int64_t stride = rounded_stride(x.columns + more);
+  return {at, x.rows, more != 0 ? stride : x.columns, stride, CUDA_R_16BF};
+}
+
 /* The operand becomes one in bf16, in `to` or else in scratch, with `more` columns; how to fill
  * that. */
 rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
@@ -139,23 +146,33 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
   p->to = static_cast<bf16 *>(to);
   if (to == nullptr) RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
-  *x = {p->to, x->rows, more != 0 ? p->to_stride : x->columns, p->to_stride, CUDA_R_16BF};
+  *x = rounded_at(*x, more, p->to);
   return RP_OK;
 }
 
 /* One operand, or two by one launch; with a bias of y's rows they are those of a product that has
  * it, and their columns are more. */
-rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr,
-               void *x_to = nullptr) {
+rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr, void *x_to = nullptr,
+               void *y_to = nullptr) {
   const int more = bias != nullptr ? bias_parts : 0;
   Pack first = {}, second = {};
   first.ones = bias != nullptr;
   second.behind = bias;
   RPI_TRY(begin_pack(x, more, x_to, &first));
-  if (y != nullptr) RPI_TRY(begin_pack(y, more, nullptr, &second));
+  if (y != nullptr) RPI_TRY(begin_pack(y, more, y_to, &second));
   CUDA_TRY(launch(pack_rows,
                   {dim3(first.blocks + second.blocks), dim3(pack_threads), 0, context().stream},
                   first, second));
+  return RP_OK;
+}
+
+/* Those of the way there. */
+rp_status pack_both(const rpi_gemm_args &g, const float *bias, Operand *a, Operand *b) {
+  rpi_rounded *const r = g.rounded;
+  const bool made = r != nullptr && r->made;
+  RPI_TRY(pack(a, made ? nullptr : b, bias, g.kept, r != nullptr ? r->memory : nullptr));
+  if (made) *b = rounded_at(*b, bias != nullptr ? bias_parts : 0, r->memory);
+  else if (r != nullptr) r->made = true;
   return RP_OK;
 }
 
@@ -194,7 +211,7 @@ rp_status gemm(const rpi_gemm_args *args) {
   Operand a = a_of(g), b = b_of(g);
   if (packed) {
     scratch_begin();
-    RPI_TRY(pack(&a, &b, within ? g.bias : nullptr, g.kept));
+    RPI_TRY(pack_both(g, within ? g.bias : nullptr, &a, &b));
   }
   if (within) {
     g.inner = a.columns;
@@ -217,13 +234,13 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
     if (args->rounded) dy = {args->dy, dy.rows, dy.columns, 2 * dy.stride, CUDA_R_16BF};
     else if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
     else RPI_TRY(pack(&dy));
-    if (l->kept == nullptr) {
-      RPI_TRY(pack(&x, to_x ? &weight : nullptr));
-    } else {
-      const int64_t stride = rounded_stride(l->in + (l->bias != nullptr ? bias_parts : 0));
-      x = {l->kept, l->rows, l->in, stride, CUDA_R_16BF};
-      if (to_x) RPI_TRY(pack(&weight));
-    }
+    const int more = l->bias != nullptr ? bias_parts : 0;
+    const bool made = l->rounded != nullptr && l->rounded->made;
+    Operand *const other = to_x && !made ? &weight : nullptr;
+    if (made) weight = rounded_at(weight, more, l->rounded->memory);
+    if (l->kept != nullptr) x = rounded_at(x, more, l->kept);
+    if (l->kept == nullptr) RPI_TRY(pack(&x, other));
+    else if (other != nullptr) RPI_TRY(pack(other));
   } else if (args->dbias != nullptr) {
     const rpi_column_sums_args sums = {l->rows, l->out, args->dy, args->dy_stride, args->dbias};
     RPI_TRY(sum_and_round(&sums, nullptr));

@@ -128,6 +128,26 @@ def test_runs_and_recomputing_change_no_bit(f32: Core, precision: int, activatio
     assert_same_bits(found[0], found[2])
 
 
+def test_weights_are_rounded_anew_where_they_change(f32: Core) -> None:
+    """What one call left rounded is no other's."""
+    batch = batch_for(TRAINED)
+    with (
+        on_device(f32, TRAINED, precision=1) as one,
+        on_device(f32, TRAINED, precision=1) as other,
+    ):
+        one.step(batch, batch)
+        one.step(batch)
+        weights = one.read(0)
+        losses = [one.forward(batch).loss]
+        other.assign(weights)
+        losses.append(other.forward(batch).loss)
+        other.assign(other.read(4))
+        losses.append(other.forward(batch).loss)
+        other.assign(weights)
+        losses.append(other.forward(batch).loss)
+    assert losses[0] == losses[1] == losses[3] != losses[2]
+
+
 def test_accumulation_is_a_step(f32: Core) -> None:
     batches = [batch_for(TRAINED, seed) for seed in range(2)]
     with on_device(f32, TRAINED) as one, on_device(f32, TRAINED) as other:

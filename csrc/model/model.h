@@ -12,14 +12,16 @@
  * what f_s is added to. The streams u_s are stored; n is computed again in backward from u_s and
  * its stored mean and deviation.
  *
- * Four blocks of memory, the first three carved by one function over counting and then real arenas.
- * The first is the host's, the others are the device's, which the host must not touch:
+ * Five blocks of memory, all but workspace carved by one function over counting and then real
+ * arenas. The first is the host's, the others are the device's, which the host must not touch:
  *
  *   fixed        layout | buckets and frequencies of the positions | ordinals
  *   numbers      weights | gradients | moments | average | sinusoids and the like; the weights of
  *                a model that was opened lie in its file, mapped, or in a block of their own
  *   step         streams and what sublayers store | scratch | losses | ledger
  *   workspace    of attention: grows where a batch needs more than was planned
+ *   rounded      on a device, in bf16: weights as products have them; where there is no memory for
+ *                them, each product rounds its own
  */
 #ifndef RPI_MODEL_H
 #define RPI_MODEL_H
@@ -101,8 +103,9 @@ struct rp_model {
   bool bare;           /* its weights lie elsewhere: in the mapping, or in own_weights */
   rpi_mapping mapping; /* of the file that they lie in */
   real *own_weights;
-  void *fixed, *numbers, *step_memory, *workspace;
-  int64_t fixed_bytes, numbers_bytes, workspace_bytes;
+  rpi_rounded *rounded; /* of the parameters; memory NULL: of none such */
+  void *fixed, *numbers, *step_memory, *workspace, *rounded_memory;
+  int64_t fixed_bytes, numbers_bytes, workspace_bytes, rounded_bytes;
   int64_t step, attempt;      /* step: see rpi_model_settle */
   bool behind;                /* the device may have made more updates than `step` says */
   int64_t batches, sentences; /* accumulated since the last update */
@@ -185,6 +188,9 @@ rp_status rpi_model_create(const rp_config *config, const rp_limits *limits, rp_
 rp_status rpi_model_create_bare(const rp_config *config, const rp_limits *limits, rp_model **model);
 rp_status rpi_model_own_weights(rp_model *m);
 void rpi_model_free(rp_model *model);
+
+/* From here on weights may be others: none is rounded yet. */
+void rpi_model_weights_changed(rp_model *m);
 
 /* Makes attention's workspace as large as this batch needs it. */
 rp_status rpi_model_reserve(rpi_run *run);

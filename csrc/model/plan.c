@@ -27,6 +27,7 @@
 typedef struct plan {
   rpi_arena fixed; /* small, and needed to ask attention for sizes */
   rpi_arena numbers, step;
+  rpi_arena rounded; /* may be there or not */
 } plan;
 
 static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
@@ -131,6 +132,27 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->norm = rpi_arena_take(arena, to->norm_bytes, 1);
 }
 
+/* Is it the weight of a linear layer? Tables of a few relations may look like one. */
+static bool is_multiplied(const rpi_layout *layout, const rpi_parameter *p) {
+  return p->at == layout->output || (p->dimensions == 2 && p->start == RPI_GLOROT);
+}
+
+/* Shapes are known once the layout is there, after the first count. */
+static void carve_rounded(rp_model *m, plan *p) {
+  const rpi_layout *const layout = &m->layout;
+  m->rounded = rpi_arena_take(&p->fixed, layout->count, sizeof *m->rounded);
+  for (int64_t i = 0; m->rounded && i < layout->count; i++) {
+    const rpi_parameter *const of = &layout->parameters[i];
+    m->rounded[i] = (rpi_rounded){.memory = NULL};
+    if (m->ops->host || m->limits.precision != RP_BF16 || !is_multiplied(layout, of)) continue;
+    m->rounded[i].memory = kept(&p->rounded, of->shape[0], of->shape[1]);
+  }
+}
+
+void rpi_model_weights_changed(rp_model *m) {
+  for (int64_t i = 0; i < m->layout.count; i++) m->rounded[i].made = false;
+}
+
 /* Everything, from arenas that may only count; bytes as they are known by then. */
 static void carve(rp_model *m, plan *p, rp_memory *memory) {
   const bool training = m->limits.training != 0, average = training && m->config.ema != 0;
@@ -145,12 +167,13 @@ static void carve(rp_model *m, plan *p, rp_memory *memory) {
   const int64_t before = p->numbers.used;
   for (int s = 0; s < RPI_STACKS; s++) carve_stack(m, s, p);
   carve_scratch(m, p);
+  carve_rounded(m, p);
   memory->parameters = count * bytes;
   memory->gradients = training ? count * bytes : 0;
   memory->moments = training ? 2 * count * bytes : 0;
   memory->average = average ? count * bytes : 0;
   const int64_t letters = training ? RPI_LETTERS * (int64_t)sizeof(rpi_outcome) : 0;
-  memory->constants = p->fixed.used + p->numbers.used - before + letters;
+  memory->constants = p->fixed.used + p->numbers.used - before + p->rounded.used + letters;
   memory->activations = p->step.used;
 }
 
@@ -283,7 +306,7 @@ static bool add_up(rp_memory *memory) {
 
 /* The small part that attention's sizes depend on, and with it the sizes of all others. */
 static rp_status make_fixed(rp_model *m, rp_memory *memory) {
-  plan p = {rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting()};
+  plan p = {rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting(), rpi_arena_counting()};
   m->classes =
       m->config.decoder.layers != 0 ? m->config.target_vocabulary : m->config.source_vocabulary;
   const int64_t logits = m->ops->host ? LOGITS : DEVICE_LOGITS;
@@ -300,8 +323,9 @@ static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   RPI_CHECK(m->fixed, RP_ERROR_MEMORY, "model: no memory for %lld bytes of its layout",
             (rpi_wide)m->fixed_bytes);
   plan again = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_counting(),
-                rpi_arena_counting()};
+                rpi_arena_counting(), rpi_arena_counting()};
   carve(m, &again, memory);
+  m->rounded_bytes = again.rounded.used;
   for (int s = 0; s < RPI_STACKS; s++) rpi_positions_fill(&m->stack[s].positions);
   RPI_TRY(plan_workspace(m, &memory->workspace));
   RPI_CHECK(add_up(memory), RP_ERROR_SHAPE, "model: its memory overflows; limits.tokens=%lld",
@@ -370,8 +394,13 @@ static rp_status make(rp_model *m) {
   RPI_TRY_MEMORY(allocate_all(m, &memory),
                  "model: no memory for %lld bytes on %s; rp_model_memory says what they are for",
                  (rpi_wide)memory.total, m->device);
+  if (m->rounded_bytes != 0) {
+    const rp_status status = m->ops->allocate(m->rounded_bytes, &m->rounded_memory);
+    if (status != RP_OK && status != RP_ERROR_MEMORY) return status;
+  }
   plan p = {rpi_arena_over(m->fixed, m->fixed_bytes), rpi_arena_over(m->numbers, m->numbers_bytes),
-            rpi_arena_over(m->step_memory, memory.activations)};
+            rpi_arena_over(m->step_memory, memory.activations),
+            rpi_arena_over(m->rounded_memory, m->rounded_bytes)};
   carve(m, &p, &memory);
   RPI_CHECK(!p.fixed.failed && !p.numbers.failed && !p.step.failed, RP_ERROR_MEMORY,
             "model: its memory was carved otherwise than planned");
@@ -426,6 +455,7 @@ void rpi_model_free(rp_model *m) {
     m->ops->release(m->numbers);
     m->ops->release(m->step_memory);
     m->ops->release(m->workspace);
+    m->ops->release(m->rounded_memory);
   }
   rpi_release(m);
 }

@@ -5,6 +5,16 @@
  */
 #include "model/sublayer.h"
 
+rpi_rounded *rpi_rounded_of(const rp_model *m, int64_t weight) {
+  int64_t first = 0, last = m->layout.count - 1; /* places rise */
+  while (first < last) {
+    const int64_t middle = first + (last - first) / 2;
+    if (m->layout.parameters[middle].at < weight) first = middle + 1;
+    else last = middle;
+  }
+  return m->rounded[first].memory ? &m->rounded[first] : NULL;
+}
+
 static rpi_linear layer_of(const rpi_run *run, const rpi_layer_linear *l) {
   return (rpi_linear){.rows = l->rows,
                       .in = l->in,
@@ -13,7 +23,8 @@ static rpi_linear layer_of(const rpi_run *run, const rpi_layer_linear *l) {
                       .x_stride = l->x_stride,
                       .weight = rpi_weight_at(run->model, l->weight),
                       .bias = rpi_weight_at(run->model, l->bias),
-                      .kept = l->kept};
+                      .kept = l->kept,
+                      .rounded = rpi_rounded_of(run->model, l->weight)};
 }
 
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,

@@ -134,7 +134,8 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
                       .out = m->classes,
                       .x = x,
                       .x_stride = m->config.width,
-                      .weight = m->weights + m->layout.output};
+                      .weight = m->weights + m->layout.output,
+                      .rounded = rpi_rounded_of(m, m->layout.output)};
 }
 
 /* logits = x . Eᵀ of one block of rows */

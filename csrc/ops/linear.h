@@ -29,7 +29,8 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .transpose_b = true,
                          .accumulate = false,
                          .precision = precision,
-                         .kept = l->kept};
+                         .kept = l->kept,
+                         .rounded = l->rounded};
 }
 
 static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real *dy,
@@ -48,7 +49,8 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .transpose_b = false,
                          .accumulate = true,
                          .precision = precision,
-                         .kept = NULL};
+                         .kept = NULL,
+                         .rounded = NULL};
 }
 
 static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real *dy,
@@ -68,10 +70,12 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .transpose_b = false,
                          .accumulate = add,
                          .precision = precision,
-                         .kept = NULL};
+                         .kept = NULL,
+                         .rounded = NULL};
 }
 
-/* Numbers of bf16, rows on borders of 16 bytes, with place for a bias (cuda/linear.cu). */
+/* x, or a weight of `rows`, in bf16: rows on borders of 16 bytes, with place for a bias
+ * (cuda/linear.cu). */
 static inline int64_t rpi_linear_kept(int64_t rows, int64_t in) {
   return rows * rpi_round_up(in + 3, 8) * 2;
 }

@@ -40,6 +40,13 @@
 #define RPI_QUERY_CHUNK 1024 /* that one packing of keys serves */
 #define RPI_KEY_CHUNK 512    /* 128 KiB packed at D = 64: a part of any second cache */
 
+/* A weight and its bias as a device's products in bf16 have them. The first to need them makes
+ * them; whoever changes the weight says that they are not made. */
+typedef struct rpi_rounded {
+  void *memory; /* rpi_linear_kept bytes */
+  bool made;
+} rpi_rounded;
+
 /* C[rows, columns] = A . B (+ C where accumulate) (+ bias[columns] where given).
  * Row-major. A is [rows, inner], or [inner, rows] where transpose_a; B is [inner,
  * columns], or [columns, inner] where transpose_b (a linear layer's weight). */
@@ -55,6 +62,7 @@ typedef struct rpi_gemm_args {
   bool transpose_a, transpose_b, accumulate;
   int precision; /* RP_F32, RP_BF16 */
   void *kept;    /* rpi_linear's */
+  rpi_rounded *rounded;
 } rpi_gemm_args;
 
 /* A linear layer y = x . Wᵀ + b, W being [out, in]. Its products: linear.h. On a device, in bf16,
@@ -64,8 +72,9 @@ typedef struct rpi_linear {
   const real *x;
   int64_t x_stride;
   const real *weight;
-  const real *bias; /* or NULL */
-  void *kept;       /* rpi_linear_kept bytes, or NULL */
+  const real *bias;     /* or NULL */
+  void *kept;           /* rpi_linear_kept bytes, or NULL */
+  rpi_rounded *rounded; /* of the weight; NULL: it is rounded for every product */
 } rpi_linear;
 
 /* Its way back, of which a device reads dy once: dW += dyᵀ . x, db += the sums of dy's columns, and

@@ -82,6 +82,7 @@ static rp_status update_weights(rp_model *m) {
     RPI_TRY(update_part(m, decays, from, to));
     from = to;
   }
+  rpi_model_weights_changed(m);
   rpi_profile_add(&m->profile, -1, -1, "update", true, began, 12 * (double)layout->numbers,
                   7 * (double)layout->numbers * (double)sizeof(real));
   return RP_OK;
