@@ -10,6 +10,9 @@
  *   weights    a thread has the score of one key; a larger maximum rescales what is there
  *   values     threads are laid over quads of columns and slices of the keys; every slice has
  *              sums of its own, which are added in their order at the end
+ *
+ * A step has few rows and few keys: what a block takes is how often it waits for memory. So threads
+ * are few, and what one reads of several keys is on its way at once.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -19,8 +22,9 @@
 namespace rpc {
 namespace {
 
-constexpr int attend_threads = 256;  /* of a block, and keys of a group */
+constexpr int attend_threads = 128;  /* of a block, and keys of a group */
 constexpr int attend_lanes = 8;      /* threads that share a key */
+constexpr int attend_once = 4;       /* keys whose numbers a thread reads at once */
 constexpr int64_t most_down = 65535; /* blocks along a grid's y */
 
 /* One table on a band; that of head h lies h head_strides further on. */
@@ -74,20 +78,52 @@ struct AttendHead {
   const float *const *keys;
 };
 
-/* This thread's share of the products of one key: its quads of the columns. */
+/* A group of keys. */
+struct AttendGroup {
+  int64_t first;
+  int count;
+  const float *const *keys; /* [count], in shared memory, of the head */
+};
+
+/* of[n] = the vector of a part for the key `apart` n behind key j, four numbers from column c on.
+ */
 template <bool wide>
-__device__ inline float attend_products(const AttendRows &a, const AttendHead &h, int64_t j) {
-  const float *const k = h.keys[j] + a.shift + h.head * a.D;
-  const int64_t d = j - h.at;
-  float sum = 0;
+__device__ inline void load_vectors(const AttendPart &p, const AttendHead &h, const AttendGroup &g,
+                                    int j, int apart, int64_t c, int64_t count, Four *of) {
+#pragma unroll
+  for (int n = 0; n < attend_once; n++) {
+    const int at = j + n * apart;
+    const float *const vector = at < g.count ? part_at(p, h.head, g.first + at - h.at) : nullptr;
+    of[n] = vector != nullptr ? load_four<wide>(vector + c, count) : Four{{0, 0, 0, 0}};
+  }
+}
+
+/* The same of what lies `shift` numbers behind where a key lies. */
+template <bool wide>
+__device__ inline void load_keys(const AttendGroup &g, int64_t shift, int j, int apart,
+                                 int64_t count, Four *of) {
+#pragma unroll
+  for (int n = 0; n < attend_once; n++) {
+    const int at = j + n * apart;
+    of[n] = at < g.count ? load_four<wide>(g.keys[at] + shift, count) : Four{{0, 0, 0, 0}};
+  }
+}
+
+/* This thread's share of the products of keys that lie `apart` behind each other: its quads of the
+ * columns. */
+template <bool wide>
+__device__ inline void attend_products(const AttendRows &a, const AttendHead &h,
+                                       const AttendGroup &g, int j, int apart, float *sum) {
   for (int64_t c = 4 * (threadIdx.x % attend_lanes); c < a.D; c += 4 * attend_lanes) {
     const int64_t count = a.D - c;
-    Four query = load_four<wide>(h.q + c, count);
-    const Four key = load_four<wide>(k + c, count);
-    sum += dot_four(query, key);
+    Four query = load_four<wide>(h.q + c, count), key[attend_once], vector[attend_once];
+    load_keys<wide>(g, c, j, apart, count, key);
+#pragma unroll
+    for (int n = 0; n < attend_once; n++) sum[n] += dot_four(query, key[n]);
     for (int t = 0; t < a.query.count; t++) {
-      const float *const vector = part_at(a.query.of[t], h.head, d);
-      if (vector != nullptr) sum += dot_four(key, load_four<wide>(vector + c, count));
+      load_vectors<wide>(a.query.of[t], h, g, j, apart, c, count, vector);
+#pragma unroll
+      for (int n = 0; n < attend_once; n++) sum[n] += dot_four(key[n], vector[n]);
     }
     if (a.position_bias != nullptr) {
       const float *const bias = a.position_bias + h.head * a.position_bias_stride;
@@ -96,35 +132,54 @@ __device__ inline float attend_products(const AttendRows &a, const AttendHead &h
       for (int i = 0; i < 4; i++) query.x[i] += more.x[i];
     }
     for (int t = 0; t < a.key.count; t++) {
-      const float *const vector = part_at(a.key.of[t], h.head, d);
-      if (vector != nullptr) sum += dot_four(query, load_four<wide>(vector + c, count));
+      load_vectors<wide>(a.key.of[t], h, g, j, apart, c, count, vector);
+#pragma unroll
+      for (int n = 0; n < attend_once; n++) sum[n] += dot_four(query, vector[n]);
     }
   }
-  return sum;
 }
 
-/* scores[0 .. count - 1] of the keys from `first` on, in units of log 2. */
+/* The score of a key whose product is known, in units of log 2. */
+__device__ inline float attend_score(const AttendRows &a, const AttendHead &h, int64_t j,
+                                     float product) {
+  float sum = product * a.scale;
+  for (int t = 0; t < a.bias.count; t++) {
+    const float *const number = part_at(a.bias.of[t], h.head, j - h.at);
+    if (number != nullptr) sum += *number;
+  }
+  if (a.softcap != 0) sum = a.softcap * tanhf(sum / a.softcap);
+  return sum * 1.44269504088896340736f;
+}
+
+/* scores[0 .. count - 1] of a group that begins at key `first`, and the group. */
 template <bool wide>
-__device__ inline void attend_scores(const AttendRows &a, const AttendHead &h, int64_t first,
-                                     int count, float *scores) {
-  const int octet = static_cast<int>(threadIdx.x) / attend_lanes;
-  for (int base = 0; base < count; base += attend_threads / attend_lanes) {
-    const int j = base + octet;
-    float sum = j < count ? attend_products<wide>(a, h, first + j) : 0.0f;
+__device__ inline AttendGroup attend_scores(const AttendRows &a, const AttendHead &h, int64_t first,
+                                            float *scores) {
+  __shared__ const float *keys[attend_threads];
+  const int64_t left = h.at + 1 - first;
+  const int own = static_cast<int>(threadIdx.x), octet = own / attend_lanes;
+  const AttendGroup g = {first, static_cast<int>(left < attend_threads ? left : attend_threads),
+                         keys};
+  if (own < g.count) keys[own] = h.keys[first + own] + a.shift + h.head * a.D;
+  __syncthreads();
+  constexpr int apart = attend_threads / attend_lanes;
+  for (int base = 0; base < g.count; base += attend_once * apart) {
+    float sum[attend_once] = {};
+    attend_products<wide>(a, h, g, base + octet, apart, sum);
 #pragma unroll
-    for (int apart = attend_lanes / 2; apart > 0; apart /= 2) {
-      sum += __shfl_xor_sync(whole_warp, sum, apart);
+    for (int n = 0; n < attend_once; n++) {
+#pragma unroll
+      for (int far = attend_lanes / 2; far > 0; far /= 2) {
+        sum[n] += __shfl_xor_sync(whole_warp, sum[n], far);
+      }
+      const int j = base + octet + n * apart;
+      if (j < g.count && own % attend_lanes == n) {
+        scores[j] = attend_score(a, h, first + j, sum[n]);
+      }
     }
-    if (j >= count || threadIdx.x % attend_lanes != 0) continue;
-    sum *= a.scale;
-    for (int t = 0; t < a.bias.count; t++) {
-      const float *const number = part_at(a.bias.of[t], h.head, first + j - h.at);
-      if (number != nullptr) sum += *number;
-    }
-    if (a.softcap != 0) sum = a.softcap * tanhf(sum / a.softcap);
-    scores[j] = sum * 1.44269504088896340736f;
   }
   __syncthreads();
+  return g;
 }
 
 /* How threads are laid over quads of columns and slices of keys: so many slices. */
@@ -136,28 +191,31 @@ __host__ __device__ inline int attend_slices(int64_t D) {
 
 /* sums[slice][D, in quads] = shrink * what is there + the weighted values of the slice's keys. */
 template <bool wide>
-__device__ inline void attend_values(const AttendRows &a, const AttendHead &h, int64_t first,
-                                     int count, const float *weights, float shrink, bool begin,
-                                     Four *sums) {
+__device__ inline void attend_values(const AttendRows &a, const AttendHead &h, const AttendGroup &g,
+                                     const float *weights, float shrink, bool begin, Four *sums) {
   const int slices = attend_slices(a.D), across = attend_threads / slices;
   const int slice = static_cast<int>(threadIdx.x) / across;
   const int64_t quads = (a.D + 3) / 4;
   for (int64_t quad = static_cast<int>(threadIdx.x) % across; quad < quads; quad += across) {
     const int64_t c = 4 * quad, width = a.D - c;
-    Four sum = {{0, 0, 0, 0}};
-    for (int j = slice; j < count; j += slices) {
-      const float weight = weights[j];
-      const float *const v = h.keys[first + j] + a.shift + a.to_value + h.head * a.D;
-      Four value = load_four<wide>(v + c, width);
+    Four sum = {{0, 0, 0, 0}}, value[attend_once], vector[attend_once];
+    for (int j = slice; j < g.count; j += attend_once * slices) {
+      load_keys<wide>(g, a.to_value + c, j, slices, width, value);
       for (int t = 0; t < a.value.count; t++) {
-        const float *const vector = part_at(a.value.of[t], h.head, first + j - h.at);
-        if (vector == nullptr) continue;
-        const Four more = load_four<wide>(vector + c, width);
+        load_vectors<wide>(a.value.of[t], h, g, j, slices, c, width, vector);
 #pragma unroll
-        for (int i = 0; i < 4; i++) value.x[i] += more.x[i];
+        for (int n = 0; n < attend_once; n++) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) value[n].x[i] += vector[n].x[i];
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum.x[i] += weight * value.x[i];
+      for (int n = 0; n < attend_once; n++) {
+        const int at = j + n * slices;
+        const float weight = at < g.count ? weights[at] : 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum.x[i] += weight * value[n].x[i];
+      }
     }
     Four *const to = sums + slice * quads + quad;
     if (!begin) {
@@ -179,20 +237,18 @@ __device__ inline AttendSums attend_one(const AttendRows &a, const AttendHead &h
   AttendSums all = {-INFINITY, 0};
   const int64_t keys = h.at + 1, quads = (a.D + 3) / 4;
   for (int64_t first = begin; first < keys; first += attend_threads) {
-    const int count =
-        static_cast<int>(keys - first < attend_threads ? keys - first : attend_threads);
-    attend_scores<wide>(a, h, first, count, scores);
+    const AttendGroup g = attend_scores<wide>(a, h, first, scores);
     const int j = static_cast<int>(threadIdx.x);
-    const float score = j < count ? scores[j] : -INFINITY;
+    const float score = j < g.count ? scores[j] : -INFINITY;
     const float highest = block_highest(fmaxf(all.highest, score), shared);
     const float shrink = all.sum == 0 ? 0.0f : exp2f(all.highest - highest);
     /* keys that a table hides weigh 0, where there are no others too */
     const float from = highest == -INFINITY ? 0.0f : highest;
-    const float weight = j < count ? exp2f(score - from) : 0.0f;
-    if (j < count) scores[j] = weight;
+    const float weight = j < g.count ? exp2f(score - from) : 0.0f;
+    if (j < g.count) scores[j] = weight;
     all.highest = highest;
     all.sum = all.sum * shrink + block_sum(weight, shared);
-    attend_values<wide>(a, h, first, count, scores, shrink, first == begin, sums);
+    attend_values<wide>(a, h, g, scores, shrink, first == begin, sums);
     __syncthreads();
   }
   const float share = all.sum == 0 ? 0.0f : 1 / all.sum;
@@ -220,11 +276,9 @@ __device__ inline void attend_add_mean(const AttendRows &a, const AttendHead &h,
   const int64_t keys = h.at + 1;
   for (int64_t j = threadIdx.x; h.head == 0 && j < begin; j += attend_threads) mean[j] = 0;
   for (int64_t first = begin; first < keys; first += attend_threads) {
-    const int count =
-        static_cast<int>(keys - first < attend_threads ? keys - first : attend_threads);
-    attend_scores<wide>(a, h, first, count, scores);
+    const AttendGroup g = attend_scores<wide>(a, h, first, scores);
     const int j = static_cast<int>(threadIdx.x);
-    if (j < count) {
+    if (j < g.count) {
       const float p = blind ? 0.0f : share * exp2f(scores[j] - all.highest);
       mean[first + j] = h.head == 0 ? p : mean[first + j] + p;
     }
