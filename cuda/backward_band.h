@@ -68,15 +68,12 @@ __host__ __device__ inline int vector_bytes(int held, bool of_keys) {
   return rows * S::kLine * int{sizeof(typename S::Operand)};
 }
 
-/* Numbers of a row of queries, as KeyBlock wants them: see RowNumbers. */
-constexpr int kRowNumbers = 8;
-
 /* Then come vectors of the band (vector_bytes), and cells. */
 template <class S>
 struct BandShared {
   typename S::Operand own[2][S::kOwn * S::kLine];
   typename S::Operand other[S::kStages][2][S::kOther * S::kLine];
-  float rows[S::kStages][kRowNumbers][S::kOther];
+  RowNumbers rows[S::kStages][S::kOther]; /* of queries that KeyBlock walks */
   float bias[S::kStages][S::kOwn + S::kOther];
   uint4 keep[S::kWarps][S::kStrips * S::kOther]; /* bytes of dropout */
   float share[S::kWarps][shared_weights<typename S::Operand, S::kTiles> + 4];
@@ -88,6 +85,32 @@ struct Sight {
   int from[2], to[2], first, last;
 };
 
+/* sums[2 h + end] += the weights of row + 8 h, by a product that has ones in column `end`: of the
+ * four lanes that share a row the first gets them all. */
+template <class Operand, int kTiles>
+__device__ inline void add_row_sums(float (&sums)[4], const float (&weights)[kTiles][4], int end) {
+  if constexpr (sizeof(Operand) == 2) {
+    const uint32_t ones = lane_of() / 4 == end ? 0x3f803f80u : 0u;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      const float(&w0)[4] = weights[n], (&w1)[4] = weights[n + 1];
+      mma_bf16(sums,
+               {pack_bf16(w0[0], w0[1]), pack_bf16(w0[2], w0[3]), pack_bf16(w1[0], w1[1]),
+                pack_bf16(w1[2], w1[3])},
+               {ones, ones});
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        sums[e / 2 * 2] += end == 0 ? weights[n][e] : 0.0f;
+        sums[e / 2 * 2 + 1] += end == 0 ? 0.0f : weights[n][e];
+      }
+    }
+  }
+}
+
 /* What both kinds of block are made of. */
 template <class S>
 class BandBlock {
@@ -98,6 +121,8 @@ class BandBlock {
   using LeftAgain = LeftRows<Operand, S::kWidth, false>; /* not both: registers are scarce */
   using Scores = float[S::kTiles][4];
   using Sums = float[S::kOut][4];
+  static constexpr int kPiece = 16 / int{sizeof(Operand)},
+                       kPieces = S::kWidth / kPiece; /* a row's */
   static constexpr int kHalves = 2 * S::kStrips; /* of strips: rows that a thread has numbers of */
 
   __device__ BandBlock(const BandBackward &backward, int the_head, bool of_keys)
@@ -136,6 +161,31 @@ class BandBlock {
     load<kRows>(k, v, call.k, call.v, seq->key_batch, seq->key_row + first, seq->keys - first);
   }
 
+  /* The same of the tiles that are walked, one after the other: a thread keeps where its pieces of
+   * the next one are. */
+  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t row_0,
+                             int count) {
+    const int64_t first = row_0 + walk_from + static_cast<int>(threadIdx.x / kPieces);
+    const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+    next[0] = row_of<Storage>(x, batch, head, first) + column;
+    next[1] = row_of<Storage>(y, batch, head, first) + column;
+    others = count;
+  }
+  __device__ void load_next(int stage, const rp_rows &x, const rp_rows &y, int from) {
+    constexpr int kRowStep = S::kThreads / kPieces;
+    const int first = static_cast<int>(threadIdx.x / kPieces);
+    const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+    const int at = first * S::kLine + column, count = others - from - first;
+    const bool in_x = column < call.D, in_y = column < call.Dv;
+#pragma unroll 4
+    for (int step = 0; step < S::kOther; step += kRowStep) {
+      load_piece(s.other[stage][0] + at + step * S::kLine, next[0], in_x && step < count);
+      load_piece(s.other[stage][1] + at + step * S::kLine, next[1], in_y && step < count);
+      next[0] += kRowStep * x.row_stride;
+      next[1] += kRowStep * y.row_stride;
+    }
+  }
+
   /* The numbers of a bias band for a tile whose first pair is at `distance`, in units of log 2:
    * number x is that of distance - (kOwn or kOther rows) + x. */
   __device__ void load_bias(float *to, int nearest, int count) {
@@ -151,7 +201,6 @@ class BandBlock {
 
   /* Starts to load what is held. */
   __device__ void load_held() {
-    constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = S::kWidth / kPiece;
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
     for (int which = 0; which < 2; which++) {
       const Operand *const from = vectors_from(which, 0) + column;
@@ -174,27 +223,30 @@ class BandBlock {
     __syncthreads();
     return table;
   }
-  /* How many tiles of eight columns they are. */
-  __device__ int vector_tiles(int first) const {
-    return smaller((f.columns - first + 7) / 8, S::kTiles);
-  }
+  /* How many columns they are. */
+  __device__ int vector_count(int first) const { return smaller(f.columns - first, S::kOther); }
 
   /* Cells of sixteen rows of queries from `begin` on, if the warp is to make them: products of q,
-   * or dz, with the vectors of a band. */
+   * or dz, with the vectors of a band. Sixteen columns at a time, in few instructions: code that
+   * runs once is as slow as it is long. */
   __device__ void make_cells(int which, const Operand *queries, int begin, bool wanted, float *to) {
-    LeftRows<Operand, S::kWidth, false> left;
+    LeftAgain left;
     left.read(queries + begin * S::kLine);
+    float *const own = to + (begin + row) * f.line;
+#pragma unroll 1
     for (int first = 0; first < f.columns; first += S::kOther) {
       const Operand *const right = vectors(which, first);
-      if (!wanted) continue;
-      Scores c = {};
-      multiply_rows<S::kWidth>(c, left, right, vector_tiles(first));
+      const int count = wanted ? vector_count(first) : 0;
+#pragma unroll 1
+      for (int x = 0; x < count; x += 16) {
+        float c[2][4] = {};
+        multiply_rows<S::kWidth>(c, left, right + x * S::kLine);
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int column = first + n * 8 + t + e % 2;
-          if (column < f.columns) to[(begin + row + e / 2 * 8) * f.line + column] = c[n][e];
+        for (int n = 0; n < 2; n++) {
+          const int column = first + x + n * 8 + t;
+          if (column >= f.line) continue;
+          put_pair(own + column, c[n][0], c[n][1]);
+          put_pair(own + 8 * f.line + column, c[n][2], c[n][3]);
         }
       }
     }
@@ -236,6 +288,18 @@ class BandBlock {
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
   }
 
+  /* Nothing but products and the band makes weights and slopes. */
+  __device__ bool is_simple() const { return !f.biased && !call.dropout.threshold; }
+
+  /* What row h of a thread does not see has no weight; column: of the thread's first. */
+  static __device__ void hide(const Sight &sight, int h, int column, Scores &scores) {
+#pragma unroll
+    for (int x = 0; x < 2 * S::kTiles; x++) {
+      const int own = column + x / 2 * 8 + x % 2;
+      if (own < sight.from[h] || own > sight.to[h]) scores[x / 2][2 * h + x % 2] = -INFINITY;
+    }
+  }
+
   /* Is anything of a tile hidden from the warp's rows? Rows of no query have a weight of 0 anyway.
    */
   __device__ bool is_cut(int tile) const { return tile < uncut_from || tile > uncut_to; }
@@ -258,8 +322,10 @@ class BandBlock {
   float *const cells;           /* [2][rows][line] */
   const int lane, warp, row, t; /* row: of a strip's sixteen, the thread's first; and 8 more */
   const int head;
-  const Sequence *seq;      /* read where it is wanted, which is not in every tile: */
-  int walk_from, walk_to;   /* rows whose tiles are walked */
+  const Sequence *seq;    /* read where it is wanted, which is not in every tile: */
+  int walk_from, walk_to; /* rows whose tiles are walked, of all the other side's: */
+  int others;
+  const Storage *next[2];   /* see begin_walk */
   int uncut_from, uncut_to; /* tiles that begin there: see is_cut */
 };
 
@@ -286,6 +352,7 @@ class QueryBlock : BandBlock<S> {
   using Base::warp;
   using typename Base::Left;
   using typename Base::LeftAgain;
+  using typename Base::Operand;
   using typename Base::Scores;
   using typename Base::Storage;
   using typename Base::Sums;
@@ -324,8 +391,8 @@ class QueryBlock : BandBlock<S> {
   /* What a row starts with, and sums up. */
   struct Row {
     float lse, delta;
-    float key[2], value[2];      /* of the ends: scores in units of log 2, dz . wV */
-    float slopes[2], weights[2]; /* sums beyond the ends */
+    float key[2], value[2]; /* of the ends: scores in units of log 2, dz . wV */
+    float weights[2];       /* their sums beyond the ends */
   };
 
   /* Those that some of the block's queries see. */
@@ -338,6 +405,7 @@ class QueryBlock : BandBlock<S> {
     uncut_from = end + seq->nearest;
     uncut_to = smaller(i + seq->farthest + 1, seq->keys) - S::kOther;
     apart = q0 + seq->start;
+    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row, seq->keys);
   }
 
   __device__ void open(bool first) {
@@ -349,7 +417,8 @@ class QueryBlock : BandBlock<S> {
     RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + q0 + strip(0) + row;
 #pragma unroll
     for (int h = 0; h < Base::kHalves; h++) {
-      rows[h] = {INFINITY, 0, {}, {}, {}, {}};
+      rows[h] = {INFINITY, 0, {}, {}, {}};
+      beyond[h / 2][2 * (h % 2)] = beyond[h / 2][2 * (h % 2) + 1] = 0;
       if (q0 + strip(0) + row + 8 * h >= seq->queries) continue;
       rows[h].lse = numbers[8 * h].lse;
       rows[h].delta = numbers[8 * h].delta;
@@ -364,9 +433,9 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void open_band(RowNumbers *numbers) {
-    for (int m = 0; m < kStrips; m++) {
-      this->make_cells(0, s.own[0], strip(m), true, cells_of(0, S::kOwn));
-      this->make_cells(1, s.own[1], strip(m), true, cells_of(1, S::kOwn));
+#pragma unroll 1
+    for (int x = 0; x < 2 * kStrips; x++) {
+      this->make_cells(x % 2, s.own[x % 2], strip(x / 2), true, cells_of(x % 2, S::kOwn));
     }
     if (f.held > 0) __syncwarp();
     else __syncthreads(); /* tiles come where the vectors were */
@@ -393,7 +462,8 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void load_tile(int stage, int j) {
-    this->template load_keys<S::kOther>(s.other[stage][0], s.other[stage][1], j);
+    if (f.c.aligned) this->load_next(stage, call.k, call.v, j);
+    else this->template load_keys<S::kOther>(s.other[stage][0], s.other[stage][1], j);
     if (f.biased)
       this->load_bias(s.bias[stage], j - apart - (S::kOwn - 1), S::kOwn + S::kOther - 1);
     cp_async_commit();
@@ -417,6 +487,7 @@ class QueryBlock : BandBlock<S> {
 
   __device__ void tile(int stage, int j, Sums (&dq)[kStrips]) {
     Scores p[kStrips] = {}, ds[kStrips] = {};
+    int end[kStrips]; /* that all pairs of a strip lie beyond, or -1 */
     multiply_rows<S::kWidth>(p, q, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, dz, s.other[stage][1]);
     if (call.dropout.threshold) make_keep(j);
@@ -425,45 +496,86 @@ class QueryBlock : BandBlock<S> {
     for (int m = 0; m < kStrips; m++) {
       const int distance = j - apart - strip(m);
       const Meets meets = this->meets_band(distance - 15, distance + S::kOther - 1);
-      if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
+      end[m] = -1;
+      if (meets == MEETS_BAND && this->is_simple()) {
+        differentiate_band(m, j, distance, cut, p[m], ds[m]);
+      } else if (cut || !this->is_simple()) {
         differentiate(stage, m, j, distance, cut, p[m], ds[m]);
-      else if (meets == MEETS_NOTHING) differentiate_plain<false>(m, false, p[m], ds[m]);
-      else differentiate_plain<true>(m, meets == MEETS_TAIL, p[m], ds[m]);
+      } else if (meets == MEETS_NOTHING) {
+        differentiate_plain<-1>(m, p[m], ds[m]);
+      } else {
+        end[m] = meets == MEETS_TAIL ? 1 : 0;
+        if (end[m] == 0) differentiate_plain<0>(m, p[m], ds[m]);
+        else differentiate_plain<1>(m, p[m], ds[m]);
+      }
     }
     if (distances) add_biases(j, ds);
     add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
+#pragma unroll
+    for (int m = 0; m < kStrips; m++) {
+      if (end[m] >= 0) add_row_sums<Operand>(beyond[m], ds[m], end[m]);
+    }
   }
 
-  /* banded: the sums of the end that the tile meets are wanted. */
-  template <bool banded>
-  __device__ void differentiate_plain(int m, bool tail, Scores &p, Scores &ds) {
+  /* end: of the band, that every pair lies beyond, or -1; the sums of ds there are tile's. */
+  template <int end>
+  __device__ void differentiate_plain(int m, Scores &p, Scores &ds) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       Row &own = rows[2 * m + h];
-      const float level = own.lse - (tail ? own.key[1] : own.key[0]);
-      const float delta = own.delta - (tail ? own.value[1] : own.value[0]);
-      float sum_of_weights = 0, sum_of_slopes = 0;
+      const float level = end < 0 ? own.lse : own.lse - own.key[end & 1];
+      const float delta = end < 0 ? own.delta : own.delta - own.value[end & 1];
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; e++) {
           const float weight = exp2_approx(at_most_zero(call.scale * p[n][e] - level));
           ds[n][e] = weight * (ds[n][e] - delta);
-          if (!banded) continue;
-          sum_of_weights += weight;
-          sum_of_slopes += ds[n][e];
+          if (end >= 0) own.weights[end & 1] += weight;
         }
       }
-      if (!banded) continue;
-      own.slopes[0] += tail ? 0.0f : sum_of_slopes;
-      own.slopes[1] += tail ? sum_of_slopes : 0.0f;
-      own.weights[0] += tail ? 0.0f : sum_of_weights;
-      own.weights[1] += tail ? sum_of_weights : 0.0f;
     }
   }
 
-  /* The same where pairs differ: across the band, with biases, dropout or hidden keys. Eight keys
-   * at a time: few of those of a tile cross the band. */
+  /* Across the band, where nothing else is in the way: in few instructions, for few tiles run them.
+   * Cells are read before any is written, and those of the ends stand for what lies beyond. */
+  __device__ void differentiate_band(int m, int j, int distance, bool cut, Scores &p, Scores &ds) {
+    constexpr int kCount = 2 * S::kTiles; /* of a row */
+    const int last = f.columns - 1;
+    Sight sight = {};
+    if (cut) sight = sight_of(q0 + strip(m) - j, seq->keys - 1 - j);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      Row &own = rows[2 * m + h];
+      float *const key = cells_of(0, S::kOwn) + (strip(m) + row + 8 * h) * f.line;
+      float *const value = key + S::kOwn * f.line;
+      const int column = distance + t - row - 8 * h - f.low;
+      int at[kCount];
+#pragma unroll
+      for (int x = 0; x < kCount; x++) {
+        float &score = p[x / 2][2 * h + x % 2], &dp = ds[x / 2][2 * h + x % 2];
+        at[x] = clamped(column + x / 2 * 8 + x % 2, 0, last);
+        score = call.scale * score + (call.scale * key[at[x]] - own.lse);
+        dp = value[at[x]] + dp;
+      }
+      if (cut) this->hide(sight, h, t, p);
+#pragma unroll
+      for (int x = 0; x < kCount; x++) {
+        float &weight = p[x / 2][2 * h + x % 2], &slope = ds[x / 2][2 * h + x % 2];
+        weight = exp2_approx(at_most_zero(weight));
+        slope = this->slope_of(weight, slope - own.delta);
+        const bool low = at[x] == 0, high = !low && at[x] == last;
+        if (low) beyond[m][2 * h] += slope, own.weights[0] += weight;
+        if (high) beyond[m][2 * h + 1] += slope, own.weights[1] += weight;
+        if (low || high) continue;
+        key[at[x]] = slope;
+        value[at[x]] = weight;
+      }
+    }
+  }
+
+  /* The same with biases, dropout or hidden keys. Eight keys at a time: few of those of a tile
+   * cross the band. */
   __device__ void differentiate(int stage, int m, int j, int distance, bool cut, Scores &p,
                                 Scores &ds) {
     Sight sight = {};
@@ -553,8 +665,8 @@ class QueryBlock : BandBlock<S> {
       Row &own = rows[2 * m + e / 2];
       const int own_column = column + e % 2 - e / 2 * 8;
       const bool low = own_column <= 0, high = !low && own_column >= f.columns - 1;
-      own.slopes[0] += low ? ds[e] : 0.0f;
-      own.slopes[1] += high ? ds[e] : 0.0f;
+      beyond[m][e / 2 * 2] += low ? ds[e] : 0.0f;
+      beyond[m][e / 2 * 2 + 1] += high ? ds[e] : 0.0f;
       own.weights[0] += low ? weights[e] : 0.0f;
       own.weights[1] += high ? weights[e] : 0.0f;
       if (low || high) continue;
@@ -568,8 +680,8 @@ class QueryBlock : BandBlock<S> {
     for (int h = 0; h < 2; h++) {
       Row &own = rows[2 * m + h];
       const float slope = ds[2 * h] + ds[2 * h + 1], weight = weights[2 * h] + weights[2 * h + 1];
-      own.slopes[0] += tail ? 0.0f : slope;
-      own.slopes[1] += tail ? slope : 0.0f;
+      beyond[m][2 * h] += tail ? 0.0f : slope;
+      beyond[m][2 * h + 1] += tail ? slope : 0.0f;
       own.weights[0] += tail ? 0.0f : weight;
       own.weights[1] += tail ? weight : 0.0f;
     }
@@ -594,18 +706,13 @@ class QueryBlock : BandBlock<S> {
   /* The cells become those of the gradient; they go to dq, and to the sums of the tables. */
   __device__ void close(Sums (&dq)[kStrips], bool first, float *lines) {
     float *const key_cells = cells_of(0, S::kOwn), *const value_cells = cells_of(1, S::kOwn);
-    const bool whole = has_whole_band();
     __syncwarp(); /* tiles have read the ends, and left zeros where pairs are hidden */
+    if (!has_whole_band()) clear_cells();
 #pragma unroll
     for (int h = 0; h < Base::kHalves; h++) {
       const int r = strip(0) + row + 8 * h;
-      for (int column = 1 + t / 2; !whole && column < f.columns - 1; column += 4) {
-        const int j = q0 + r + seq->start + f.low + column;
-        if (q0 + r < seq->queries && j >= 0 && in_sight(*seq, q0 + r, j)) continue;
-        key_cells[r * f.line + column] = value_cells[r * f.line + column] = 0;
-      }
-      const float slopes_low = quad_sum(rows[h].slopes[0]);
-      const float slopes_high = quad_sum(rows[h].slopes[1]);
+      const float slopes_low = quad_sum(beyond[h / 2][2 * (h % 2)]);
+      const float slopes_high = quad_sum(beyond[h / 2][2 * (h % 2) + 1]);
       const float weights_low = quad_sum(rows[h].weights[0]);
       const float weights_high = quad_sum(rows[h].weights[1]);
       if (t == 0) {
@@ -619,17 +726,27 @@ class QueryBlock : BandBlock<S> {
       }
     }
     __syncwarp();
-    if (call.key.count) {
-      for (int m = 0; m < kStrips; m++) add_vectors(m, dq[m]);
-    }
+    if (call.key.count) add_vectors(dq);
     if (!lines) return;
     __syncthreads();
     const int groups = (f.columns + 15) / 16, both = call.value.count ? 2 * groups : groups;
+#pragma unroll 1
     for (int group = call.key.count ? warp : groups + warp; group < both; group += S::kWarps) {
-      if (group < groups) add_lines(group * 16, key_cells, s.own[0], call.D, first, lines);
-      else
-        add_lines((group - groups) * 16, value_cells, s.own[1], call.Dv, first,
-                  lines + f.value_offset);
+      const int which = group < groups ? 0 : 1;
+      add_lines((group - which * groups) * 16, cells_of(which, S::kOwn), s.own[which],
+                which == 0 ? call.D : call.Dv, first, lines + which * f.value_offset);
+    }
+  }
+
+  /* Those of no pair. */
+  __device__ void clear_cells() {
+#pragma unroll 1
+    for (int r = strip(0) + row; r < strip(kStrips); r += 8) {
+      for (int column = 1 + t / 2; column < f.columns - 1; column += 4) {
+        const int j = q0 + r + seq->start + f.low + column;
+        if (q0 + r < seq->queries && j >= 0 && in_sight(*seq, q0 + r, j)) continue;
+        cells_of(0, S::kOwn)[r * f.line + column] = cells_of(1, S::kOwn)[r * f.line + column] = 0;
+      }
     }
   }
 
@@ -642,20 +759,22 @@ class QueryBlock : BandBlock<S> {
   }
 
   /* dq += the gradient's cells . vectors */
-  __device__ void add_vectors(int m, Sums &dq) {
-    const float *const own = cells_of(0, S::kOwn) + (strip(m) + row) * f.line;
+  __device__ void add_vectors(Sums (&dq)[kStrips]) {
+    const float *const own = cells_of(0, S::kOwn) + (strip(0) + row) * f.line;
+#pragma unroll 1
     for (int begin = 0; begin < f.columns; begin += S::kOther) {
       const auto *const right = this->vectors(0, begin);
-      Scores w;
+#pragma unroll 1
+      for (int x = 0; x < this->vector_count(begin); x += 16) {
+        float w[kStrips][2][4];
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const int column = begin + n * 8 + t + e % 2;
-          w[n][e] = column < f.columns ? own[e / 2 * 8 * f.line + column] : 0.0f;
+        for (int at = 0; at < kStrips * 8; at++) {
+          const int m = at / 8, n = at / 4 % 2, e = at % 4;
+          const int column = begin + x + n * 8 + t + e % 2;
+          w[m][n][e] = column < f.columns ? own[(m * 16 + e / 2 * 8) * f.line + column] : 0.0f;
         }
+        add_weighted<S::kWidth>(dq, w, right + x * S::kLine, s.share[warp]);
       }
-      add_weighted<S::kWidth>(dq, w, right, s.share[warp], this->vector_tiles(begin));
     }
   }
 
@@ -665,6 +784,7 @@ class QueryBlock : BandBlock<S> {
                             int width, bool first, float *lines) {
     Sums sums = {};
     if (!first) move_lines<false>(begin, lines, width, sums);
+#pragma unroll 1
     for (int done = 0; done < S::kOwn; done += S::kOther) {
       Scores w;
 #pragma unroll
@@ -787,10 +907,11 @@ class QueryBlock : BandBlock<S> {
   float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */
   Left q[kStrips];
   LeftAgain dz[kStrips];
-  Row rows[Base::kHalves]; /* 2 m + h: strip m, row + 8 h */
-  int q0, apart;           /* j - apart: the distance from the block's first query to key j */
-  bool loaded;             /* the tile that is next */
-  float *distances;        /* of the block's lines: sums of ds by distance, or NULL */
+  Row rows[Base::kHalves];  /* 2 m + h: strip m, row + 8 h */
+  float beyond[kStrips][4]; /* of strip m sums of ds beyond the ends, 2 h + end: see add_row_sums */
+  int q0, apart;            /* j - apart: the distance from the block's first query to key j */
+  bool loaded;              /* the tile that is next */
+  float *distances;         /* of the block's lines: sums of ds by distance, or NULL */
   float bias_low, bias_high;
 };
 
@@ -848,24 +969,13 @@ class KeyBlock : BandBlock<S> {
   }
 
  private:
-  /* Of a row of queries, where it meets nothing, and at the ends of the band: what to take from a
-   * score, and from dp; and what the ends add to dp. */
-  enum { LEVEL, LEVEL_LOW, LEVEL_HIGH, DELTA, DELTA_LOW, DELTA_HIGH, VALUE_LOW, VALUE_HIGH };
-
   __device__ void load_tile(int stage, int i) {
-    this->template load_queries<S::kOther>(s.other[stage][0], s.other[stage][1], i);
-    const RowNumbers *const numbers = f.c.rows + lse_of(call, *seq, head) + i;
-    for (int x = static_cast<int>(threadIdx.x); x < S::kOther; x += S::kThreads) {
-      const bool there = i + x < seq->queries;
-      const RowNumbers own = there ? numbers[x] : RowNumbers{INFINITY, 0, {}, {}};
-      s.rows[stage][LEVEL][x] = own.lse;
-      s.rows[stage][DELTA][x] = own.delta;
-      if (!f.banded) continue;
-      for (int end = 0; end < 2; end++) {
-        s.rows[stage][LEVEL_LOW + end][x] = own.lse - own.key[end];
-        s.rows[stage][DELTA_LOW + end][x] = own.delta - own.value[end];
-        s.rows[stage][VALUE_LOW + end][x] = own.value[end];
-      }
+    if (f.c.aligned) this->load_next(stage, call.q, f.c.dout, i);
+    else this->template load_queries<S::kOther>(s.other[stage][0], s.other[stage][1], i);
+    constexpr int kParts = sizeof(RowNumbers) / 16; /* rows of no query may be all 0 */
+    for (int x = static_cast<int>(threadIdx.x); x < kParts * S::kOther; x += S::kThreads) {
+      cp_async16(reinterpret_cast<float4 *>(s.rows[stage]) + x,
+                 reinterpret_cast<const float4 *>(numbers + i) + x, i + x / kParts < this->others);
     }
     if (f.biased)
       this->load_bias(s.bias[stage], apart - i - (S::kOther - 1), S::kOwn + S::kOther - 1);
@@ -882,6 +992,8 @@ class KeyBlock : BandBlock<S> {
     uncut_from = end < seq->keys ? end - seq->farthest : walk_to + 1;
     uncut_to = j - seq->nearest - (S::kOther - 1);
     apart = k0 - seq->start;
+    this->begin_walk(call.q, f.c.dout, seq->query_batch, seq->query_row, seq->queries);
+    numbers = f.c.rows + lse_of(call, *seq, head);
   }
 
   __device__ void walk(Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
@@ -902,7 +1014,7 @@ class KeyBlock : BandBlock<S> {
   __device__ void tile(int stage, int i, Sums (&dk)[kStrips], Sums (&dv)[kStrips]) {
     const int distance = apart - i;
     if (this->meets_band(distance - (S::kOther - 1), distance + S::kOwn - 1) == MEETS_BAND) {
-      find_cells(stage, distance);
+      find_cells(stage);
       __syncthreads();
     }
     Scores p[kStrips] = {}, ds[kStrips] = {};
@@ -914,46 +1026,71 @@ class KeyBlock : BandBlock<S> {
     for (int m = 0; m < kStrips; m++) {
       const int own = distance + strip(m);
       const Meets meets = this->meets_band(own - (S::kOther - 1), own + 15);
-      if (cut || meets == MEETS_BAND || f.biased || call.dropout.threshold)
-        differentiate(stage, m, i, own, cut, p[m], ds[m]);
-      else differentiate_plain(stage, meets, p[m], ds[m]);
+      if (meets == MEETS_BAND && this->is_simple())
+        differentiate_band(stage, m, i, own, cut, p[m], ds[m]);
+      else if (cut || !this->is_simple()) differentiate(stage, m, i, own, cut, p[m], ds[m]);
+      else if (meets == MEETS_NOTHING) differentiate_plain<false>(stage, false, p[m], ds[m]);
+      else differentiate_plain<true>(stage, meets == MEETS_TAIL, p[m], ds[m]);
     }
     add_weighted<S::kWidth>(dv, p, s.other[stage][1], s.share[warp]);
     add_weighted<S::kWidth>(dk, ds, s.other[stage][0], s.share[warp]);
   }
 
-  /* Of the tile's queries those that meet the band in some of the block's keys. */
-  __device__ void find_cells(int stage, int distance) {
+  /* Of the tile's queries. */
+  __device__ void find_cells(int stage) {
+#pragma unroll 1
     for (int which = 0; which < 2; which++) { /* not by the same warps, where these are more */
-      const int begin = (warp + which * S::kWarps / 2) % S::kWarps * 16, nearest = distance - begin;
-      const bool wanted =
-          begin < S::kOther && this->meets_band(nearest - 15, nearest + S::kOwn - 1) == MEETS_BAND;
-      this->make_cells(which, s.other[stage][which], begin, wanted, cells_of(which, S::kOther));
+      const int begin = (warp + which * S::kWarps / 2) % S::kWarps * 16;
+      this->make_cells(which, s.other[stage][which], begin, begin < S::kOther,
+                       cells_of(which, S::kOther));
     }
   }
 
-  __device__ void differentiate_plain(int stage, Meets meets, Scores &p, Scores &ds) {
-    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
-    const int end = end_of(meets);
+  template <bool banded>
+  __device__ void differentiate_plain(int stage, bool tail, Scores &p, Scores &ds) {
 #pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
+    for (int x = 0; x < 2 * S::kTiles; x++) {
+      const int n = x / 2, e = x % 2;
+      const RowNumbers &own = s.rows[stage][n * 8 + t + e];
+      const float level = banded ? own.lse - own.key[tail] : own.lse;
+      const float delta = banded ? own.delta - own.value[tail] : own.delta;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int x = n * 8 + t + e;
-        const float level = rows[LEVEL + end][x], delta = rows[DELTA + end][x];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          float &own = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
-          own = exp2_approx(at_most_zero(call.scale * own - level));
-          slope = own * (slope - delta);
-        }
+      for (int h = 0; h < 2; h++) {
+        float &weight = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
+        weight = exp2_approx(at_most_zero(call.scale * weight - level));
+        slope = weight * (slope - delta);
       }
     }
   }
 
-  /* Which of the three numbers. */
-  static __device__ int end_of(Meets meets) {
-    return meets == MEETS_NOTHING ? 0 : meets == MEETS_HEAD ? 1 : 2;
+  __device__ void differentiate_band(int stage, int m, int i, int distance, bool cut, Scores &p,
+                                     Scores &ds) {
+    Sight sight = {};
+    if (cut) sight = sight_of(k0 + strip(m) - i, seq->keys - k0 - strip(m));
+#pragma unroll
+    for (int x = 0; x < 2 * S::kTiles; x++) {
+      const int n = x / 2, e = x % 2, own = n * 8 + t + e;
+      const float *const key = cells_of(0, S::kOther) + own * f.line;
+      const float *const value = key + S::kOther * f.line;
+      const float level = s.rows[stage][own].lse, delta = s.rows[stage][own].delta;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int at = clamped(distance + row + 8 * h - own - f.low, 0, f.columns - 1);
+        float &score = p[n][e + 2 * h], &dp = ds[n][e + 2 * h];
+        score = call.scale * score + (call.scale * key[at] - level);
+        dp = value[at] + dp - delta;
+      }
+    }
+    if (cut) {
+      this->hide(sight, 0, t, p);
+      this->hide(sight, 1, t, p);
+    }
+#pragma unroll
+    for (int x = 0; x < 4 * S::kTiles; x++) {
+      float &weight = p[x / 4][x % 4], &slope = ds[x / 4][x % 4];
+      weight = exp2_approx(at_most_zero(weight));
+      slope = this->slope_of(weight, slope);
+    }
   }
 
   /* As in QueryBlock, eight queries at a time. */
@@ -985,7 +1122,7 @@ class KeyBlock : BandBlock<S> {
 
   __device__ void differentiate_eight(int stage, int m, int x, int distance, bool cut,
                                       const Sight &sight, float (&p)[4], float (&ds)[4]) {
-    const float(&rows)[kRowNumbers][S::kOther] = s.rows[stage];
+    const RowNumbers *const rows = s.rows[stage] + x; /* of e = 0 and 1 */
     const Meets meets = this->meets_band(distance - 7, distance + 15);
     float score[4], dp[4];
     if (meets == MEETS_BAND) {
@@ -993,15 +1130,15 @@ class KeyBlock : BandBlock<S> {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const int at = this->cell_at(x + e % 2, column - e % 2 + e / 2 * 8);
-        score[e] = call.scale * cells_of(0, S::kOther)[at] - rows[LEVEL][x + e % 2];
+        score[e] = call.scale * cells_of(0, S::kOther)[at] - rows[e % 2].lse;
         dp[e] = cells_of(1, S::kOther)[at];
       }
     } else {
-      const int end = end_of(meets);
+      const bool beyond = meets != MEETS_NOTHING, tail = meets == MEETS_TAIL;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] = -rows[LEVEL + end][x + e % 2];
-        dp[e] = end == 0 ? 0.0f : rows[VALUE_LOW + end - 1][x + e % 2];
+        score[e] = (beyond ? rows[e % 2].key[tail] : 0.0f) - rows[e % 2].lse;
+        dp[e] = beyond ? rows[e % 2].value[tail] : 0.0f;
       }
     }
     if (f.biased) {
@@ -1022,13 +1159,13 @@ class KeyBlock : BandBlock<S> {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float keep = kept(m, row + e / 2 * 8, x + e % 2);
-        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[DELTA][x + e % 2]);
+        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[e % 2].delta);
         p[e] *= keep;
       }
     } else {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[DELTA][x + e % 2]);
+        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[e % 2].delta);
       }
     }
   }
@@ -1059,6 +1196,7 @@ class KeyBlock : BandBlock<S> {
     }
   }
 
+  const RowNumbers *numbers; /* of the sequence */
   Left k[kStrips];
   LeftAgain v[kStrips];
   int k0, apart; /* apart - i: the distance from query i to the block's first key */
