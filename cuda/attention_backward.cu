@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
       const float lse = c.lse[at];
       const double base2 = static_cast<double>(lse) * 1.4426950408889634074;
       /* all of it, since it is read as a whole */
-      c.rows[at] = {lse == -INFINITY ? INFINITY : static_cast<float>(base2), sum, {}, {}};
+      c.rows[at] = {lse == -INFINITY ? INFINITY : static_cast<float>(base2), sum, {}};
     }
   }
 }

@@ -13,8 +13,10 @@ namespace rpc {
 
 /* Of one query. A row that sees no key has an lse of +inf here: its weights are 0. */
 struct alignas(16) RowNumbers {
-  float lse, delta;       /* log-sum-exp in units of log 2; dz_i . z_i */
-  float key[2], value[2]; /* of the fast path: what it meets at the ends of the band, see there */
+  float lse, delta; /* log-sum-exp in units of log 2; dz_i . z_i */
+  struct {
+    float key, value;
+  } ends[2]; /* of the fast path: what it meets at the ends of the band, see there */
 };
 
 struct Backward {

@@ -452,10 +452,8 @@ class QueryBlock : BandBlock<S> {
         rows[h].value[end] = value[column];
       }
       if (t == 0) { /* for the pass over keys */
-        own->key[0] = rows[h].key[0];
-        own->key[1] = rows[h].key[1];
-        own->value[0] = rows[h].value[0];
-        own->value[1] = rows[h].value[1];
+        own->ends[0] = {rows[h].key[0], rows[h].value[0]};
+        own->ends[1] = {rows[h].key[1], rows[h].value[1]};
       }
     }
     __syncwarp(); /* close() writes where the ends were read, and there may be no tile between */
@@ -487,86 +485,87 @@ class QueryBlock : BandBlock<S> {
 
   __device__ void tile(int stage, int j, Sums (&dq)[kStrips]) {
     Scores p[kStrips] = {}, ds[kStrips] = {};
-    int end[kStrips]; /* that all pairs of a strip lie beyond, or -1 */
     multiply_rows<S::kWidth>(p, q, s.other[stage][0]);
     multiply_rows<S::kWidth>(ds, dz, s.other[stage][1]);
     if (call.dropout.threshold) make_keep(j);
     const bool cut = this->is_cut(j);
+    const int distance = j - apart - strip(0);
+    const Meets meets = this->meets_band(distance - (16 * kStrips - 1), distance + S::kOther - 1);
+    const bool plain = this->is_simple() && !cut && meets != MEETS_BAND;
+    if (plain && meets == MEETS_NOTHING) {
+      differentiate_plain<-1>(p, ds);
+    } else if (plain && meets == MEETS_HEAD) {
+      differentiate_plain<0>(p, ds);
+    } else if (plain) {
+      differentiate_plain<1>(p, ds);
+    } else if (this->is_simple() && meets == MEETS_BAND) {
+      differentiate_band(j, distance, cut, p, ds);
+    } else {
 #pragma unroll
-    for (int m = 0; m < kStrips; m++) {
-      const int distance = j - apart - strip(m);
-      const Meets meets = this->meets_band(distance - 15, distance + S::kOther - 1);
-      end[m] = -1;
-      if (meets == MEETS_BAND && this->is_simple()) {
-        differentiate_band(m, j, distance, cut, p[m], ds[m]);
-      } else if (cut || !this->is_simple()) {
-        differentiate(stage, m, j, distance, cut, p[m], ds[m]);
-      } else if (meets == MEETS_NOTHING) {
-        differentiate_plain<-1>(m, p[m], ds[m]);
-      } else {
-        end[m] = meets == MEETS_TAIL ? 1 : 0;
-        if (end[m] == 0) differentiate_plain<0>(m, p[m], ds[m]);
-        else differentiate_plain<1>(m, p[m], ds[m]);
+      for (int m = 0; m < kStrips; m++) {
+        differentiate(stage, m, j, distance - 16 * m, cut, p[m], ds[m]);
       }
     }
     if (distances) add_biases(j, ds);
     add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
+    if (!plain || meets == MEETS_NOTHING) return;
 #pragma unroll
     for (int m = 0; m < kStrips; m++) {
-      if (end[m] >= 0) add_row_sums<Operand>(beyond[m], ds[m], end[m]);
+      add_row_sums<Operand>(beyond[m], ds[m], meets == MEETS_HEAD ? 0 : 1);
     }
   }
 
   /* end: of the band, that every pair lies beyond, or -1; the sums of ds there are tile's. */
   template <int end>
-  __device__ void differentiate_plain(int m, Scores &p, Scores &ds) {
+  __device__ void differentiate_plain(Scores (&p)[kStrips], Scores (&ds)[kStrips]) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      Row &own = rows[2 * m + h];
+    for (int h = 0; h < Base::kHalves; h++) {
+      Row &own = rows[h];
       const float level = end < 0 ? own.lse : own.lse - own.key[end & 1];
       const float delta = end < 0 ? own.delta : own.delta - own.value[end & 1];
 #pragma unroll
-      for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; e++) {
-          const float weight = exp2_approx(at_most_zero(call.scale * p[n][e] - level));
-          ds[n][e] = weight * (ds[n][e] - delta);
-          if (end >= 0) own.weights[end & 1] += weight;
-        }
+      for (int x = 0; x < 2 * S::kTiles; x++) {
+        float &score = p[h / 2][x / 2][h % 2 * 2 + x % 2];
+        float &slope = ds[h / 2][x / 2][h % 2 * 2 + x % 2];
+        const float weight = exp2_approx(at_most_zero(call.scale * score - level));
+        slope = weight * (slope - delta);
+        if (end >= 0) own.weights[end & 1] += weight;
       }
     }
   }
 
   /* Across the band, where nothing else is in the way: in few instructions, for few tiles run them.
    * Cells are read before any is written, and those of the ends stand for what lies beyond. */
-  __device__ void differentiate_band(int m, int j, int distance, bool cut, Scores &p, Scores &ds) {
+  __device__ void differentiate_band(int j, int distance, bool cut, Scores (&p)[kStrips],
+                                     Scores (&ds)[kStrips]) {
     constexpr int kCount = 2 * S::kTiles; /* of a row */
     const int last = f.columns - 1;
-    Sight sight = {};
-    if (cut) sight = sight_of(q0 + strip(m) - j, seq->keys - 1 - j);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      Row &own = rows[2 * m + h];
-      float *const key = cells_of(0, S::kOwn) + (strip(m) + row + 8 * h) * f.line;
+    for (int h = 0; h < Base::kHalves; h++) {
+      Row &own = rows[h];
+      float(&ends)[4] = beyond[h / 2];
+      float *const key = cells_of(0, S::kOwn) + (strip(0) + row + 8 * h) * f.line;
       float *const value = key + S::kOwn * f.line;
-      const int column = distance + t - row - 8 * h - f.low;
+      const int column = distance + t - row - 8 * h - f.low, first = h % 2 * 2;
       int at[kCount];
 #pragma unroll
       for (int x = 0; x < kCount; x++) {
-        float &score = p[x / 2][2 * h + x % 2], &dp = ds[x / 2][2 * h + x % 2];
+        float &score = p[h / 2][x / 2][first + x % 2], &dp = ds[h / 2][x / 2][first + x % 2];
         at[x] = clamped(column + x / 2 * 8 + x % 2, 0, last);
         score = call.scale * score + (call.scale * key[at[x]] - own.lse);
         dp = value[at[x]] + dp;
       }
-      if (cut) this->hide(sight, h, t, p);
+      if (cut) {
+        this->hide(sight_of(q0 + strip(h / 2) - j, seq->keys - 1 - j), h % 2, t, p[h / 2]);
+      }
 #pragma unroll
       for (int x = 0; x < kCount; x++) {
-        float &weight = p[x / 2][2 * h + x % 2], &slope = ds[x / 2][2 * h + x % 2];
-        weight = exp2_approx(at_most_zero(weight));
+        float &slope = ds[h / 2][x / 2][first + x % 2];
+        const float weight = exp2_approx(at_most_zero(p[h / 2][x / 2][first + x % 2]));
         slope = this->slope_of(weight, slope - own.delta);
         const bool low = at[x] == 0, high = !low && at[x] == last;
-        if (low) beyond[m][2 * h] += slope, own.weights[0] += weight;
-        if (high) beyond[m][2 * h + 1] += slope, own.weights[1] += weight;
+        if (low) ends[first] += slope, own.weights[0] += weight;
+        if (high) ends[first + 1] += slope, own.weights[1] += weight;
         if (low || high) continue;
         key[at[x]] = slope;
         value[at[x]] = weight;
@@ -1022,15 +1021,19 @@ class KeyBlock : BandBlock<S> {
     multiply_rows<S::kWidth>(ds, v, s.other[stage][1]);
     if (call.dropout.threshold) make_keep(i);
     const bool cut = this->is_cut(i);
+    const int own = distance + strip(0);
+    const Meets meets = this->meets_band(own - (S::kOther - 1), own + 16 * kStrips - 1);
+    if (!this->is_simple() || (cut && meets != MEETS_BAND)) {
 #pragma unroll
-    for (int m = 0; m < kStrips; m++) {
-      const int own = distance + strip(m);
-      const Meets meets = this->meets_band(own - (S::kOther - 1), own + 15);
-      if (meets == MEETS_BAND && this->is_simple())
-        differentiate_band(stage, m, i, own, cut, p[m], ds[m]);
-      else if (cut || !this->is_simple()) differentiate(stage, m, i, own, cut, p[m], ds[m]);
-      else if (meets == MEETS_NOTHING) differentiate_plain<false>(stage, false, p[m], ds[m]);
-      else differentiate_plain<true>(stage, meets == MEETS_TAIL, p[m], ds[m]);
+      for (int m = 0; m < kStrips; m++) {
+        differentiate(stage, m, i, own + 16 * m, cut, p[m], ds[m]);
+      }
+    } else if (meets == MEETS_BAND) {
+      differentiate_band(stage, i, own, cut, p, ds);
+    } else if (meets == MEETS_NOTHING) {
+      differentiate_plain<false>(stage, false, p, ds);
+    } else {
+      differentiate_plain<true>(stage, meets == MEETS_TAIL, p, ds);
     }
     add_weighted<S::kWidth>(dv, p, s.other[stage][1], s.share[warp]);
     add_weighted<S::kWidth>(dk, ds, s.other[stage][0], s.share[warp]);
@@ -1047,26 +1050,25 @@ class KeyBlock : BandBlock<S> {
   }
 
   template <bool banded>
-  __device__ void differentiate_plain(int stage, bool tail, Scores &p, Scores &ds) {
+  __device__ void differentiate_plain(int stage, bool tail, Scores (&p)[kStrips],
+                                      Scores (&ds)[kStrips]) {
 #pragma unroll
     for (int x = 0; x < 2 * S::kTiles; x++) {
       const int n = x / 2, e = x % 2;
       const RowNumbers &own = s.rows[stage][n * 8 + t + e];
-      const float level = banded ? own.lse - own.key[tail] : own.lse;
-      const float delta = banded ? own.delta - own.value[tail] : own.delta;
+      const float level = banded ? own.lse - own.ends[tail].key : own.lse;
+      const float delta = banded ? own.delta - own.ends[tail].value : own.delta;
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float &weight = p[n][e + 2 * h], &slope = ds[n][e + 2 * h];
+      for (int h = 0; h < Base::kHalves; h++) {
+        float &weight = p[h / 2][n][e + h % 2 * 2], &slope = ds[h / 2][n][e + h % 2 * 2];
         weight = exp2_approx(at_most_zero(call.scale * weight - level));
         slope = weight * (slope - delta);
       }
     }
   }
 
-  __device__ void differentiate_band(int stage, int m, int i, int distance, bool cut, Scores &p,
-                                     Scores &ds) {
-    Sight sight = {};
-    if (cut) sight = sight_of(k0 + strip(m) - i, seq->keys - k0 - strip(m));
+  __device__ void differentiate_band(int stage, int i, int distance, bool cut, Scores (&p)[kStrips],
+                                     Scores (&ds)[kStrips]) {
 #pragma unroll
     for (int x = 0; x < 2 * S::kTiles; x++) {
       const int n = x / 2, e = x % 2, own = n * 8 + t + e;
@@ -1074,20 +1076,24 @@ class KeyBlock : BandBlock<S> {
       const float *const value = key + S::kOther * f.line;
       const float level = s.rows[stage][own].lse, delta = s.rows[stage][own].delta;
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
+      for (int h = 0; h < Base::kHalves; h++) {
         const int at = clamped(distance + row + 8 * h - own - f.low, 0, f.columns - 1);
-        float &score = p[n][e + 2 * h], &dp = ds[n][e + 2 * h];
+        float &score = p[h / 2][n][e + h % 2 * 2], &dp = ds[h / 2][n][e + h % 2 * 2];
         score = call.scale * score + (call.scale * key[at] - level);
         dp = value[at] + dp - delta;
       }
     }
     if (cut) {
-      this->hide(sight, 0, t, p);
-      this->hide(sight, 1, t, p);
+#pragma unroll
+      for (int h = 0; h < Base::kHalves; h++) {
+        const int j = k0 + strip(h / 2);
+        this->hide(sight_of(j - i, seq->keys - j), h % 2, t, p[h / 2]);
+      }
     }
 #pragma unroll
-    for (int x = 0; x < 4 * S::kTiles; x++) {
-      float &weight = p[x / 4][x % 4], &slope = ds[x / 4][x % 4];
+    for (int x = 0; x < 4 * S::kTiles * kStrips; x++) {
+      float &weight = p[x / 4 % kStrips][x / 4 / kStrips][x % 4];
+      float &slope = ds[x / 4 % kStrips][x / 4 / kStrips][x % 4];
       weight = exp2_approx(at_most_zero(weight));
       slope = this->slope_of(weight, slope);
     }
@@ -1137,8 +1143,8 @@ class KeyBlock : BandBlock<S> {
       const bool beyond = meets != MEETS_NOTHING, tail = meets == MEETS_TAIL;
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        score[e] = (beyond ? rows[e % 2].key[tail] : 0.0f) - rows[e % 2].lse;
-        dp[e] = beyond ? rows[e % 2].value[tail] : 0.0f;
+        score[e] = (beyond ? rows[e % 2].ends[tail].key : 0.0f) - rows[e % 2].lse;
+        dp[e] = beyond ? rows[e % 2].ends[tail].value : 0.0f;
       }
     }
     if (f.biased) {
