@@ -162,20 +162,18 @@ class BandBlock {
   }
 
   /* The same of the tiles that are walked, one after the other: a thread keeps where its pieces of
-   * the next one are. */
-  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t row_0,
-                             int count) {
+   * the next one are, but not of one stage, whose walks are short or memory scarce. */
+  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t row_0) {
     const int64_t first = row_0 + walk_from + static_cast<int>(threadIdx.x / kPieces);
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
     next[0] = row_of<Storage>(x, batch, head, first) + column;
     next[1] = row_of<Storage>(y, batch, head, first) + column;
-    others = count;
   }
   __device__ void load_next(int stage, const rp_rows &x, const rp_rows &y, int from) {
     constexpr int kRowStep = S::kThreads / kPieces;
     const int first = static_cast<int>(threadIdx.x / kPieces);
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
-    const int at = first * S::kLine + column, count = others - from - first;
+    const int at = first * S::kLine + column, count = walk_to + 1 - from - first;
     const bool in_x = column < call.D, in_y = column < call.Dv;
 #pragma unroll 4
     for (int step = 0; step < S::kOther; step += kRowStep) {
@@ -322,9 +320,8 @@ class BandBlock {
   float *const cells;           /* [2][rows][line] */
   const int lane, warp, row, t; /* row: of a strip's sixteen, the thread's first; and 8 more */
   const int head;
-  const Sequence *seq;    /* read where it is wanted, which is not in every tile: */
-  int walk_from, walk_to; /* rows whose tiles are walked, of all the other side's: */
-  int others;
+  const Sequence *seq;      /* read where it is wanted, which is not in every tile: */
+  int walk_from, walk_to;   /* rows whose tiles are walked */
   const Storage *next[2];   /* see begin_walk */
   int uncut_from, uncut_to; /* tiles that begin there: see is_cut */
 };
@@ -405,7 +402,7 @@ class QueryBlock : BandBlock<S> {
     uncut_from = end + seq->nearest;
     uncut_to = smaller(i + seq->farthest + 1, seq->keys) - S::kOther;
     apart = q0 + seq->start;
-    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row, seq->keys);
+    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row);
   }
 
   __device__ void open(bool first) {
@@ -460,7 +457,7 @@ class QueryBlock : BandBlock<S> {
   }
 
   __device__ void load_tile(int stage, int j) {
-    if (f.c.aligned) this->load_next(stage, call.k, call.v, j);
+    if (S::kStages == 2 && f.c.aligned) this->load_next(stage, call.k, call.v, j);
     else this->template load_keys<S::kOther>(s.other[stage][0], s.other[stage][1], j);
     if (f.biased)
       this->load_bias(s.bias[stage], j - apart - (S::kOwn - 1), S::kOwn + S::kOther - 1);
@@ -969,12 +966,12 @@ class KeyBlock : BandBlock<S> {
 
  private:
   __device__ void load_tile(int stage, int i) {
-    if (f.c.aligned) this->load_next(stage, call.q, f.c.dout, i);
+    if (S::kStages == 2 && f.c.aligned) this->load_next(stage, call.q, f.c.dout, i);
     else this->template load_queries<S::kOther>(s.other[stage][0], s.other[stage][1], i);
     constexpr int kParts = sizeof(RowNumbers) / 16; /* rows of no query may be all 0 */
     for (int x = static_cast<int>(threadIdx.x); x < kParts * S::kOther; x += S::kThreads) {
       cp_async16(reinterpret_cast<float4 *>(s.rows[stage]) + x,
-                 reinterpret_cast<const float4 *>(numbers + i) + x, i + x / kParts < this->others);
+                 reinterpret_cast<const float4 *>(numbers + i) + x, i + x / kParts <= walk_to);
     }
     if (f.biased)
       this->load_bias(s.bias[stage], apart - i - (S::kOther - 1), S::kOwn + S::kOther - 1);
@@ -991,7 +988,7 @@ class KeyBlock : BandBlock<S> {
     uncut_from = end < seq->keys ? end - seq->farthest : walk_to + 1;
     uncut_to = j - seq->nearest - (S::kOther - 1);
     apart = k0 - seq->start;
-    this->begin_walk(call.q, f.c.dout, seq->query_batch, seq->query_row, seq->queries);
+    this->begin_walk(call.q, f.c.dout, seq->query_batch, seq->query_row);
     numbers = f.c.rows + lse_of(call, *seq, head);
   }
 
