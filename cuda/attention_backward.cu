@@ -335,8 +335,9 @@ rp_status run_general(const rp_attention *s, Backward c, const rp_attention_grad
 template <class Operand, class Storage>
 rp_status run(const rp_attention *s, const Backward &c, const rp_attention_gradients *g,
               unsigned char *workspace) {
-  RPI_TRY(run_rows<Storage>(c));
-  if (band_serves(s)) return band_backward(s, c, g, workspace);
+  const bool on_bands = band_serves(s);
+  if (!on_bands || band_reads_rows(s)) RPI_TRY(run_rows<Storage>(c));
+  if (on_bands) return band_backward(s, c, g, workspace);
   return run_general<TileShape<Operand, Storage>>(s, c, g, workspace);
 }
 

@@ -63,10 +63,13 @@ bool band_serves(const rp_attention *shape);
 /* The rows of its tiles: 64, or 32 where sequences are short, or 128 where they are long. */
 int band_tile(const rp_attention *shape);
 
+/* Does it read c.rows? Not where every sequence is one tile. */
+bool band_reads_rows(const rp_attention *shape);
+
 /* Its workspace, behind the rows. */
 int64_t band_bytes(const rp_attention *shape);
 
-/* dq, dk, dv, and the gradients of the tables of keys and values. c.rows are there. */
+/* dq, dk, dv, and the gradients of the tables of keys and values. c.rows are there, if read. */
 rp_status band_backward(const rp_attention *shape, const Backward &c,
                         const rp_attention_gradients *gradients, void *workspace);
 

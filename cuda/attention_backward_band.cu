@@ -9,7 +9,7 @@
  *   totals_kernel    the lines of a head's blocks, added up in order
  *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order
  */
-#include "backward_band.h"
+#include "backward_single.h"
 
 namespace rpc {
 namespace {
@@ -27,7 +27,7 @@ bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_pos
 /* Sizes that the shape and the device alone decide. */
 struct Sizes {
   int width, tile; /* tile: rows of queries or keys that a block owns */
-  bool bf16;
+  bool bf16, single;
   int64_t low, high, columns, table_rows; /* columns 0: no band of keys or values */
   int64_t bias_low, bias_high, bias_columns;
   int64_t blocks, value_offset, bias_offset, numbers; /* of a block's lines */
@@ -99,9 +99,11 @@ int64_t shared_needed(const Sizes &sizes) {
 constexpr int kTileRows[] = {32, 64, 128};
 enum { SMALL, WHOLE, LARGE, TILES };
 
-/* Tiles of queries that a call has, and their pairs with tiles of keys, of each size. */
+/* Tiles of queries that a call has, and their pairs with tiles of keys, of each size; and the rows
+ * of its longest sequence. */
 struct Work {
   int64_t tiles[TILES], pairs[TILES];
+  int longest;
 };
 Work work_of(const rp_attention *s) {
   Work work = {};
@@ -111,6 +113,9 @@ Work work_of(const rp_attention *s) {
       const int rows = kTileRows[x], more = rows - 1;
       work.tiles[x] += (seq.query_rows + more) / rows;
       work.pairs[x] += int64_t{(seq.queries + more) / rows} * ((seq.keys + more) / rows);
+    }
+    for (const int rows : {seq.query_rows, seq.key_rows}) {
+      work.longest = rows > work.longest ? rows : work.longest;
     }
   }
   return work;
@@ -130,11 +135,18 @@ int size_of(const rp_attention *s, const Sizes &sizes, const Work &work) {
   return large ? LARGE : WHOLE;
 }
 
+/* Is every sequence one tile, of which one block does all? */
+bool is_single(const Sizes &sizes, const Work &work) {
+  return sizes.bf16 && sizes.width <= kSingleWidth && work.longest <= kSingleRows &&
+         sizes.columns <= kSingleColumns && single_bytes(sizes.columns) <= context().shared_bytes;
+}
+
 /* That have lines. Blocks of short sequences are done with a tile soon, and all alike: as many as a
  * device holds at once. */
 int64_t most_blocks(const Sizes &sizes) {
   const int64_t held_at_once =
-      int64_t{context().multiprocessors} * BandShape<bf16, float, 64, 32>::kBlocks;
+      int64_t{context().multiprocessors} *
+      (sizes.single ? kSingleBlocks[sizes.columns > 0] : BandShape<bf16, float, 64, 32>::kBlocks);
   return sizes.tile == 32 && held_at_once < kMostBlocks ? held_at_once : kMostBlocks;
 }
 
@@ -153,9 +165,11 @@ Sizes shape_of(const rp_attention *s) {
 Sizes sizes_of(const rp_attention *s) {
   Sizes sizes = shape_of(s);
   const Work work = work_of(s);
-  const int size = size_of(s, sizes, work);
+  sizes.single = is_single(sizes, work);
+  if (sizes.single) sizes.width = kSingleWidth;
+  const int size = sizes.single ? SMALL : size_of(s, sizes, work);
   sizes.tile = kTileRows[size];
-  sizes.blocks = work.tiles[size];
+  sizes.blocks = sizes.single ? s->B : work.tiles[size];
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
@@ -257,20 +271,32 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   block.run(f.c.key_tiles[static_cast<int>(blockIdx.x) % f.c.key_tile_count]);
 }
 
+template <class Operand>
+rp_status make_vectors(const BandBackward &f, int width) {
+  if (!f.banded) return RP_OK;
+  const auto to = static_cast<Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
+  const int64_t numbers = int64_t{f.c.call.H} * 2 * f.table_rows * width;
+  const dim3 grid(static_cast<unsigned>(divided(numbers, kThreads)));
+  CUDA_TRY(
+      launch(vectors_kernel<Operand>, {grid, dim3(kThreads), 0, context().stream}, f, width, to));
+  return RP_OK;
+}
+
+/* Sequences of one tile. */
+rp_status run_single(BandBackward f, const Sizes &sizes, bool stored_bf16) {
+  f.line = static_cast<int32_t>(single_line(sizes.columns));
+  f.held = static_cast<int32_t>(divided(sizes.columns, 16) * 16);
+  RPI_TRY(make_vectors<bf16>(f, sizes.width));
+  return single_backward(f, stored_bf16);
+}
+
 template <class S>
 rp_status run(BandBackward f, const Sizes &sizes) {
   cudaStream_t const stream = context().stream;
-  const auto operands =
-      static_cast<typename S::Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
   const int64_t heads = f.c.call.H;
   f.held = held<S>(sizes);
   const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
-  if (f.banded) {
-    const int64_t numbers = heads * 2 * f.table_rows * S::kWidth;
-    CUDA_TRY(launch(vectors_kernel<typename S::Operand>,
-                    {grid(divided(numbers, kThreads)), dim3(kThreads), 0, stream}, f, S::kWidth,
-                    operands));
-  }
+  RPI_TRY(make_vectors<typename S::Operand>(f, S::kWidth));
   if (f.c.query_tile_count > 0) {
     const auto shared = static_cast<size_t>(query_bytes<S>(sizes));
     CUDA_TRY(
@@ -356,6 +382,8 @@ bool band_serves(const rp_attention *s) {
 
 int band_tile(const rp_attention *s) { return sizes_of(s).tile; }
 
+bool band_reads_rows(const rp_attention *s) { return !sizes_of(s).single; }
+
 int64_t band_bytes(const rp_attention *s) {
   const Sizes sizes = sizes_of(s);
   return sizes.table_bytes + sizes.line_bytes + sizes.total_bytes;
@@ -392,7 +420,8 @@ rp_status band_backward(const rp_attention *s, const Backward &c, const rp_atten
   }
   const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
   if (s->H == 0) return RP_OK;
-  if (element == 2) RPI_TRY((run_width<bf16, bf16>(f, sizes)));
+  if (sizes.single) RPI_TRY(run_single(f, sizes, element == 2));
+  else if (element == 2) RPI_TRY((run_width<bf16, bf16>(f, sizes)));
   else if (sizes.bf16) RPI_TRY((run_width<bf16, float>(f, sizes)));
   else RPI_TRY((run_width<float, float>(f, sizes)));
   if (!f.lines) return RP_OK;

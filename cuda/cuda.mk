@@ -13,6 +13,7 @@ CUDA_SOURCES = \
   attention_forward.cu \
   attention_backward.cu \
   attention_backward_band.cu \
+  attention_backward_single.cu \
   attention_maps.cu \
   table_gradients.cu \
   rotate.cu \

@@ -87,6 +87,20 @@ BANDS = {
     ),
     "short, causal": replace(SHAW, B=3, N=19, M=19, key=Band(40, 40), value=None, causal=True),
     "short, plain": replace(SHAW, B=2, N=27, M=31, key=None, value=None, Dv=40),
+    "single, of all kinds": replace(
+        SHAW, B=3, N=30, M=29, lengths=(30, 1, 7), key_lengths=(29, 0, 13), bias=T5, dropout=DROPOUT
+    ),
+    "single, sentences": replace(
+        SHAW, B=6, offsets=(0, 25, 57, 57, 58, 60, 85), key=Band(16, 16), value=Band(15, 16, "none")
+    ),
+    "single, many": replace(SHAW, B=24, H=3, N=9, M=11, D=16, Dv=24, bias=Band(3, 4), causal=True),
+    "single, values alone": replace(SHAW, N=32, M=32, key=None, value=Band(0, 0), window=(9, 3)),
+    "single, unaligned": replace(
+        SHAW, B=2, N=21, M=32, D=30, Dv=40, gap=3, starts=(5, 11), bias=T5
+    ),
+    "single, biases": replace(
+        SHAW, B=3, N=20, M=23, key=None, value=None, bias=T5, starts=(0, 3, 9)
+    ),
     "long": replace(SHAW, N=510, M=511, key=Band(16, 16), value=Band(5, 5)),
     "long, of all kinds": replace(SHAW, N=509, M=384, causal=True, bias=T5, dropout=DROPOUT),
     "long, plain": replace(SHAW, N=512, M=384, key=None, value=None, window=(100, 40)),
@@ -334,6 +348,7 @@ CHILD_CASES = {
     "labels": Case(N=65, M=40, key=Labels(300, 2), value=Labels(7), query=Edges(4)),
     "large": replace(SHAW, N=509, M=120, key=Band(16, 16), bias=T5, dropout=DROPOUT),
     "short": replace(BANDS["sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
+    "single": replace(BANDS["single, sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
     "long": replace(GENERAL["long tables"], N=33, M=66),
 }
@@ -439,3 +454,15 @@ def test_a_tile_beyond_the_band_costs_what_plain_attention_costs(
     per_row = (2 * 6 / 8 + 3 * 2 * 6 / 8 + 3) * tile
     assert more[0] <= 4 * per_row
     assert more[1] - more[0] <= 4 * per_row
+
+
+def test_short_sequences_are_read_once(libraries: dict[str, Path], emulated_device: Path) -> None:
+    """Five products of a sequence; a band adds its cells, their way to dq and to the tables."""
+    library = library_of(emulated_device)
+    product = 32 * 32 * 64 // (16 * 8 * 16)
+    plain = Case(B=8, N=25, M=25, D=64, Dv=64)
+    shaw = replace(plain, key=Band(16, 16), value=Band(16, 16))
+    for case, products in ((plain, 5), (shaw, 5 + 2 * 48 / 32 + 3 * 48 / 32)):
+        cost = counted(libraries, library, case)
+        assert cost["mma"] == 8 * product * products
+        assert cost["bank_conflicts"] == 0

@@ -21,7 +21,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where the products of attention are, in bf16 on tensor cores.
-TENSOR = ("attention_forward", "attention_backward", "attention_backward_band")
+TENSOR = (
+    "attention_forward",
+    "attention_backward",
+    "attention_backward_band",
+    "attention_backward_single",
+)
 
 
 # --------------------------------------------------------------------------------------------------
