@@ -135,19 +135,26 @@ int size_of(const rp_attention *s, const Sizes &sizes, const Work &work) {
   return large ? LARGE : WHOLE;
 }
 
-/* Is every sequence one tile, of which one block does all? */
+/* Is every sequence one tile, of which a block does all? */
 bool is_single(const Sizes &sizes, const Work &work) {
   return sizes.bf16 && sizes.width <= kSingleWidth && work.longest <= kSingleRows &&
          sizes.columns <= kSingleColumns && single_bytes(sizes.columns) <= context().shared_bytes;
 }
 
+/* That a multiprocessor has at once, of those of short sequences. */
+int64_t blocks_at_once(const Sizes &sizes) {
+  if (!sizes.single) return BandShape<bf16, float, 64, 32>::kBlocks;
+  const int64_t fit = (context().shared_bytes + 1024) / (single_bytes(sizes.columns) + 1024);
+  const int64_t most = kSingleBlocks[sizes.columns > 0];
+  return fit < most ? fit : most;
+}
+
 /* That have lines. Blocks of short sequences are done with a tile soon, and all alike: as many as a
  * device holds at once. */
 int64_t most_blocks(const Sizes &sizes) {
-  const int64_t held_at_once =
-      int64_t{context().multiprocessors} *
-      (sizes.single ? kSingleBlocks[sizes.columns > 0] : BandShape<bf16, float, 64, 32>::kBlocks);
-  return sizes.tile == 32 && held_at_once < kMostBlocks ? held_at_once : kMostBlocks;
+  if (sizes.tile != 32) return kMostBlocks;
+  const int64_t held_at_once = context().multiprocessors * blocks_at_once(sizes);
+  return held_at_once < kMostBlocks ? held_at_once : kMostBlocks;
 }
 
 /* Without what depends on the sequences, which may be many. */
@@ -169,7 +176,7 @@ Sizes sizes_of(const rp_attention *s) {
   if (sizes.single) sizes.width = kSingleWidth;
   const int size = sizes.single ? SMALL : size_of(s, sizes, work);
   sizes.tile = kTileRows[size];
-  sizes.blocks = sizes.single ? s->B : work.tiles[size];
+  sizes.blocks = sizes.single ? divided(s->B, 2) : work.tiles[size];
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);

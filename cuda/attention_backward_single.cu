@@ -3,14 +3,20 @@
  * attention_backward_single.cu: attention's backward where every sequence is one tile: 32 queries
  * and keys at most, operands bf16.
  *
- * A block takes one sequence of a head after the other, and does all of it: s and dp are made once,
- * in the registers of two warps that have 16 queries each, and so is delta,
+ * A block takes sequences of a head two by two, and does all of them: s and dp are made once, in
+ * the registers of two warps a sequence that have 16 queries each, and so is delta,
  *
  *   delta_i = sum_j p~_ij dp_ij
  *
- * p~ and ds go through shared memory to be the left side of the products that sum over queries.
- * Cells (backward_band.h) become operands where they lie, and warp 0 sums the table of keys in its
- * registers, warp 1 that of values, until the block's last sequence.
+ * p~ and ds go through shared memory, where v was, to be the left side of the products that sum
+ * over queries. Cells (backward_band.h) become operands where they lie, and each warp sums one half
+ * of one table in its registers, until the block's last sequences:
+ *
+ *   warp   queries, then keys      table
+ *   0      0 to 15 of the first    keys, columns 0 to 31
+ *   1      16 to 31                values
+ *   2      0 to 15 of the second   keys, columns 32 to 63
+ *   3      16 to 31                values
  */
 #include "backward_single.h"
 
@@ -18,7 +24,6 @@ namespace rpc {
 namespace {
 
 constexpr int kRows = kSingleRows, kGroups = kSingleColumns / 16;
-constexpr int kShare = kRows + 8; /* of p~ and ds in shared memory: rows in different banks */
 
 /* a: A[m][k] = left[k * line + m]. */
 __device__ inline void read_transposed(uint32_t (&a)[4], const bf16 *left, int line) {
@@ -26,12 +31,12 @@ __device__ inline void read_transposed(uint32_t (&a)[4], const bf16 *left, int l
   ldmatrix_x4_trans(a, left + (matrix / 2 * 8 + lane % 8) * line + matrix % 2 * 8);
 }
 
-/* out += a . right[16][kSingleWidth] */
-__device__ inline void add_step(float (&out)[kSingleWidth / 8][4], const uint32_t (&a)[4],
-                                const bf16 *right) {
+/* out += a . right[16][8 kOut] */
+template <int kOut>
+__device__ inline void add_step(float (&out)[kOut][4], const uint32_t (&a)[4], const bf16 *right) {
   const int lane = lane_of(), matrix = lane / 8;
 #pragma unroll
-  for (int n = 0; n < kSingleWidth / 8; n += 2) {
+  for (int n = 0; n < kOut; n += 2) {
     uint32_t b[4];
     ldmatrix_x4_trans(b, right + (matrix % 2 * 8 + lane % 8) * row_stride<bf16, kSingleWidth> +
                              (n + matrix / 2) * 8);
@@ -43,7 +48,23 @@ __device__ inline void add_step(float (&out)[kSingleWidth / 8][4], const uint32_
 template <class StorageType, bool kIsBanded>
 struct SingleShape : BandShape<bf16, StorageType, kSingleWidth, kSingleRows> {
   static constexpr bool kBanded = kIsBanded;
+  static constexpr int kThreads = 128;
 };
+
+}  // namespace
+
+/* Of both sequences: q and dz; k and v, which makes room for ds (columns 0 to 31) and p~. */
+template <class Storage, bool banded>
+struct BandShared<SingleShape<Storage, banded>> {
+  bf16 own[2][2][kRows * row_stride<bf16, kSingleWidth>];
+  bf16 other[2][2][kRows * row_stride<bf16, kSingleWidth>];
+  float bias[2][2 * kRows];
+  uint4 keep[4][kRows]; /* bytes of dropout */
+  float ends[2][128];   /* of threads: sums of ds beyond either end of a bias */
+  Sequence none;        /* where the number of sequences is odd */
+};
+
+namespace {
 
 template <class S>
 class SingleBlock : BandBlock<S> {
@@ -63,27 +84,29 @@ class SingleBlock : BandBlock<S> {
   using typename Base::Scores;
   using typename Base::Storage;
   using typename Base::Sums;
+  using TableSums = float[S::kOut / 2][4];
   static constexpr int kDiagonals = 2 * kRows - 1, kSlope = kRows + 1;
 
  public:
-  __device__ SingleBlock(const BandBackward &backward, int the_head, int block)
+  __device__ SingleBlock(const BandBackward &backward, int the_head)
       : Base(backward, the_head, false),
-        own(block),
-        shared(reinterpret_cast<bf16 *>(this->cells + 2 * kRows * backward.line)),
-        first(warp_of() * 16) {}
+        pair(warp_of() / 2),
+        first(warp_of() % 2 * 16),
+        shared(s.other[warp_of() / 2][1]) {}
 
   __device__ void run() {
     const bool biases = f.lines && f.bias_columns > 0;
     for (int x = static_cast<int>(threadIdx.x); biases && x < f.bias_columns; x += S::kThreads) {
       distances()[x] = 0;
     }
+    if (threadIdx.x == 0) s.none = {};
+    s.ends[0][threadIdx.x] = s.ends[1][threadIdx.x] = 0;
     if (S::kBanded) this->load_held();
-    Sums sums[kGroups] = {};
+    TableSums sums[kGroups] = {};
 #pragma unroll 1
-    for (int b = own; b < call.B; b += f.blocks) {
-      seq = call.sequences + b;
-      __syncthreads(); /* the sequence before is done with */
-      load();
+    for (int b = own(); 2 * b < call.B; b += f.blocks) {
+      __syncthreads(); /* the sequences before are done with */
+      load(2 * b);
       Scores p = {}, ds = {};
       weigh(p, ds);
       if (biases) add_biases(ds);
@@ -93,8 +116,7 @@ class SingleBlock : BandBlock<S> {
       if (S::kBanded && f.lines) {
 #pragma unroll
         for (int g = 0; g < kGroups; g++) {
-          if (16 * g < f.columns)
-            add_transposed(sums[g], operands(warp) + 16 * g, 2 * f.line, warp);
+          if (16 * g < f.columns) add_to_table(16 * g, sums[g]);
         }
       }
     }
@@ -103,18 +125,26 @@ class SingleBlock : BandBlock<S> {
   }
 
  private:
+  /* Which of the head's blocks. */
+  __device__ int own() const { return static_cast<int>(blockIdx.x) / call.H; }
   __device__ float *lines() const {
-    return f.lines + (int64_t{head} * f.blocks + own) * f.line_numbers;
+    return f.lines + (int64_t{head} * f.blocks + own()) * f.line_numbers;
   }
   /* Sums of ds by distance. */
   __device__ float *distances() const { return lines() + f.bias_offset; }
 
-  __device__ void load() {
-    this->template load_queries<kRows>(s.own[0], s.own[1], 0);
-    this->template load_keys<kRows>(s.other[0][0], s.other[0][1], 0);
-    if (f.biased) this->load_bias(s.bias[0], 1 - kRows - seq->start, kDiagonals);
-    if (call.dropout.threshold) make_keep();
+  /* Sequences b and b + 1. */
+  __device__ void load(int b) {
+#pragma unroll 1
+    for (int x = 0; x < 2; x++) {
+      seq = b + x < call.B ? call.sequences + b + x : &s.none;
+      this->template load_queries<kRows>(s.own[x][0], s.own[x][1], 0);
+      this->template load_keys<kRows>(s.other[x][0], s.other[x][1], 0);
+      if (f.biased) this->load_bias(s.bias[x], 1 - kRows - seq->start, kDiagonals);
+    }
     cp_async_commit();
+    seq = b + pair < call.B ? call.sequences + b + pair : &s.none;
+    if (call.dropout.threshold) make_keep();
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -142,14 +172,15 @@ class SingleBlock : BandBlock<S> {
   __device__ void weigh(Scores &p, Scores &ds) {
     const float level[2] = {level_of(first + row), level_of(first + row + 8)};
     Left left;
-    left.read(s.own[0] + first * S::kLine);
-    multiply_rows<S::kWidth>(p, left, s.other[0][0]);
-    left.read(s.own[1] + first * S::kLine);
-    multiply_rows<S::kWidth>(ds, left, s.other[0][1]);
+    left.read(s.own[pair][0] + first * S::kLine);
+    multiply_rows<S::kWidth>(p, left, s.other[pair][0]);
+    left.read(s.own[pair][1] + first * S::kLine);
+    multiply_rows<S::kWidth>(ds, left, s.other[pair][1]);
+    __syncthreads(); /* where v was, ds and p~ may go */
     if (S::kBanded) {
 #pragma unroll 1
       for (int which = 0; which < 2; which++) {
-        this->make_cells(which, s.own[which], first, true, cells_of(which, kRows));
+        this->make_cells(which, s.own[pair][which], first, true, cells_of(2 * pair + which, kRows));
       }
       __syncwarp();
     }
@@ -163,10 +194,10 @@ class SingleBlock : BandBlock<S> {
         float score = -level[h], &weight = p[n][e], &dp = ds[n][e];
         if (S::kBanded) {
           const int at = this->cell_at(i, j - i - origin);
-          score += call.scale * cells_of(0, kRows)[at];
-          dp += cells_of(1, kRows)[at];
+          score += call.scale * cells_of(2 * pair, kRows)[at];
+          dp += cells_of(2 * pair + 1, kRows)[at];
         }
-        if (f.biased) score += s.bias[0][j - i + kRows - 1];
+        if (f.biased) score += s.bias[pair][j - i + kRows - 1];
         weight = exp2_approx(at_most_zero(call.scale * weight + score));
         if (j >= keys || j - i < from || j - i > to) weight = dp = 0;
         if (call.dropout.threshold) dp *= kept(row + 8 * h, j);
@@ -189,8 +220,8 @@ class SingleBlock : BandBlock<S> {
   __device__ int origin_of() const { return seq->start + f.low; }
 
   /* The cells as operands, in the place of the numbers: rows of 2 f.line. */
-  __device__ bf16 *operands(int which) const {
-    return reinterpret_cast<bf16 *>(cells_of(which, kRows));
+  __device__ bf16 *operands(int sequence, int which) const {
+    return reinterpret_cast<bf16 *>(cells_of(2 * sequence + which, kRows));
   }
 
   /* dq; and what both warps are to read of p~ and ds. */
@@ -199,19 +230,19 @@ class SingleBlock : BandBlock<S> {
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        bf16 *const to = shared + (first + row + 8 * h) * kShare + n * 8 + t;
+        bf16 *const to = shared + (first + row + 8 * h) * S::kLine + n * 8 + t;
         put_pair(to, ds[n][2 * h], ds[n][2 * h + 1]);
-        put_pair(to + kRows * kShare, p[n][2 * h], p[n][2 * h + 1]);
+        put_pair(to + kRows, p[n][2 * h], p[n][2 * h + 1]);
       }
     }
+    if (S::kBanded) fill_cells(ds, p);
     Sums dq = {};
-    add_weighted<S::kWidth>(dq, ds, s.other[0][0], nullptr);
+    add_weighted<S::kWidth>(dq, ds, s.other[pair][0], nullptr);
     if (S::kBanded) {
-      fill_cells(ds, p);
 #pragma unroll 1
       for (int begin = 0; call.key.count && begin < f.columns; begin += 16) {
         uint32_t a[4];
-        read_fragment(a, operands(0) + first * 2 * f.line + begin, 2 * f.line, 0);
+        read_fragment(a, operands(pair, 0) + first * 2 * f.line + begin, 2 * f.line, 0);
         add_step(dq, a, table + begin * S::kLine);
       }
     }
@@ -223,7 +254,7 @@ class SingleBlock : BandBlock<S> {
   /* Of the warp's queries ds and p~ by column; what lies beyond the ends is added up. */
   __device__ void fill_cells(const Scores &ds, const Scores &p) {
     const int line = 2 * f.line, apart = kRows * line, last = f.columns - 1;
-    bf16 *const rows = operands(0) + first * line;
+    bf16 *const rows = operands(pair, 0) + first * line;
     __syncwarp(); /* the numbers have been read */
     for (int x = lane; x < 2 * line; x += 32) {
       reinterpret_cast<uint4 *>(rows)[x] = make_uint4(0, 0, 0, 0);
@@ -262,13 +293,24 @@ class SingleBlock : BandBlock<S> {
     __syncwarp();
   }
 
-  /* sums += of all queries: left transposed . q, or dz. */
-  __device__ void add_transposed(Sums &sums, const bf16 *left, int line, int which) {
+  /* sums += of all queries of a sequence: left transposed . right */
+  template <int kOut>
+  __device__ void add_transposed(float (&sums)[kOut][4], const bf16 *left, int line,
+                                 const bf16 *right) {
 #pragma unroll
     for (int step = 0; step < kRows / 16; step++) {
       uint32_t a[4];
       read_transposed(a, left + step * 16 * line, line);
-      add_step(sums, a, s.own[which] + step * 16 * S::kLine);
+      add_step(sums, a, right + step * 16 * S::kLine);
+    }
+  }
+
+  /* Sixteen columns of the band, from both sequences. */
+  __device__ void add_to_table(int begin, TableSums &sums) {
+    const int which = warp % 2, at = warp / 2 * (kSingleWidth / 2);
+#pragma unroll
+    for (int x = 0; x < 2; x++) {
+      add_transposed(sums, operands(x, which) + begin, 2 * f.line, s.own[x][which] + at);
     }
   }
 
@@ -277,7 +319,7 @@ class SingleBlock : BandBlock<S> {
 #pragma unroll 1
     for (int which = 0; which < 2; which++) {
       Sums sums = {};
-      add_transposed(sums, shared + which * kRows * kShare + first, kShare, which);
+      add_transposed(sums, shared + which * kRows + first, S::kLine, s.own[pair][which]);
       const rp_rows_out &to = which == 0 ? f.c.dk : f.c.dv;
       this->put_rows(row_of<Storage>(to, seq->key_batch, head, seq->key_row), to.row_stride, first,
                      seq->keys, seq->key_rows, which == 0 ? call.D : call.Dv,
@@ -296,61 +338,58 @@ class SingleBlock : BandBlock<S> {
       }
     }
     __syncthreads();
-    const int x = static_cast<int>(threadIdx.x), d = x - (kRows - 1) - seq->start;
+    const int x = static_cast<int>(threadIdx.x) % 64, d = x - (kRows - 1) - seq->start;
     float sum = 0;
     for (int r = 0; r < kRows; r++) {
       const int j = x - (kRows - 1) + r;
       if (j >= 0 && j < kRows) sum += slopes[r * kSlope + j];
     }
-    if (d <= call.bias.low) bias_ends[0] += sum;
-    else if (d >= call.bias.high) bias_ends[1] += sum;
-    else if (x < kDiagonals) distances()[d - call.bias.low] += sum;
-    __syncthreads(); /* p~ and ds go there */
+    const bool low = d <= call.bias.low, high = !low && d >= call.bias.high;
+    s.ends[0][threadIdx.x] += low ? sum : 0.0f;
+    s.ends[1][threadIdx.x] += high ? sum : 0.0f;
+    for (int turn = 0; turn < 2; turn++) { /* both have the same distances, or some of them */
+      if (turn == pair && x < kDiagonals && !low && !high) distances()[d - call.bias.low] += sum;
+      __syncthreads();
+    }
   }
 
   __device__ void add_bias_ends() {
-    float *const ends = reinterpret_cast<float *>(s.keep);
-    __syncthreads();
-    for (int end = 0; end < 2; end++) {
-      const float sum = sum_of_lanes(bias_ends[end]);
-      if (lane == 0) ends[2 * end + warp] = sum;
-    }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    distances()[0] += ends[0] + ends[1];
-    distances()[f.bias_columns - 1] += ends[2] + ends[3];
+    for (int end = 0; end < 2; end++) {
+      float sum = 0;
+      for (int x = 0; x < S::kThreads; x++) sum += s.ends[end][x];
+      distances()[end == 0 ? 0 : f.bias_columns - 1] += sum;
+    }
   }
 
-  /* A warp's table. */
-  __device__ void write_lines(const Sums (&sums)[kGroups]) {
-    if ((warp == 0 ? call.key.count : call.value.count) == 0) return;
-    const int width = warp == 0 ? call.D : call.Dv;
-    float *const to = lines() + (warp == 0 ? 0 : f.value_offset);
+  __device__ void write_lines(const TableSums (&sums)[kGroups]) {
+    const bool keys = warp % 2 == 0;
+    if ((keys ? call.key.count : call.value.count) == 0) return;
+    const int width = keys ? call.D : call.Dv;
+    float *const to = lines() + (keys ? 0 : f.value_offset);
 #pragma unroll
     for (int g = 0; g < kGroups; g++) {
 #pragma unroll
-      for (int n = 0; n < S::kOut; n++) {
+      for (int n = 0; n < S::kOut / 2; n++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          const int column = g * 16 + row + e / 2 * 8, c = n * 8 + t + e % 2;
+          const int column = g * 16 + row + e / 2 * 8;
+          const int c = (warp / 2 * (S::kOut / 2) + n) * 8 + t + e % 2;
           if (column < f.columns && c < width) to[int64_t{column} * width + c] = sums[g][n][e];
         }
       }
     }
   }
 
-  const int own;           /* of the head's blocks */
-  bf16 *const shared;      /* [2][kRows][kShare]: ds, p~ */
-  const int first;         /* the warp's first query, and key */
-  float bias_ends[2] = {}; /* the thread's, beyond either end */
+  const int pair, first; /* which of the sequences; the warp's first query, and key */
+  bf16 *const shared;    /* ds, p~ */
 };
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, kSingleBlocks[S::kBanded])
     single_kernel(const __grid_constant__ BandBackward f) {
-  const unsigned heads = static_cast<unsigned>(f.c.call.H);
-  SingleBlock<S> block(f, static_cast<int>(blockIdx.x % heads),
-                       static_cast<int>(blockIdx.x / heads));
+  SingleBlock<S> block(f, static_cast<int>(blockIdx.x) % f.c.call.H);
   block.run();
 }
 
@@ -376,7 +415,7 @@ int64_t single_bytes(int64_t columns) {
   using S = SingleShape<float, true>;
   const int held = static_cast<int>((columns + 15) / 16 * 16);
   return static_cast<int64_t>(sizeof(BandShared<S>)) + vector_bytes<S>(held, false) +
-         2 * kRows * (single_line(columns) * 4 + kShare * 2);
+         4 * kRows * single_line(columns) * 4;
 }
 
 rp_status single_backward(const BandBackward &f, bool stored_bf16) {

@@ -14,8 +14,8 @@ constexpr int kSingleRows = 32;    /* queries, and keys, of the longest sequence
 constexpr int kSingleColumns = 48; /* of the band */
 constexpr int kSingleWidth = 64;   /* of the tables of vectors; D and Dv are this at most */
 
-/* Blocks that a multiprocessor has at once; with bands and without. */
-constexpr int kSingleBlocks[] = {7, 4};
+/* Blocks that registers let a multiprocessor have at once: without bands, and with them. */
+constexpr int kSingleBlocks[] = {4, 3};
 
 /* From one row of cells to the next: room for operands of whole steps of 16 columns. */
 int64_t single_line(int64_t columns);
