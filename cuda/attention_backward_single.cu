@@ -112,6 +112,7 @@ class SingleBlock : BandBlock<S> {
       if (biases) add_biases(ds);
       put_queries(p, ds);
       __syncthreads();
+      ask_for(2 * (b + f.blocks));
       put_keys();
       if (S::kBanded && f.lines) {
 #pragma unroll
@@ -147,6 +148,26 @@ class SingleBlock : BandBlock<S> {
     if (call.dropout.threshold) make_keep();
     cp_async_wait<0>();
     __syncthreads();
+  }
+
+  /* The next sequences come as far as the second-level cache: a thread asks for 128 bytes of a row
+   * of each array. */
+  __device__ void ask_for(int b) const {
+    const int x = static_cast<int>(threadIdx.x) / 64, r = static_cast<int>(threadIdx.x) % 32;
+    const int at = static_cast<int>(threadIdx.x) / 32 % 2 * (128 / int{sizeof(Storage)});
+    if (b + x >= call.B) return;
+    const Sequence &next = call.sequences[b + x];
+    const auto ask = [&](const rp_rows &rows, int64_t batch, int64_t i, int width) {
+      if (at < width) prefetch_line(row_of<Storage>(rows, batch, head, i) + at);
+    };
+    if (r < next.queries) {
+      ask(call.q, next.query_batch, next.query_row + r, call.D);
+      ask(f.c.dout, next.query_batch, next.query_row + r, call.Dv);
+    }
+    if (r < next.keys) {
+      ask(call.k, next.key_batch, next.key_row + r, call.D);
+      ask(call.v, next.key_batch, next.key_row + r, call.Dv);
+    }
   }
 
   /* A lane has sixteen keys of a query. */

@@ -115,6 +115,15 @@ __device__ inline void cp_async_wait() {
 #endif
 }
 
+/* The second-level cache is to have the 128 bytes of global memory that p lies in. */
+__device__ inline void prefetch_line(const void *p) {
+#ifdef __CUDACC__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#else
+  (void)p;
+#endif
+}
+
 /* Two numbers rounded to bf16, `low` in the lower half. */
 __device__ inline uint32_t pack_bf16(float low, float high) {
 #ifdef __CUDACC__
