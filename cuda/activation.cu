@@ -12,6 +12,7 @@
 #include <math.h>
 
 #include "packing.h"
+#include "rounded.h"
 
 namespace rpc {
 namespace {
@@ -53,10 +54,11 @@ __device__ inline float activated(float x, float y) {
   return x * logistic(x) * y;
 }
 
-/* a may be h for ReLU: every number is read before its place is written. */
+/* a may be h for ReLU: every number is read before its place is written. It is NULL where all that
+ * is wanted is rounded. */
 template <int kind, bool wide>
 __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t columns,
-                                Packing packing) {
+                                Packing packing, RoundedRows rounded) {
   const int64_t row = row_from_end(rows);
   if (row < 0) return; /* a whole warp */
   const Place place = place_of(packing, row);
@@ -73,19 +75,29 @@ __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t 
       }
     }
     keep_strip(packing, place, c, x);
-    store_strip<strip_quads, wide>(a + row * columns + c, count, x);
+    if (a != nullptr) store_strip<strip_quads, wide>(a + row * columns + c, count, x);
+    if (rounded.to == nullptr) continue;
+#pragma unroll
+    for (int q = 0; q < strip_quads; q++) {
+      put_rounded(rounded, row, c + strip_column(q), x.quad[q]);
+    }
   }
 }
 
 /* scale: dropout's, of what was kept. */
 template <bool wide>
-__global__ void relu_backward_rows(const float *a, const float *da, float *dh, int64_t rows,
-                                   int64_t columns, float scale) {
+__global__ void relu_backward_rows(const float *a, RoundedRows rounded, const float *da, float *dh,
+                                   int64_t rows, int64_t columns, float scale) {
   const int64_t row = row_from_end(rows);
   if (row < 0) return;
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = row * columns + c, count = columns - c;
-    const Strip<strip_quads> forward = load_strip<strip_quads, wide>(a + start, count);
+    Strip<strip_quads> forward;
+    if (rounded.to == nullptr) forward = load_strip<strip_quads, wide>(a + start, count);
+#pragma unroll
+    for (int q = 0; q < strip_quads && rounded.to != nullptr; q++) {
+      forward.quad[q] = load_rounded(rounded, row, c + strip_column(q));
+    }
     Strip<strip_quads> d = load_strip<strip_quads, wide>(da + start, count);
 #pragma unroll
     for (int q = 0; q < strip_quads; q++) {
@@ -154,7 +166,7 @@ rp_status forward_of(const rpi_activation_args *a, const RowGrid &g, const Packi
   if (a->kind == RP_RELU) kernel = activation_rows<RP_RELU, wide>;
   if (a->kind == RP_GELU) kernel = activation_rows<RP_GELU, wide>;
   CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a->h, a->a, a->rows, a->columns,
-                  packing));
+                  packing, rounded_rows(a->rounded, a->columns)));
   return RP_OK;
 }
 
@@ -162,8 +174,9 @@ template <bool wide>
 rp_status backward_of(const rpi_activation_backward_args *a, const RowGrid &g,
                       const Packing &packing) {
   if (a->kind == RP_RELU) {
-    CUDA_TRY(launch(relu_backward_rows<wide>, {g.grid, g.block, 0, context().stream}, a->a, a->da,
-                    a->dh, a->rows, a->columns, packing.dropout.scale));
+    CUDA_TRY(launch(relu_backward_rows<wide>, {g.grid, g.block, 0, context().stream}, a->a,
+                    rounded_rows(a->rounded, a->columns), a->da, a->dh, a->rows, a->columns,
+                    packing.dropout.scale));
     return RP_OK;
   }
   CUDA_TRY(launch(a->kind == RP_GELU ? gelu_backward_rows<wide> : swiglu_backward_rows<wide>,

@@ -14,9 +14,10 @@
  *
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
- * finds its operands as it likes them. A model's weights are packed once a call (rpi_rounded): by
- * their first product, for all others and the way back. The way back packs dy once for both
- * products, and adds up its columns as it passes. Sums are f32 in any case, and never TF32.
+ * finds its operands as it likes them; norms and activations leave their results so (rpi_operand).
+ * A model's weights are packed once a call (rpi_rounded): by their first product, for all others
+ * and the way back. The way back packs dy once for both products, and adds up its columns as it
+ * passes. Sums are f32 in any case, and never TF32.
  */
 #include "blas.h"
 #include "ops/linear.h"
@@ -65,8 +66,6 @@ struct Pack {
   const float *behind; /* [rows], whose parts follow each row's columns; or NULL */
   bool ones;           /* ones follow */
 };
-
-constexpr int bias_parts = 3; /* of 8 bits each, as many as f32 has */
 
 /* Their sum is x, and each is one of bf16 without rounding. */
 __device__ float part_of(float x, int part) {
@@ -150,29 +149,36 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   return RP_OK;
 }
 
-/* One operand, or two by one launch; with a bias of y's rows they are those of a product that has
- * it, and their columns are more. */
-rp_status pack(Operand *x, Operand *y = nullptr, const float *bias = nullptr, void *x_to = nullptr,
-               void *y_to = nullptr) {
-  const int more = bias != nullptr ? bias_parts : 0;
-  Pack first = {}, second = {};
-  first.ones = bias != nullptr;
-  second.behind = bias;
-  RPI_TRY(begin_pack(x, more, x_to, &first));
-  if (y != nullptr) RPI_TRY(begin_pack(y, more, y_to, &second));
-  CUDA_TRY(launch(pack_rows,
-                  {dim3(first.blocks + second.blocks), dim3(pack_threads), 0, context().stream},
-                  first, second));
+/* What is to be packed, of one operand or two, by one launch. */
+rp_status launch_packs(const Pack &first, const Pack &second) {
+  const unsigned blocks = first.blocks + second.blocks;
+  if (blocks == 0) return RP_OK;
+  CUDA_TRY(
+      launch(pack_rows, {dim3(blocks), dim3(pack_threads), 0, context().stream}, first, second));
   return RP_OK;
 }
 
-/* Those of the way there. */
-rp_status pack_both(const rpi_gemm_args &g, const float *bias, Operand *a, Operand *b) {
+rp_status pack(Operand *x, Operand *y = nullptr) {
+  Pack first = {}, second = {};
+  RPI_TRY(begin_pack(x, 0, nullptr, &first));
+  if (y != nullptr) RPI_TRY(begin_pack(y, 0, nullptr, &second));
+  return launch_packs(first, second);
+}
+
+/* Those of a product, as far as they are not there; with a bias they are those of one that has it,
+ * and their columns are more. */
+rp_status pack_product(const rpi_gemm_args &g, const float *bias, Operand *a, Operand *b) {
+  const int more = bias != nullptr ? bias_parts : 0;
   rpi_rounded *const r = g.rounded;
-  const bool made = r != nullptr && r->made;
-  RPI_TRY(pack(a, made ? nullptr : b, bias, g.kept, r != nullptr ? r->memory : nullptr));
-  if (made) *b = rounded_at(*b, bias != nullptr ? bias_parts : 0, r->memory);
-  else if (r != nullptr) r->made = true;
+  Pack first = {}, second = {};
+  first.ones = bias != nullptr;
+  second.behind = bias;
+  if (g.given) *a = rounded_at(*a, more, g.kept);
+  else RPI_TRY(begin_pack(a, more, g.kept, &first));
+  if (r != nullptr && r->made) *b = rounded_at(*b, more, r->memory);
+  else RPI_TRY(begin_pack(b, more, r != nullptr ? r->memory : nullptr, &second));
+  RPI_TRY(launch_packs(first, second));
+  if (r != nullptr) r->made = true;
   return RP_OK;
 }
 
@@ -211,7 +217,7 @@ rp_status gemm(const rpi_gemm_args *args) {
   Operand a = a_of(g), b = b_of(g);
   if (packed) {
     scratch_begin();
-    RPI_TRY(pack_both(g, within ? g.bias : nullptr, &a, &b));
+    RPI_TRY(pack_product(g, within ? g.bias : nullptr, &a, &b));
   }
   if (within) {
     g.inner = a.columns;

@@ -17,6 +17,7 @@
  * number is read before its place is written.
  */
 #include "reduce.h"
+#include "rounded.h"
 
 namespace rpc {
 namespace {
@@ -47,7 +48,8 @@ struct NormRows {
   int64_t rows, columns;
   const float *x, *gain, *shift; /* shift: or NULL */
   double epsilon;
-  float *y, *stats; /* stats: or NULL */
+  float *y, *stats; /* or NULL, each */
+  RoundedRows rounded;
   rpi_note note;
 };
 
@@ -89,7 +91,8 @@ __device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, con
   }
   known->fine_x = known->fine_x && four_finite(x, count);
   known->fine_y = known->fine_y && four_finite(y, count);
-  store_four<wide>(a.y + row * a.columns + c, count, y);
+  if (a.y != nullptr) store_four<wide>(a.y + row * a.columns + c, count, y);
+  if (a.rounded.to != nullptr) put_rounded(a.rounded, row, c, y);
 }
 
 __device__ inline void put_known(const NormRows &a, int64_t row, const NormRow &known) {
@@ -359,8 +362,10 @@ rp_status launch_backward(const NormBackwardRows &a, int64_t pieces) {
 rp_status norm(const rpi_norm_args *args) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
-  const NormRows a = {rows,          columns, args->x,     args->gain, args->shift,
-                      args->epsilon, args->y, args->stats, args->note};
+  const NormRows a = {rows,       columns,     args->x,
+                      args->gain, args->shift, args->epsilon,
+                      args->y,    args->stats, rounded_rows(args->rounded, columns),
+                      args->note};
   const bool wide =
       is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.shift, 0) && is_wide(a.y, columns);
   return wide ? norm_of<true>(a) : norm_of<false>(a);

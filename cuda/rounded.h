@@ -23,6 +23,42 @@ __device__ inline void store_rounded(bf16 *to, const Four &four) {
   *reinterpret_cast<uint64_t *>(to) = low | high << 32;
 }
 
+constexpr int bias_parts = 3; /* of 8 bits each, as many as f32 has */
+
+/* Rows as gemm packs them: behind each stand ones for the parts of a bias. */
+struct RoundedRows {
+  bf16 *to; /* or NULL */
+  int64_t columns, stride;
+  int ones;
+};
+
+inline RoundedRows rounded_rows(const rpi_operand &operand, int64_t columns) {
+  const int ones = operand.bias ? bias_parts : 0;
+  return {static_cast<bf16 *>(operand.memory), columns, rounded_stride(columns + ones), ones};
+}
+
+/* The quad at column c; the last of a row brings what stands behind it. */
+__device__ inline void put_rounded(const RoundedRows &rows, int64_t row, int64_t c, Four four) {
+  int64_t left = rows.columns - c;
+  if (left <= 0) return;
+  bf16 *const to = rows.to + row * rows.stride;
+  for (const int64_t end = left > 4 ? c + 4 : rows.stride; c < end; c += 4, left -= 4) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i >= left) four.x[i] = i < left + rows.ones ? 1.0f : 0.0f;
+    }
+    store_rounded(to + c, four);
+  }
+}
+
+/* The quad at column c, where there is one. */
+__device__ inline Four load_rounded(const RoundedRows &rows, int64_t row, int64_t c) {
+  if (c >= rows.columns) return {{0, 0, 0, 0}};
+  const uint2 pairs = *reinterpret_cast<const uint2 *>(rows.to + row * rows.stride + c);
+  return {{__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)}};
+}
+
 /* column_sums, and x rounded in `to` unless that is NULL, from one look at x. Takes scratch. */
 rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to);
 

@@ -112,11 +112,14 @@ def test_steps_are_those_of_the_host(f32: Core) -> None:
         assert not any(g.any() for g in device.gradients.values())
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("precision", [0, 1])
-def test_runs_and_recomputing_change_no_bit(f32: Core, precision: int, activation: str) -> None:
-    """In bf16 operands are kept as they were rounded, unless what they were made of is made again."""
-    changes = TRAINED | {"activation": activation}
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+@pytest.mark.parametrize(("precision", "norm"), [(0, "pre"), (1, "pre"), (1, "post")])
+def test_runs_and_recomputing_change_no_bit(
+    f32: Core, precision: int, norm: str, activation: str
+) -> None:
+    """In bf16 norms and activations leave their results rounded, unless these are made again: then
+    their product rounds them."""
+    changes = TRAINED | {"activation": activation, "norm": norm}
     batch = batch_for(changes)
     found = []
     for recompute in (0, 0, 1):

@@ -206,7 +206,8 @@ static rpi_layer_linear qkv_of(const rpi_run *run, const rpi_stored *stored, con
                             .bias = at->qkv_bias,
                             .x = n,
                             .x_stride = C,
-                            .kept = stored->kept_n};
+                            .kept = stored->kept_n,
+                            .given = rpi_is_given(stored, n)};
 }
 
 static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
@@ -220,7 +221,8 @@ static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored,
                             .bias = at->q_bias,
                             .x = n,
                             .x_stride = C,
-                            .kept = stored->kept_n};
+                            .kept = stored->kept_n,
+                            .given = rpi_is_given(stored, n)};
 }
 
 static rpi_layer_linear cross_kv_of(const rpi_run *run) {

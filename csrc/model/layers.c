@@ -31,7 +31,8 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
                               .gain = rpi_weight_at(m, norm->gain),
                               .shift = rpi_weight_at(m, norm->shift),
                               .epsilon = m->config.norm_epsilon,
-                              .y = to,
+                              .y = stored->kept_n && m->config.norm == RP_NORM_PRE ? NULL : to,
+                              .rounded = rpi_operand_at(m, stored->kept_n),
                               .stats = stored->stats,
                               .note = rpi_note_of(run, s)};
   const double began = rpi_profile_now(&m->profile);
@@ -111,7 +112,8 @@ static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, 
                             .bias = at->in_bias,
                             .x = n,
                             .x_stride = config->width,
-                            .kept = stored->kept_n};
+                            .kept = stored->kept_n,
+                            .given = rpi_is_given(stored, n)};
 }
 
 /* RELU works in place: its result says all that backward asks. The others keep h. */
@@ -130,7 +132,8 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored
                             .bias = at->out_bias,
                             .x = act_of(run->model, stored),
                             .x_stride = config->feed_forward,
-                            .kept = stored->kept_in};
+                            .kept = stored->kept_in,
+                            .given = stored->kept_in != NULL};
 }
 
 static rp_status activate(rpi_run *run, const rpi_stored *stored) {
@@ -142,7 +145,8 @@ static rp_status activate(rpi_run *run, const rpi_stored *stored) {
       .kind = m->config.activation,
       .h = stored->hidden,
       .dropout = rpi_dropout_at(run, m->config.activation_dropout, RPI_SITE_ACTIVATION),
-      .a = act_of(m, stored)};
+      .a = stored->kept_in ? NULL : act_of(m, stored),
+      .rounded = rpi_operand_at(m, stored->kept_in)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation(&args));
   rpi_note_cost(run, "activation", run->again, began, (double)(rows * F), 2 * rows * F);
@@ -165,6 +169,7 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
       .kind = config->activation,
       .h = stored->hidden,
       .a = act_of(m, stored),
+      .rounded = rpi_operand_at(m, stored->kept_in),
       .da = m->scratch.dact,
       .dropout = rpi_dropout_at(run, config->activation_dropout, RPI_SITE_ACTIVATION),
       .dh = m->scratch.dhidden};

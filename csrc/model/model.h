@@ -43,7 +43,8 @@ typedef struct rpi_stored {
   real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] */
   real *kv;      /* cross: [encoder's rows][2 H D] */
   real *z, *lse; /* attention's results [rows][H D], [H][rows] */
-  real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it */
+  real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it,
+                    unless that is kept_in */
   void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL */
   void *kept_in; /* so what makes f: z, or the activation; there where kept_n is */
 } rpi_stored;
@@ -61,7 +62,7 @@ typedef struct rpi_scratch {
   real *df;         /* of what a sublayer adds, then of n [rows][C] */
   real *dz;         /* [rows][H D] */
   real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv */
-  real *act;        /* after the activation [rows][F]; RELU: not there */
+  real *act;        /* after the activation [rows][F]; RELU, or where it is kept_in: not there */
   real *dact;       /* its gradient; RELU: dhidden itself */
   real *dhidden;    /* [rows][F or 2 F] */
   real *logits;     /* [loss_rows][classes] */

@@ -36,15 +36,14 @@ static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, count, sizeof(real));
 }
 
-/* Numbers of a product's operand as it was rounded. A device reads half of what it would round
- * again. */
+/* Numbers of a product's operand as it was rounded. A device writes and reads half of what it would
+ * round again. */
 static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, rows, rpi_linear_kept(1, columns));
 }
 
 static bool keeps(const rp_model *m) {
-  return m->limits.training && !m->limits.recompute && !m->ops->host &&
-         m->limits.precision == RP_BF16;
+  return !m->limits.recompute && !m->ops->host && m->limits.precision == RP_BF16;
 }
 
 /* What one sublayer stores but for its stream. */
@@ -111,7 +110,7 @@ static void carve_scratch(rp_model *m, plan *p) {
   const int64_t HD = config->heads * rpi_head_width(config), hidden = rpi_hidden(config);
   const bool relu = config->activation == RP_RELU;
   to->normed = matrix(arena, rows, C);
-  if (!relu) to->act = matrix(arena, rows, F);
+  if (!relu && !keeps(m)) to->act = matrix(arena, rows, F);
   to->logits = matrix(arena, m->loss_rows, m->classes);
   to->loss = matrix(arena, rows, 1);
   to->nll = matrix(arena, rows, 1);

@@ -24,6 +24,7 @@ static rpi_linear layer_of(const rpi_run *run, const rpi_layer_linear *l) {
                       .weight = rpi_weight_at(run->model, l->weight),
                       .bias = rpi_weight_at(run->model, l->bias),
                       .kept = l->kept,
+                      .given = l->given,
                       .rounded = rpi_rounded_of(run->model, l->weight)};
 }
 

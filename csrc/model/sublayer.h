@@ -62,7 +62,18 @@ typedef struct rpi_layer_linear {
   const real *x;
   int64_t x_stride;
   void *kept;
+  bool given;
 } rpi_layer_linear;
+
+/* Where a device leaves what a layer is given, rounded, or nowhere. */
+static inline rpi_operand rpi_operand_at(const rp_model *m, void *kept) {
+  return (rpi_operand){.memory = kept, .bias = m->config.bias != 0};
+}
+
+/* Has the norm left n rounded? */
+static inline bool rpi_is_given(const rpi_stored *stored, const real *n) {
+  return stored->kept_n && n != stored->stream;
+}
 
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,
                                    int64_t y_stride);

@@ -8,7 +8,7 @@
 
 static rp_status linear_backward_by(const rpi_linear_backward_args *args,
                                     rp_status (*product)(const rpi_gemm_args *args)) {
-  assert(!args->rounded && !args->forward.kept);
+  assert(!args->rounded && !args->forward.kept && !args->forward.rounded);
   const rpi_linear *const l = &args->forward;
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(l, args->dy, args->dy_stride, args->dweight, args->precision);

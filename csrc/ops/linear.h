@@ -30,6 +30,7 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .accumulate = false,
                          .precision = precision,
                          .kept = l->kept,
+                         .given = l->given,
                          .rounded = l->rounded};
 }
 
@@ -50,6 +51,7 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .accumulate = true,
                          .precision = precision,
                          .kept = NULL,
+                         .given = false,
                          .rounded = NULL};
 }
 
@@ -71,6 +73,7 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .accumulate = add,
                          .precision = precision,
                          .kept = NULL,
+                         .given = false,
                          .rounded = NULL};
 }
 

@@ -47,6 +47,13 @@ typedef struct rpi_rounded {
   bool made;
 } rpi_rounded;
 
+/* Where who makes x writes it as a linear layer's product has it (rpi_linear.kept): on a device, in
+ * bf16. memory NULL: it is not wanted. */
+typedef struct rpi_operand {
+  void *memory;
+  bool bias; /* the layer has one */
+} rpi_operand;
+
 /* C[rows, columns] = A . B (+ C where accumulate) (+ bias[columns] where given).
  * Row-major. A is [rows, inner], or [inner, rows] where transpose_a; B is [inner,
  * columns], or [columns, inner] where transpose_b (a linear layer's weight). */
@@ -61,7 +68,8 @@ typedef struct rpi_gemm_args {
   const real *bias;
   bool transpose_a, transpose_b, accumulate;
   int precision; /* RP_F32, RP_BF16 */
-  void *kept;    /* rpi_linear's */
+  void *kept;    /* this and what follows: rpi_linear's */
+  bool given;
   rpi_rounded *rounded;
 } rpi_gemm_args;
 
@@ -74,6 +82,7 @@ typedef struct rpi_linear {
   const real *weight;
   const real *bias;     /* or NULL */
   void *kept;           /* rpi_linear_kept bytes, or NULL */
+  bool given;           /* x was left there, and is not read */
   rpi_rounded *rounded; /* of the weight; NULL: it is rounded for every product */
 } rpi_linear;
 
@@ -245,9 +254,10 @@ typedef struct rpi_norm_args {
   const real *x, *gain;
   const real *shift; /* or NULL */
   double epsilon;
-  real *y;
+  real *y;     /* NULL: only rounded is wanted */
   real *stats; /* [rows][2]: mean and 1 / sqrt(variance + epsilon); NULL: not wanted */
   rpi_note note;
+  rpi_operand rounded;
 } rpi_norm_args;
 
 /* dx = dstream + the gradient through the norm. */
@@ -270,7 +280,8 @@ typedef struct rpi_activation_args {
   int kind; /* RP_RELU, RP_GELU, RP_SWIGLU */
   const real *h;
   rpi_dropout dropout;
-  real *a;
+  real *a; /* NULL: only rounded is wanted */
+  rpi_operand rounded;
 } rpi_activation_args;
 
 typedef struct rpi_activation_backward_args {
@@ -279,6 +290,7 @@ typedef struct rpi_activation_backward_args {
   const real *h, *a, *da;
   rpi_dropout dropout;
   real *dh;
+  rpi_operand rounded; /* in place of a, where a was left there */
 } rpi_activation_backward_args;
 
 /* Of every row: loss = -sum_c y_c log softmax(logits)_c with the smoothed y, nll = -log softmax at

@@ -35,7 +35,8 @@ static void layer_create(layer *l, layer_shape s, int kind, double rate, double 
   l->a = array_of("a", count, (real)NAN);
   l->da = array_random("da", count, 1);
   l->dh = array_of("dh", wide, (real)NAN);
-  l->forward = (rpi_activation_args){s.rows, s.columns, kind, l->h.data, l->p.dropout, l->a.data};
+  l->forward = (rpi_activation_args){s.rows,       s.columns, kind,         l->h.data,
+                                     l->p.dropout, l->a.data, {NULL, false}};
   l->backward = (rpi_activation_backward_args){.rows = s.rows,
                                                .columns = s.columns,
                                                .kind = kind,
@@ -173,7 +174,7 @@ static void test_values(const rp_ops *ops) {
     h[COUNT + i] = 1;
   }
   const rpi_dropout none = {.rate = 0};
-  const rpi_activation_args gelu = {1, COUNT, RP_GELU, h, none, a};
+  const rpi_activation_args gelu = {1, COUNT, RP_GELU, h, none, a, {NULL, false}};
   CHECK_INT(ops->activation(&gelu), RP_OK);
   for (int i = 0; i < COUNT; i++) {
     CHECK_NEAR((double)a[i], gelus[i], 1e-13 + 4 * UNIT);
@@ -181,7 +182,7 @@ static void test_values(const rp_ops *ops) {
     CHECK_NEAR((double)a[i] / fmax(fabs(gelus[i]), 1e-300), gelus[i] < 0 ? -1 : gelus[i] > 0,
                1e-12 + 90 * UNIT);
   }
-  const rpi_activation_args swiglu = {1, COUNT, RP_SWIGLU, h, none, a};
+  const rpi_activation_args swiglu = {1, COUNT, RP_SWIGLU, h, none, a, {NULL, false}};
   CHECK_INT(ops->activation(&swiglu), RP_OK);
   for (int i = 0; i < COUNT; i++) CHECK_NEAR((double)a[i], silus[i], 1e-13 + 4 * UNIT);
 }
@@ -191,8 +192,8 @@ static void test_not_finite(const rp_ops *ops) {
   for (int kind = 0; kind < 3; kind++) {
     real h[6] = {(real)NAN, (real)INFINITY, 2, 1, 1, 1}, a[3] = {0}, dh[6] = {0};
     const real da[3] = {1, 1, (real)NAN};
-    const rpi_activation_args forward = {1, 3, kind, h, none, a};
-    const rpi_activation_backward_args backward = {1, 3, kind, h, a, da, none, dh};
+    const rpi_activation_args forward = {1, 3, kind, h, none, a, {NULL, false}};
+    const rpi_activation_backward_args backward = {1, 3, kind, h, a, da, none, dh, {NULL, false}};
     CHECK_INT(ops->activation(&forward), RP_OK);
     CHECK(isnan(a[0]) && isinf(a[1]) && isfinite(a[2]));
     CHECK_INT(ops->activation_backward(&backward), RP_OK);

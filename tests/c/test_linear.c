@@ -31,7 +31,7 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
   layer l = layer_create(rows, in, out, gap);
   array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias), dx = array_copy(&l.dx);
   const rpi_linear_backward_args a = {
-      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL, NULL},
+      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL, NULL, false, NULL},
       .dy = l.dy.data,
       .dy_stride = out + gap,
       .dweight = l.dweight.data,
@@ -71,7 +71,7 @@ static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
   layer l = layer_create(rows, in, out, 4);
   array dweight = array_copy(&l.dweight), dx = array_copy(&l.dx);
   rpi_linear_backward_args a = {
-      .forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL, NULL},
+      .forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL, NULL, false, NULL},
       .dy = l.dy.data,
       .dy_stride = out + 4,
       .dweight = l.dweight.data,
@@ -96,12 +96,12 @@ static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
 static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, bool bias) {
   layer l = layer_create(rows, in, out, 0);
   array dweight = array_copy(&l.dweight), y = array_of("y", rows * out, 0);
-  rpi_linear_backward_args a = {
-      .forward = {rows, in, out, l.x.data, in, l.weight.data, bias ? l.dbias.data : NULL, NULL},
-      .dy = l.dy.data,
-      .dy_stride = out,
-      .dweight = dweight.data,
-      .precision = RP_BF16};
+  rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in, l.weight.data,
+                                            bias ? l.dbias.data : NULL, NULL, false, NULL},
+                                .dy = l.dy.data,
+                                .dy_stride = out,
+                                .dweight = dweight.data,
+                                .precision = RP_BF16};
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   a.forward.kept = calloc((size_t)rpi_linear_kept(rows, in), 1);
   if (a.forward.kept == NULL) abort();
