@@ -156,17 +156,17 @@ class SingleBlock : BandBlock<S> {
     const int x = static_cast<int>(threadIdx.x) / 64, r = static_cast<int>(threadIdx.x) % 32;
     const int at = static_cast<int>(threadIdx.x) / 32 % 2 * (128 / int{sizeof(Storage)});
     if (b + x >= call.B) return;
-    const Sequence &next = call.sequences[b + x];
+    const Sequence &coming = call.sequences[b + x];
     const auto ask = [&](const rp_rows &rows, int64_t batch, int64_t i, int width) {
       if (at < width) prefetch_line(row_of<Storage>(rows, batch, head, i) + at);
     };
-    if (r < next.queries) {
-      ask(call.q, next.query_batch, next.query_row + r, call.D);
-      ask(f.c.dout, next.query_batch, next.query_row + r, call.Dv);
+    if (r < coming.queries) {
+      ask(call.q, coming.query_batch, coming.query_row + r, call.D);
+      ask(f.c.dout, coming.query_batch, coming.query_row + r, call.Dv);
     }
-    if (r < next.keys) {
-      ask(call.k, next.key_batch, next.key_row + r, call.D);
-      ask(call.v, next.key_batch, next.key_row + r, call.Dv);
+    if (r < coming.keys) {
+      ask(call.k, coming.key_batch, coming.key_row + r, call.D);
+      ask(call.v, coming.key_batch, coming.key_row + r, call.Dv);
     }
   }
 

@@ -14,6 +14,13 @@
 
 namespace rpc {
 
+/* The compiler needs more registers where there is no sm_90. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kScarce = 1;
+#else
+constexpr int kScarce = 0;
+#endif
+
 template <class S>
 class ForwardBlock {
   using Storage = typename S::Storage;
@@ -143,7 +150,7 @@ class ForwardBlock {
   /* Rows first, first + step, ... of a source become operands; `count` of kChunk. */
   __device__ void load_source(Operand<S> *to, const Source &from, int first, int step, int count) {
     constexpr int kPieces = S::kWidth / 8, kStep = S::kThreads / kPieces;
-    constexpr int kAtOnce = S::kShort ? 4 : 3; /* so that registers suffice */
+    constexpr int kAtOnce = (S::kShort ? 4 : 3) - kScarce; /* so that registers suffice */
     const int c = static_cast<int>(threadIdx.x % kPieces) * 8;
     const int rows = (count + 15) / 16 * 16; /* products read no more */
     for (int r = static_cast<int>(threadIdx.x / kPieces); r < rows; r += kAtOnce * kStep) {
@@ -457,12 +464,12 @@ class ForwardBlock {
     for (int h = 0; h < kRows; h++) {
       const int i = query_of(h) - j0 - t, keys = seq.keys - j0 - t;
       const int first = seq.nearest + i;
-      const int end = seq.farthest + i + 1 < keys ? seq.farthest + i + 1 : keys;
+      const int beyond = seq.farthest + i + 1 < keys ? seq.farthest + i + 1 : keys;
 #pragma unroll
       for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          if (8 * n + e < first || 8 * n + e >= end) number(x, n, 2 * h + e) = -INFINITY;
+          if (8 * n + e < first || 8 * n + e >= beyond) number(x, n, 2 * h + e) = -INFINITY;
         }
       }
     }
