@@ -59,6 +59,7 @@ def test_every_function_of_ptx_h_is_run(twins: Vectors) -> None:
     text = (ROOT / "cuda" / "ptx.h").read_text()
     names = set(re.findall(r"__device__ inline \w+ (\w+)\(", text))
     names -= {"smem_address", "cp_async_commit", "cp_async_wait"}  # the copy's
+    names -= {"prefetch_line"}  # which leaves nothing to see
     assert names == twins.keys()
 
 
