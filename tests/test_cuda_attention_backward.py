@@ -466,3 +466,25 @@ def test_short_sequences_are_read_once(libraries: dict[str, Path], emulated_devi
         cost = counted(libraries, library, case)
         assert cost["mma"] == 8 * product * products
         assert cost["bank_conflicts"] == 0
+
+
+def test_the_general_way_multiplies_on_tensor_cores(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """Three passes make p~ and ds, of two products each, and three more are gradients of rows. In tiles
+    that it crosses, a band costs two a pass, and two for each gradient; a short table one for each."""
+    library = library_of(emulated_device)
+    tile = 64 * 64 * 64 // (16 * 8 * 16)
+    plain = Case(N=256, M=256, D=64, Dv=64, mask=Mask())  # which goes this way
+    products = {
+        "plain": (plain, 2 * 2 + 3),  # the third pass has no table to go for
+        "disentangled": (
+            replace(plain, key=Band(255, 255), query=Band(255, 255)),
+            3 * 6 + 3 + 4 + 4,
+        ),
+        "labels": (replace(plain, key=Labels(51), value=Labels(51)), 3 * 2 + 3 + 1 + 2),
+    }
+    for name, (case, expected) in products.items():
+        found = counted(libraries, library, case)["mma"] / (tile * 4 * 4)
+        # products with the table itself are made once for each tile of queries, not each pair
+        assert expected <= found <= expected + 0.5, (name, found)
