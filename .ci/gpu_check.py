@@ -317,11 +317,9 @@ def sanitize(part: Part) -> int:
     (torch.mm's are as unwritten to it): under it models compute in f32."""
 
     def look(tool: str, share: int) -> None:
-        models: tuple[str, ...] = ()
+        models = ("f32",) if tool == "initcheck" else ()
         command = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9")
         command += ("--target-processes", "all", sys.executable, "tests/gpu_small.py")
-        if tool == "initcheck":
-            models = ("f32",)
         part.step(f"{tool} {share}/{SHARES}", *command, f"{share}/{SHARES}", *models)
 
     with ThreadPoolExecutor(min(CHECKERS, os.cpu_count() or 1)) as pool:

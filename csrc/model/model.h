@@ -175,6 +175,11 @@ static inline int rpi_part_of(int parts, int64_t s) {
   return at == 0 ? RPI_SELF : RPI_CROSS;
 }
 
+/* Does a device round to bf16 what its products are given? */
+static inline bool rpi_rounds_operands(const rp_model *m) {
+  return !m->ops->host && m->limits.precision == RP_BF16;
+}
+
 /* Has a stack attention to the encoder's? */
 static inline bool rpi_has_cross(const rp_model *m, int stack) {
   return m->stack[stack].parts == RPI_PARTS;

@@ -42,9 +42,7 @@ static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, rows, rpi_linear_kept(1, columns));
 }
 
-static bool keeps(const rp_model *m) {
-  return !m->limits.recompute && !m->ops->host && m->limits.precision == RP_BF16;
-}
+static bool keeps(const rp_model *m) { return !m->limits.recompute && rpi_rounds_operands(m); }
 
 /* What one sublayer stores but for its stream. */
 static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_stored *to) {
@@ -143,7 +141,7 @@ static void carve_rounded(rp_model *m, plan *p) {
   for (int64_t i = 0; m->rounded && i < layout->count; i++) {
     const rpi_parameter *const of = &layout->parameters[i];
     m->rounded[i] = (rpi_rounded){.memory = NULL};
-    if (m->ops->host || m->limits.precision != RP_BF16 || !is_multiplied(layout, of)) continue;
+    if (!rpi_rounds_operands(m) || !is_multiplied(layout, of)) continue;
     m->rounded[i].memory = kept(&p->rounded, of->shape[0], of->shape[1]);
   }
 }

@@ -153,7 +153,7 @@ rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *log
 /* Are the gradients of logits in bf16? Who multiplies them would round them, and half of the memory
  * is moved. */
 static bool leaves_rounded(const rp_model *m) {
-  return !m->ops->host && m->placement.precision == RP_BF16 && m->classes % 4 == 0;
+  return rpi_rounds_operands(m) && m->classes % 4 == 0;
 }
 
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
