@@ -31,20 +31,6 @@ __device__ inline void read_transposed(uint32_t (&a)[4], const bf16 *left, int l
   ldmatrix_x4_trans(a, left + (matrix / 2 * 8 + lane % 8) * line + matrix % 2 * 8);
 }
 
-/* out += a . right[16][8 kOut] */
-template <int kOut>
-__device__ inline void add_step(float (&out)[kOut][4], const uint32_t (&a)[4], const bf16 *right) {
-  const int lane = lane_of(), matrix = lane / 8;
-#pragma unroll
-  for (int n = 0; n < kOut; n += 2) {
-    uint32_t b[4];
-    ldmatrix_x4_trans(b, right + (matrix % 2 * 8 + lane % 8) * row_stride<bf16, kSingleWidth> +
-                             (n + matrix / 2) * 8);
-    mma_bf16(out[n], a, {b[0], b[1]});
-    mma_bf16(out[n + 1], a, {b[2], b[3]});
-  }
-}
-
 template <class StorageType, bool kIsBanded>
 struct SingleShape : BandShape<bf16, StorageType, kSingleWidth, kSingleRows> {
   static constexpr bool kBanded = kIsBanded;
@@ -264,7 +250,7 @@ class SingleBlock : BandBlock<S> {
       for (int begin = 0; call.key.count && begin < f.columns; begin += 16) {
         uint32_t a[4];
         read_fragment(a, operands(pair, 0) + first * 2 * f.line + begin, 2 * f.line, 0);
-        add_step(dq, a, table + begin * S::kLine);
+        add_fragment<kSingleWidth>(dq, a, table + begin * S::kLine);
       }
     }
     Storage *const to = row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row);
@@ -322,7 +308,7 @@ class SingleBlock : BandBlock<S> {
     for (int step = 0; step < kRows / 16; step++) {
       uint32_t a[4];
       read_transposed(a, left + step * 16 * line, line);
-      add_step(sums, a, right + step * 16 * S::kLine);
+      add_fragment<kSingleWidth>(sums, a, right + step * 16 * S::kLine);
     }
   }
 

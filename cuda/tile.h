@@ -324,27 +324,40 @@ __device__ inline void multiply_rows(float (&c)[kStrips][kTiles][4],
 template <class Operand, int kTiles>
 constexpr int shared_weights = sizeof(Operand) == 4 ? 16 * (8 * kTiles + 4) : 0;
 
+/* Weights of 16 columns as the left side of a product. */
+__device__ inline void pack_fragment(uint32_t (&a)[4], const float (&w0)[4], const float (&w1)[4]) {
+  a[0] = pack_bf16(w0[0], w0[1]);
+  a[1] = pack_bf16(w0[2], w0[3]);
+  a[2] = pack_bf16(w1[0], w1[1]);
+  a[3] = pack_bf16(w1[2], w1[3]);
+}
+
+/* out += a . right, right[16][8 kOut] in lines of kWidth. */
+template <int kWidth, int kOut>
+__device__ inline void add_fragment(float (&out)[kOut][4], const uint32_t (&a)[4],
+                                    const bf16 *right) {
+  const int lane = lane_of(), matrix = lane / 8;
+#pragma unroll
+  for (int n = 0; n < kOut; n += 2) {
+    uint32_t b[4];
+    ldmatrix_x4_trans(
+        b, right + (matrix % 2 * 8 + lane % 8) * row_stride<bf16, kWidth> + (n + matrix / 2) * 8);
+    mma_bf16(out[n], a, {b[0], b[1]});
+    mma_bf16(out[n + 1], a, {b[2], b[3]});
+  }
+}
+
 /* out += weights . right, right[8 kTiles][kWidth], of which rows from 8 tiles on are left out but
  * for what fills sixteen. share: of the warp, shared_weights numbers. */
 template <int kWidth, int kTiles>
 __device__ inline void add_weighted(float (&out)[kWidth / 8][4], const float (&weights)[kTiles][4],
                                     const bf16 *right, float *, int tiles = kTiles) {
-  constexpr int kLine = row_stride<bf16, kWidth>;
-  const int lane = lane_of(), matrix = lane / 8;
 #pragma unroll
   for (int step = 0; step < kTiles / 2; step++) {
     if (2 * step >= tiles) continue;
-    const float(&w0)[4] = weights[2 * step], (&w1)[4] = weights[2 * step + 1];
-    const uint32_t a[4] = {pack_bf16(w0[0], w0[1]), pack_bf16(w0[2], w0[3]),
-                           pack_bf16(w1[0], w1[1]), pack_bf16(w1[2], w1[3])};
-#pragma unroll
-    for (int n = 0; n < kWidth / 8; n += 2) {
-      uint32_t b[4];
-      ldmatrix_x4_trans(
-          b, right + (step * 16 + matrix % 2 * 8 + lane % 8) * kLine + (n + matrix / 2) * 8);
-      mma_bf16(out[n], a, {b[0], b[1]});
-      mma_bf16(out[n + 1], a, {b[2], b[3]});
-    }
+    uint32_t a[4];
+    pack_fragment(a, weights[2 * step], weights[2 * step + 1]);
+    add_fragment<kWidth>(out, a, right + step * 16 * row_stride<bf16, kWidth>);
   }
 }
 
@@ -387,11 +400,7 @@ __device__ inline void add_weighted(float (&out)[kStrips][kWidth / 8][4],
     uint32_t a[kStrips][4];
 #pragma unroll
     for (int m = 0; m < kStrips; m++) {
-      const float(&w0)[4] = weights[m][2 * step], (&w1)[4] = weights[m][2 * step + 1];
-      a[m][0] = pack_bf16(w0[0], w0[1]);
-      a[m][1] = pack_bf16(w0[2], w0[3]);
-      a[m][2] = pack_bf16(w1[0], w1[1]);
-      a[m][3] = pack_bf16(w1[2], w1[3]);
+      pack_fragment(a[m], weights[m][2 * step], weights[m][2 * step + 1]);
     }
 #pragma unroll
     for (int n = 0; n < kWidth / 8; n += 2) {
