@@ -281,6 +281,33 @@ class BandBlock {
     return weight > 0 ? weight * slope : weight;
   }
 
+  /* p and ds of two rows and of columns x and x + 1, from products and what terms add to these.
+   * cut: is not all in sight? kept, delta: of a pair. */
+  template <class Kept, class Delta>
+  __device__ void make_slopes(int x, const float (&score)[4], const float (&dp)[4], bool cut,
+                              const Sight &sight, Kept kept, Delta delta, float (&p)[4],
+                              float (&ds)[4]) const {
+#pragma unroll
+    for (int e = 0; e < 4; e++) p[e] = exp2_approx(at_most_zero(call.scale * p[e] + score[e]));
+    if (cut) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        if (x + e % 2 < sight.from[e / 2] || x + e % 2 > sight.to[e / 2]) p[e] = 0;
+      }
+    }
+    if (call.dropout.threshold) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float keep = kept(e);
+        ds[e] = slope_of(p[e], keep * (dp[e] + ds[e]) - delta(e));
+        p[e] *= keep;
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; e++) ds[e] = slope_of(p[e], dp[e] + ds[e] - delta(e));
+    }
+  }
+
   __device__ Meets meets_band(int nearest, int farthest) const {
     if (!f.banded) return MEETS_NOTHING;
     return farthest <= f.low ? MEETS_HEAD : nearest >= f.high ? MEETS_TAIL : MEETS_BAND;
@@ -628,27 +655,9 @@ class QueryBlock : BandBlock<S> {
         score[e] += s.bias[stage][x + e % 2 - (r + e / 2 * 8) + S::kOwn - 1];
       }
     }
-#pragma unroll
-    for (int e = 0; e < 4; e++) p[e] = exp2_approx(at_most_zero(call.scale * p[e] + score[e]));
-    if (cut) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (x + e % 2 < sight.from[e / 2] || x + e % 2 > sight.to[e / 2]) p[e] = 0;
-      }
-    }
-    if (call.dropout.threshold) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float keep = kept(m * 16 + row + e / 2 * 8, x + e % 2);
-        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[2 * m + e / 2].delta);
-        p[e] *= keep;
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[2 * m + e / 2].delta);
-      }
-    }
+    this->make_slopes(
+        x, score, dp, cut, sight, [&](int e) { return kept(m * 16 + row + e / 2 * 8, x + e % 2); },
+        [&](int e) { return rows[2 * m + e / 2].delta; }, p, ds);
     if (meets == MEETS_BAND) leave_in_cells(m, column, at, p, ds);
     else if (meets != MEETS_NOTHING) add_to_end(m, meets == MEETS_TAIL, p, ds);
   }
@@ -1150,27 +1159,9 @@ class KeyBlock : BandBlock<S> {
         score[e] += s.bias[stage][strip(m) + row + e / 2 * 8 - (x + e % 2) + S::kOther - 1];
       }
     }
-#pragma unroll
-    for (int e = 0; e < 4; e++) p[e] = exp2_approx(at_most_zero(call.scale * p[e] + score[e]));
-    if (cut) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        if (x + e % 2 < sight.from[e / 2] || x + e % 2 > sight.to[e / 2]) p[e] = 0;
-      }
-    }
-    if (call.dropout.threshold) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float keep = kept(m, row + e / 2 * 8, x + e % 2);
-        ds[e] = this->slope_of(p[e], keep * (dp[e] + ds[e]) - rows[e % 2].delta);
-        p[e] *= keep;
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        ds[e] = this->slope_of(p[e], dp[e] + ds[e] - rows[e % 2].delta);
-      }
-    }
+    this->make_slopes(
+        x, score, dp, cut, sight, [&](int e) { return kept(m, row + e / 2 * 8, x + e % 2); },
+        [&](int e) { return rows[e % 2].delta; }, p, ds);
   }
 
   /* A block of a strip's sixteen keys for every query. */
