@@ -11,10 +11,8 @@
 
 namespace rpc {
 
-constexpr int64_t rounded_border = 8; /* numbers of 16 bytes */
-
 __host__ __device__ inline int64_t rounded_stride(int64_t columns) {
-  return (columns + rounded_border - 1) / rounded_border * rounded_border;
+  return (columns + RPI_ROUNDED_BORDER - 1) / RPI_ROUNDED_BORDER * RPI_ROUNDED_BORDER;
 }
 
 /* One store: of a pair nvcc makes two at times. */
@@ -23,7 +21,7 @@ __device__ inline void store_rounded(bf16 *to, const Four &four) {
   *reinterpret_cast<uint64_t *>(to) = low | high << 32;
 }
 
-constexpr int bias_parts = 3; /* of 8 bits each, as many as f32 has */
+constexpr int bias_parts = RPI_BIAS_PARTS; /* of 8 bits each, as many as f32 has */
 
 /* Rows as gemm packs them: behind each stand ones for the parts of a bias. */
 struct RoundedRows {

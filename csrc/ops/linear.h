@@ -80,7 +80,7 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
 /* x, or a weight of `rows`, in bf16: rows on borders of 16 bytes, with place for a bias
  * (cuda/linear.cu). */
 static inline int64_t rpi_linear_kept(int64_t rows, int64_t in) {
-  return rows * rpi_round_up(in + 3, 8) * 2;
+  return rows * rpi_round_up(in + RPI_BIAS_PARTS, RPI_ROUNDED_BORDER) * 2;
 }
 
 /* Of each of them, for the profile. */

@@ -73,6 +73,10 @@ typedef struct rpi_gemm_args {
   rpi_rounded *rounded;
 } rpi_gemm_args;
 
+/* Rows in bf16 of what products are given begin on borders of so many numbers, and have place for
+ * the parts of a bias. */
+enum { RPI_ROUNDED_BORDER = 8, RPI_BIAS_PARTS = 3 };
+
 /* A linear layer y = x . Wᵀ + b, W being [out, in]. Its products: linear.h. On a device, in bf16,
  * the way there may keep x as it was rounded, and the way back takes that for x. */
 typedef struct rpi_linear {
