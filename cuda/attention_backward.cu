@@ -45,8 +45,9 @@ namespace {
 template <class E>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ Backward c) {
   const Call &call = c.call;
-  const Tile tile = c.query_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
-  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H));
+  const Deal deal = deal_of(c.query_tiles, call.H, c.query_tiles.count);
+  const Tile tile = c.query_tiles.list[deal.own];
+  const int head = deal.head;
   const Sequence seq = call.sequences[tile.sequence];
   constexpr int kLanes = 8;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -79,10 +80,10 @@ __global__ void __launch_bounds__(kThreads)
   const Call &call = c.call;
   const Lookup &x = call.lookups[lookup];
   const bool keys = x.kind == KIND_QUERY;
-  const Tile *const tiles = keys ? c.key_tiles : c.query_tiles; /* gcc's UBSan takes a name */
-  const Tile tile = tiles[blockIdx.x / static_cast<unsigned>(call.H)];
-  Where w =
-      place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
+  const Tiles &tiles = keys ? c.key_tiles : c.query_tiles;
+  const Deal deal = deal_of(tiles, call.H, tiles.count);
+  const Tile tile = tiles.list[deal.own];
+  Where w = place(call, tile.sequence, deal.head);
   at_tile(&w, keys ? 0 : tile.row, keys ? tile.row : 0);
   const ArrayRows<S> rows = rows_that_meet<S>(c, x.kind, w);
   const int64_t to =
@@ -124,9 +125,9 @@ template <class S>
 __global__ void __launch_bounds__(kThreads) queries_kernel(const __grid_constant__ Backward c) {
   TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
-  const Tile tile = c.query_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
-  Where w =
-      place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
+  const Deal deal = deal_of(c.query_tiles, call.H, c.query_tiles.count);
+  const Tile tile = c.query_tiles.list[deal.own];
+  Where w = place(call, tile.sequence, deal.head);
   const int column = static_cast<int>(blockIdx.y) * kColumns;
   const Stretch seen = keys_seen(w.seq, tile.row);
   Sums64 dq = {};
@@ -152,9 +153,9 @@ template <class S>
 __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const __grid_constant__ Backward c) {
   TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
-  const Tile tile = c.key_tiles[blockIdx.x / static_cast<unsigned>(call.H)];
-  Where w =
-      place(call, tile.sequence, static_cast<int>(blockIdx.x % static_cast<unsigned>(call.H)));
+  const Deal deal = deal_of(c.key_tiles, call.H, c.key_tiles.count);
+  const Tile tile = c.key_tiles.list[deal.own];
+  Where w = place(call, tile.sequence, deal.head);
   const int column = static_cast<int>(blockIdx.y) * kColumns;
   const Stretch seen = queries_that_see(w.seq, tile.row);
   Sums64 dk = {}, dv = {};
@@ -187,15 +188,12 @@ __global__ void __launch_bounds__(kThreads)
     tables_kernel(const __grid_constant__ Backward c, const __grid_constant__ Sums sums) {
   TileMemory<S> &s = *reinterpret_cast<TileMemory<S> *>(dynamic_smem());
   const Call &call = c.call;
-  const int head = static_cast<int>(blockIdx.x) / sums.blocks;
-  const int64_t block = static_cast<int>(blockIdx.x) % sums.blocks;
-  float *const lines = sums.lines + int64_t{blockIdx.x} * sums.numbers;
+  Deal deal = deal_of(c.query_tiles, call.H, sums.blocks);
+  float *const lines = sums.lines + (int64_t{deal.head} * sums.blocks + deal.own) * sums.numbers;
   for (int64_t at = threadIdx.x; at < sums.numbers; at += kThreads) lines[at] = 0;
-  const int64_t first = block * c.query_tile_count / sums.blocks;
-  const int64_t end = (block + 1) * c.query_tile_count / sums.blocks;
-  for (int64_t at = first; at < end; at++) {
-    const Tile tile = c.query_tiles[at];
-    Where w = place(call, tile.sequence, head);
+  for (; deal.tile() < c.query_tiles.count; deal.next(sums.blocks)) {
+    const Tile tile = c.query_tiles.list[deal.tile()];
+    Where w = place(call, tile.sequence, deal.head);
     const Stretch seen = keys_seen(w.seq, tile.row);
     for (int j = seen.first; j <= seen.last; j += kTile) {
       at_tile(&w, tile.row, j);
@@ -241,7 +239,7 @@ dim3 grid_of(int64_t x, int64_t y) {
 
 template <class Storage>
 rp_status run_rows(const Backward &c) {
-  const int64_t blocks = int64_t{c.query_tile_count} * c.call.H;
+  const int64_t blocks = int64_t{c.query_tiles.count} * c.call.H;
   if (blocks == 0) return RP_OK;
   CUDA_TRY(
       launch(rows_kernel<Storage>, {grid_of(blocks, 1), dim3(kThreads), 0, context().stream}, c));
@@ -254,7 +252,7 @@ rp_status run_passes(const Backward &c) {
   cudaStream_t const stream = context().stream;
   const int64_t heads = c.call.H;
   const int widest = c.call.D > c.call.Dv ? c.call.D : c.call.Dv;
-  const int64_t query_blocks = c.query_tile_count * heads, key_blocks = c.key_tile_count * heads;
+  const int64_t query_blocks = c.query_tiles.count * heads, key_blocks = c.key_tiles.count * heads;
   if (query_blocks > 0) {
     CUDA_TRY(launch(queries_kernel<S>,
                     {grid_of(query_blocks, (c.call.D + kColumns - 1) / kColumns), dim3(kThreads),
@@ -275,7 +273,7 @@ template <class S>
 rp_status run_meetings(const Backward &c) {
   for (int x = 0; x < c.call.lookup_count; x++) {
     const bool keys = c.call.lookups[x].kind == KIND_QUERY;
-    const int64_t blocks = int64_t{keys ? c.key_tile_count : c.query_tile_count} * c.call.H;
+    const int64_t blocks = int64_t{keys ? c.key_tiles.count : c.query_tiles.count} * c.call.H;
     if (!c.met[x] || blocks == 0) continue;
     CUDA_TRY(launch(meet_kernel<S>,
                     {grid_of(blocks, 1), dim3(kThreads), sizeof(TileMemory<S>), context().stream},
@@ -287,7 +285,7 @@ rp_status run_meetings(const Backward &c) {
 template <class S>
 rp_status run_tables(const Backward &c, const Sums &sums) {
   const int64_t blocks = int64_t{c.call.H} * sums.blocks;
-  if (!sums.wanted || blocks == 0 || c.query_tile_count == 0) return RP_OK;
+  if (!sums.wanted || blocks == 0 || c.query_tiles.count == 0) return RP_OK;
   CUDA_TRY(launch(tables_kernel<S>,
                   {grid_of(blocks, 1), dim3(kThreads), sizeof(TileMemory<S>), context().stream}, c,
                   sums));
@@ -323,7 +321,7 @@ int64_t place_meetings(const rp_attention *s, unsigned char *memory, Backward *c
 template <class S>
 rp_status run_general(const rp_attention *s, Backward c, const rp_attention_gradients *g,
                       unsigned char *workspace) {
-  Sums sums = sums_of(s, c.query_tile_count, g);
+  Sums sums = sums_of(s, c.query_tiles.count, g);
   sums.lines = reinterpret_cast<float *>(workspace);
   place_meetings(s, workspace + sums_bytes(s), &c);
   c.key_rows = keys_of(s);
@@ -333,10 +331,15 @@ rp_status run_general(const rp_attention *s, Backward c, const rp_attention_grad
 }
 
 template <class Operand, class Storage>
-rp_status run(const rp_attention *s, const Backward &c, const rp_attention_gradients *g,
+rp_status run(const rp_attention *s, Backward c, const rp_attention_gradients *g,
               unsigned char *workspace) {
   const bool on_bands = band_serves(s);
-  if (!on_bands || band_reads_rows(s)) RPI_TRY(run_rows<Storage>(c));
+  if (!on_bands || band_walks(s)) {
+    c.tile = on_bands ? band_tile(s) : kTile;
+    RPI_TRY(make_tiles(s, false, c.tile, &c.query_tiles));
+    RPI_TRY(make_tiles(s, true, c.tile, &c.key_tiles));
+    RPI_TRY(run_rows<Storage>(c));
+  }
   if (on_bands) return band_backward(s, c, g, workspace);
   return run_general<TileShape<Operand, Storage>>(s, c, g, workspace);
 }
@@ -363,12 +366,6 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   }
   Backward c = {};
   RPI_TRY(read_call(s, args->q, args->k, args->v, &c.call));
-  int64_t query_tiles = 0, key_tiles = 0;
-  c.tile = band_serves(s) ? band_tile(s) : kTile;
-  RPI_TRY(make_tiles(s, false, c.tile, &c.query_tiles, &query_tiles));
-  RPI_TRY(make_tiles(s, true, c.tile, &c.key_tiles, &key_tiles));
-  c.query_tile_count = static_cast<int32_t>(query_tiles);
-  c.key_tile_count = static_cast<int32_t>(key_tiles);
   c.out = args->out;
   c.dout = args->dout;
   c.dq = g->q;

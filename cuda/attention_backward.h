@@ -25,8 +25,7 @@ struct Backward {
   rp_rows_out dq, dk, dv;
   const float *lse; /* natural, as forward left it */
   RowNumbers *rows; /* laid out as lse */
-  const Tile *query_tiles, *key_tiles;
-  int32_t query_tile_count, key_tile_count;
+  Tiles query_tiles, key_tiles;
   int32_t tile; /* rows of one of them */
   float scale;  /* of products, natural */
   bool aligned; /* q, k, v and dout: see load_rows */
@@ -63,13 +62,14 @@ bool band_serves(const rp_attention *shape);
 /* The rows of its tiles: 64, or 32 where sequences are short, or 128 where they are long. */
 int band_tile(const rp_attention *shape);
 
-/* Does it read c.rows? Not where every sequence is one tile. */
-bool band_reads_rows(const rp_attention *shape);
+/* Does it walk tiles, and read c.rows? Not where every sequence is one tile. */
+bool band_walks(const rp_attention *shape);
 
 /* Its workspace, behind the rows. */
 int64_t band_bytes(const rp_attention *shape);
 
-/* dq, dk, dv, and the gradients of the tables of keys and values. c.rows are there, if read. */
+/* dq, dk, dv, and the gradients of the tables of keys and values. c.rows and tiles are there, if it
+ * walks. */
 rp_status band_backward(const rp_attention *shape, const Backward &c,
                         const rp_attention_gradients *gradients, void *workspace);
 

@@ -261,21 +261,23 @@ __global__ void __launch_bounds__(kThreads)
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     queries_kernel(const __grid_constant__ BandBackward f) {
-  const int head = static_cast<int>(blockIdx.x) / f.blocks;
-  const int own = static_cast<int>(blockIdx.x) % f.blocks;
-  QueryBlock<S> block(f, head);
-  float *const lines = f.lines ? f.lines + int64_t{blockIdx.x} * f.line_numbers : nullptr;
-  for (int tile = own; tile < f.c.query_tile_count; tile += f.blocks) {
-    block.run(f.c.query_tiles[tile], tile == own, lines);
+  const Tiles &tiles = f.c.query_tiles;
+  Deal deal = deal_of(tiles, f.c.call.H, f.blocks);
+  QueryBlock<S> block(f, deal.head);
+  const int64_t line = int64_t{deal.head} * f.blocks + deal.own;
+  float *const lines = f.lines ? f.lines + line * f.line_numbers : nullptr;
+  for (; deal.tile() < tiles.count; deal.next(f.blocks)) {
+    block.run(tiles.list[deal.tile()], deal.round == 0, lines);
   }
 }
 
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     keys_kernel(const __grid_constant__ BandBackward f) {
-  const int head = static_cast<int>(blockIdx.x) / f.c.key_tile_count;
-  KeyBlock<S> block(f, head);
-  block.run(f.c.key_tiles[static_cast<int>(blockIdx.x) % f.c.key_tile_count]);
+  const Tiles &tiles = f.c.key_tiles;
+  const Deal deal = deal_of(tiles, f.c.call.H, tiles.count);
+  KeyBlock<S> block(f, deal.head);
+  block.run(tiles.list[deal.own]);
 }
 
 template <class Operand>
@@ -304,15 +306,15 @@ rp_status run(BandBackward f, const Sizes &sizes) {
   f.held = held<S>(sizes);
   const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
   RPI_TRY(make_vectors<typename S::Operand>(f, S::kWidth));
-  if (f.c.query_tile_count > 0) {
+  if (f.c.query_tiles.count > 0) {
     const auto shared = static_cast<size_t>(query_bytes<S>(sizes));
     CUDA_TRY(
         launch(queries_kernel<S>, {grid(heads * f.blocks), dim3(S::kThreads), shared, stream}, f));
   }
-  if (f.c.key_tile_count > 0) {
+  if (f.c.key_tiles.count > 0) {
     const auto shared = static_cast<size_t>(key_bytes<S>(sizes));
     CUDA_TRY(launch(keys_kernel<S>,
-                    {grid(heads * f.c.key_tile_count), dim3(S::kThreads), shared, stream}, f));
+                    {grid(heads * f.c.key_tiles.count), dim3(S::kThreads), shared, stream}, f));
   }
   return RP_OK;
 }
@@ -389,7 +391,7 @@ bool band_serves(const rp_attention *s) {
 
 int band_tile(const rp_attention *s) { return sizes_of(s).tile; }
 
-bool band_reads_rows(const rp_attention *s) { return !sizes_of(s).single; }
+bool band_walks(const rp_attention *s) { return !sizes_of(s).single; }
 
 int64_t band_bytes(const rp_attention *s) {
   const Sizes sizes = sizes_of(s);

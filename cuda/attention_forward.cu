@@ -53,15 +53,9 @@ rp_status launch_shape(Forward *f, const rp_attention *shape) {
                 "than this GPU has",
                 f->call.D, f->call.Dv, static_cast<long long>(f->shared_bytes));
   }
-  int64_t tiles = 0;
-  RPI_TRY(make_tiles(shape, false, S::kQueries, &f->tiles, &tiles));
-  const int64_t blocks = tiles * shape->H;
+  RPI_TRY(make_tiles(shape, false, S::kQueries, &f->tiles));
+  const int64_t blocks = f->tiles.count * shape->H;
   if (blocks == 0) return RP_OK;
-  if (blocks > INT32_MAX) {
-    return fail(RP_ERROR_SHAPE, "attention: %lld tiles of queries; a GPU takes at most 2^31 - 1",
-                static_cast<long long>(blocks));
-  }
-  f->tile_count = static_cast<int32_t>(tiles);
   const Launch blocks_of = {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
                             static_cast<size_t>(f->shared_bytes), context().stream};
   CUDA_TRY(launch(forward_kernel<S>, blocks_of, *f));

@@ -96,6 +96,8 @@ rp_status make_ready(State &s, int device) {
   s.context.multiprocessors = value;
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   s.context.shared_bytes = value;
+  CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrL2CacheSize, device));
+  s.context.cache_bytes = value;
   RPI_TRY(open_primary(device, &s.primary));
   const Current current(s.primary);
   /* in step with the default stream, which is where callers that name none work */

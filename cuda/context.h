@@ -35,6 +35,7 @@ struct Context {
   void *cublas; /* cublasHandle_t, made at the first product */
   int multiprocessors;
   int64_t shared_bytes; /* the most of a block */
+  int64_t cache_bytes;  /* of the second level */
 };
 
 Context &context();

@@ -40,9 +40,9 @@ class ForwardBlock {
         warp_row(warp_of() * S::kWarpRows),
         row(warp_row + lane_of() / 4),
         t(lane_of() % 4 * 2) {
-    const int index = static_cast<int>(blockIdx.x);
-    const Tile tile = f.tiles[index % f.tile_count];
-    head = index / f.tile_count;
+    const Deal deal = deal_of(f.tiles, call.H, f.tiles.count);
+    const Tile tile = f.tiles.list[deal.own];
+    head = deal.head;
     batch = tile.sequence;
     q0 = tile.row;
     seq = call.sequences[batch];

@@ -18,8 +18,7 @@ struct Forward {
   Call call;
   rp_rows_out out;
   float *lse; /* or NULL */
-  const Tile *tiles;
-  int32_t tile_count;
+  Tiles tiles;
   bool aligned; /* q, k and v: see load_rows */
 
   /* The bands of keys and values, as one: constant up to low, and from high on. */

@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <memory>
 
 namespace rpc {
@@ -170,6 +171,26 @@ rp_status read_mask(const rp_attention *s, Call *call) {
                &call->mask);
 }
 
+struct MetTile {
+  Tile tile;
+  int32_t met;
+};
+
+/* How many rows of the other side a tile meets, by position and length, in units of 32: so long is
+ * a block at it. */
+int32_t rows_met(const Sequence &seq, bool keys, int32_t row, int size) {
+  const int64_t rows = keys ? seq.keys : seq.queries, others = keys ? seq.queries : seq.keys;
+  const int64_t last = least(int64_t{row} + size, rows) - 1;
+  const int64_t from = most(keys ? row - seq.farthest : row + seq.nearest, 0);
+  const int64_t to = least(keys ? last - seq.nearest : last + seq.farthest, others - 1);
+  return row > last || from > to ? 0 : static_cast<int32_t>((to - from) / 32 + 1);
+}
+
+void longest_first(MetTile *from, MetTile *end) {
+  const auto longer = [](const MetTile &a, const MetTile &b) { return a.met > b.met; };
+  if (!std::is_sorted(from, end, longer)) std::stable_sort(from, end, longer);
+}
+
 }  // namespace
 
 Sequence sequence_of(const rp_attention *s, int64_t b) {
@@ -251,21 +272,43 @@ rp_status read_call(const rp_attention *s, rp_rows q, rp_rows k, rp_rows v, Call
   return read_mask(s, call);
 }
 
-rp_status make_tiles(const rp_attention *s, bool keys, int size, const Tile **tiles,
-                     int64_t *count) {
-  int64_t all = 0;
-  for (int64_t b = 0; b < s->B; b++) all += (array_rows(s, b, keys) + size - 1) / size;
-  const auto list = array_of<Tile>(all);
-  if (!list) return no_memory("tiles", all);
-  size_t at = 0;
+rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles) {
+  int64_t all = 0, rows = 0;
   for (int64_t b = 0; b < s->B; b++) {
-    const int64_t parts = (array_rows(s, b, keys) + size - 1) / size;
-    for (int64_t i = parts - 1; i >= 0; i--) {
-      list[at++] = {static_cast<int32_t>(b), static_cast<int32_t>(i * size)};
+    all += (array_rows(s, b, keys) + size - 1) / size;
+    rows += array_rows(s, b, !keys);
+  }
+  if (all * s->H > INT32_MAX) {
+    return fail(RP_ERROR_SHAPE,
+                "attention: %lld tiles in H=%lld heads; a GPU takes at most 2^31 - 1",
+                static_cast<long long>(all), static_cast<long long>(s->H));
+  }
+  const auto met = array_of<MetTile>(all);
+  const auto list = array_of<Tile>(all);
+  if (!met || !list) return no_memory("tiles", all);
+  const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
+  const int64_t most_rows = context().cache_bytes / 3 / (most(s->D + s->Dv, 1) * element);
+  MetTile *const begin = met.get(), *end = begin, *from = begin;
+  int64_t held = 0; /* rows that the tiles from `from` on meet */
+  for (int64_t b = 0; b < s->B; b++) {
+    const Sequence seq = sequence_of(s, b);
+    const int64_t more = keys ? seq.query_rows : seq.key_rows;
+    if (held + more > most_rows) {
+      longest_first(from, end);
+      from = end;
+      held = 0;
+    }
+    held += more;
+    const int32_t own = keys ? seq.key_rows : seq.query_rows;
+    for (int32_t row = 0; row < own; row += size) {
+      *end++ = {{static_cast<int32_t>(b), row}, rows_met(seq, keys, row, size)};
     }
   }
-  *count = all;
-  return stage(list.get(), all, tiles);
+  longest_first(from, end);
+  for (int64_t i = 0; i < all; i++) list[static_cast<size_t>(i)] = begin[i].tile;
+  tiles->count = static_cast<int32_t>(all);
+  tiles->heads = static_cast<int32_t>(most(least(most_rows / most(rows, 1), s->H), 1));
+  return stage(list.get(), all, &tiles->list);
 }
 
 }  // namespace rpc

@@ -21,7 +21,7 @@
  *
  *   lookups   what must be looked up pair by pair: labels, explicit positions, edges
  *
- * Tiles are 64 queries or keys; a list of them (make_tiles) is the grid of a pass.
+ * Tiles are 64 queries or keys; a list of them (make_tiles) is what the blocks of a pass share.
  */
 #ifndef RPC_PAIRS_H
 #define RPC_PAIRS_H
@@ -116,6 +116,14 @@ struct Tile {
   int32_t sequence, row; /* first query, or key */
 };
 
+/* The tiles of one head, for a pass: what takes long comes first, so that at the end no block is
+ * still at it when the others are done. Blocks of several heads go through the list side by side:
+ * of as many as the GPU's cache holds. */
+struct Tiles {
+  const Tile *list;
+  int32_t count, heads; /* heads: side by side */
+};
+
 /* Sequences and heads have a device's sizes. */
 rp_status check_sizes(const rp_attention *shape);
 
@@ -125,10 +133,8 @@ rp_status read_call(const rp_attention *shape, rp_rows q, rp_rows k, rp_rows v, 
 /* What read_call staged for one sequence (the host's own copy of it). */
 Sequence sequence_of(const rp_attention *shape, int64_t b);
 
-/* All tiles of `size` queries, or of keys, those of padding included, staged; of one sequence the
- * last first: under a causal mask it is the longest. */
-rp_status make_tiles(const rp_attention *shape, bool keys, int size, const Tile **tiles,
-                     int64_t *count);
+/* All tiles of `size` queries, or of keys, those of padding included, staged. */
+rp_status make_tiles(const rp_attention *shape, bool keys, int size, Tiles *tiles);
 
 /* The placement of a call; default where there is none. */
 rp_placement placement_of(const rp_attention *shape);
@@ -145,6 +151,24 @@ bool rows_aligned(const T &x, int64_t width, int64_t element) {
 }
 
 /* ---- on the device ----------------------------------------------------------------- */
+
+/* A block's part of a pass in which every head's tiles are dealt to several blocks: to and fro, so
+ * that who has the longest of one round has the shortest of the next. */
+struct Deal {
+  int head, own, round;
+  __device__ int tile() const { return round + own; } /* or beyond the list: all are dealt */
+  __device__ void next(int blocks) {
+    round += blocks;
+    own = blocks - 1 - own;
+  }
+};
+
+__device__ inline Deal deal_of(const Tiles &tiles, int heads, int blocks) {
+  const int index = static_cast<int>(blockIdx.x), before = index / (tiles.heads * blocks);
+  const int first = before * tiles.heads, rest = index - first * blocks;
+  const int together = first + tiles.heads < heads ? tiles.heads : heads - first;
+  return {first + rest % together, rest / together, 0};
+}
 
 /* Row `row` of a sequence and head; batch and row as in Sequence. */
 template <class T>

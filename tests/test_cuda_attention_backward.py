@@ -350,6 +350,7 @@ CHILD_CASES = {
     "short": replace(BANDS["sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
     "single": replace(BANDS["single, sentences"], causal=True, bias=T5, dropout=DROPOUT, H=1),
     "diagonals": replace(SHAW, query=Band(70, 70), bias=T5, H=1, N=70, M=200),
+    "dealt": replace(SHAW, B=6, H=3, N=96, M=96, causal=True),  # in bf16 three tiles a block
     "long": replace(GENERAL["long tables"], N=33, M=66),
 }
 
@@ -384,6 +385,14 @@ def test_orders_of_threads(
         run_child(libraries, library, precision, names, EMU_SEED=str(seed)) for seed in range(4)
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("precision", [0, BF16])
+def test_little_cache(libraries: dict[str, Path], emulated_device: Path, precision: int) -> None:
+    """Lists of tiles are sorted sequence by sequence, or by two, and heads go side by side or not."""
+    library = library_of(emulated_device)
+    for cache in (1, 3 * 200 * 128 * 4):
+        run_child(libraries, library, precision, ["full", "dealt"], EMU_CACHE=str(cache))
 
 
 def built(target: str) -> Path:
@@ -430,6 +439,15 @@ def counted(libraries: dict[str, Path], library: Path, case: Case) -> dict[str, 
     capi.run_backward(core, case, arrays, forward)
     after = counters(library)
     return {name: after[name] - before[name] for name in after}
+
+
+def test_what_takes_long_begins_first(libraries: dict[str, Path], emulated_device: Path) -> None:
+    """As in forward, in both passes: of queries the last see most keys, of keys the first are seen
+    most."""
+    library = library_of(emulated_device)
+    case = Case(B=3, H=4, N=512, M=512, D=64, Dv=64, causal=True)
+    cost = counted(libraries, library, case)
+    assert cost["busiest"] == cost["mma"] // 8
 
 
 @pytest.mark.parametrize("heads", [1, 4])

@@ -20,7 +20,8 @@
  *   EMU_FAULT=1        whoever asks for memory is told that a kernel before has failed
  *   EMU_MEMORY=n       bytes of every GPU (8 GiB)
  *   EMU_CAPABILITY=n   its compute capability (90)
- *   EMU_SHARED=n       bytes of shared memory that it says a block may have (227 KiB)
+ *   EMU_CACHE=n        bytes of its cache (50 MiB), which changes nothing but what kernels make of
+ * it EMU_SHARED=n       bytes of shared memory that it says a block may have (227 KiB)
  */
 #ifndef EMU_CUDA_EMU_H
 #define EMU_CUDA_EMU_H
@@ -83,6 +84,9 @@ struct Stats {
   uint64_t warp_ops, mma, ldmatrix, bank_conflicts, async_bytes, barriers, launches;
   uint64_t waits;    /* calls in which the host waits for the device */
   uint64_t contexts; /* bit i: one was opened on GPU i */
+  /* Blocks are handed out in order, each to the first of `places` that is free: mma of the one that
+   * had most to do, of all launches. */
+  uint64_t busiest;
 };
 
 extern Fiber *current; /* the running thread, or NULL on the host */
@@ -92,6 +96,7 @@ extern void *shared; /* dynamic shared memory of the block */
 extern size_t shared_size;
 extern unsigned seed;
 extern Stats stats;
+constexpr size_t places = 8;
 
 /* What race.cpp hangs itself into. */
 enum Access { read, write, atomic };

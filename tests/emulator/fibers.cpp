@@ -316,11 +316,15 @@ void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> kernel_body)
     while (std::gcd(step, blocks) != 1);
     at = draw(blocks);
   }
+  uint64_t busy[places] = {};
   for (uint64_t i = 0; i < blocks && failure.empty(); i++, at = (at + step) % blocks) {
     block_index = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
                    static_cast<unsigned>(at / grid.x / grid.y)};
+    const uint64_t before = stats.mma;
     run_block();
+    *std::min_element(busy, busy + places) += stats.mma - before;
   }
+  stats.busiest += *std::max_element(busy, busy + places);
   shared = nullptr;
   if (failure.empty()) return;
 #if EMU_ASAN /* the fibers that were left have their red zones still */

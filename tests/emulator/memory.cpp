@@ -333,6 +333,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
   cudaGetDeviceProperties(&properties, device);
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
+    case cudaDevAttrL2CacheSize: *value = static_cast<int>(setting("EMU_CACHE", 50 << 20)); break;
     case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
