@@ -7,8 +7,10 @@
  *   loss = log sum_c e^x_c - wrong sum_c x_c - (right - wrong) x_label
  *   gradient_c = e^x_c / sum - y_c
  *
- * A block has a row. It reads it from memory once, and keeps it in shared memory where that holds
- * it: 32,768 classes are 128 KiB, the rows of all blocks at work more than the second-level cache.
+ * A block has one row at a time. It reads it from memory once, and keeps it in shared memory where
+ * that holds it: 32,768 classes are 128 KiB, the rows of all blocks at work more than the
+ * second-level cache. Then there is one block a multiprocessor, and the next row comes, in
+ * registers, while this one is computed.
  * A thread goes through its own numbers alone. It adds them up in float, the block those of its
  * threads in double.
  */
@@ -22,9 +24,10 @@ namespace {
 
 constexpr int64_t kept_beside = 1024; /* bytes of shared memory, for sums, beside a kept row */
 constexpr int kept_ahead = 6;         /* quads of a thread on their way */
+constexpr int next_quads = 16;        /* of the next row: registers for them */
 
 struct CrossRows {
-  int64_t classes, stride;
+  int64_t rows, classes, stride;
   float *logits;
   const int32_t *labels;
   double right, wrong;
@@ -40,11 +43,34 @@ __device__ void store_gradient(const CrossRows &a, float *x, int64_t c, const Fo
   else store_four<wide>(x + c, a.classes - c, four);
 }
 
-/* The numbers that the passes of this thread take, several on their way at once. */
+/* The first quads of a row that the passes of this thread take, of row_threads; or what is kept of
+ * them. */
+template <bool wide, int quads>
+__device__ void ask_for_row(const float *x, int classes, Four (&row)[quads]) {
+  const int first = 4 * static_cast<int>(threadIdx.x), left = classes - first;
+#pragma unroll
+  for (int n = 0; n < quads; n++) {
+    const int apart = 4 * n * static_cast<int>(row_threads);
+    row[n] = load_four<wide>(x + first + apart, left - apart);
+  }
+}
+template <bool wide, int quads>
+__device__ void keep_quads(const Four (&row)[quads], int classes, float *to) {
+  const int first = 4 * static_cast<int>(threadIdx.x), left = classes - first;
+#pragma unroll
+  for (int n = 0; n < quads; n++) {
+    const int apart = 4 * n * static_cast<int>(row_threads);
+    store_four<wide>(to + first + apart, left - apart, row[n]);
+  }
+}
+
+/* The numbers that the passes of this thread take from its quad `begin` on, several on their way at
+ * once. */
 template <bool wide>
-__device__ void keep_row(const float *x, int64_t classes, float *to) {
+__device__ void keep_row(const float *x, int64_t classes, int begin, float *to) {
   const int64_t apart = 4 * blockDim.x;
-  for (int64_t first = 4 * threadIdx.x; first < classes; first += kept_ahead * apart) {
+  for (int64_t first = 4 * threadIdx.x + begin * apart; first < classes;
+       first += kept_ahead * apart) {
     Four ahead[kept_ahead];
 #pragma unroll
     for (int n = 0; n < kept_ahead; n++) {
@@ -59,12 +85,14 @@ __device__ void keep_row(const float *x, int64_t classes, float *to) {
   }
 }
 
+/* Loss and gradient of a row whose logits are in `in`: its own place, or where they are kept. */
 template <bool wide, bool kept>
-__global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a) {
+__device__ void cross_entropy_of(const CrossRows &a, int64_t row, const float *in) {
   __shared__ double shared[row_threads / 32];
-  const int64_t row = blockIdx.x, classes = a.classes, label = a.labels[row];
+  const int64_t classes = a.classes, label = a.labels[row];
   float *const x = a.logits + row * a.stride;
   if (label < 0) {
+    if (kept) __syncthreads(); /* all have read it */
     const Four none = {{0, 0, 0, 0}};
     for (int64_t c = 4 * threadIdx.x; a.gradient && c < classes; c += 4 * blockDim.x) {
       store_gradient<wide>(a, x, c, none);
@@ -74,8 +102,6 @@ __global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a)
     a.hit[row] = 0;
     return;
   }
-  float *const in = kept ? reinterpret_cast<float *>(dynamic_smem()) : x;
-  if (kept) keep_row<wide>(x, classes, in);
   const Highest highest = highest_of<wide>(in, classes, no_limit());
   float exponentials = 0, distances = 0;
   for (int64_t c = 4 * threadIdx.x; c < classes; c += 4 * blockDim.x) {
@@ -118,6 +144,31 @@ __global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a)
       if (c + i == label) four.x[i] = static_cast<float>(static_cast<double>(e) / sum - a.right);
     }
     if (c < classes) store_gradient<wide>(a, x, c, four);
+  }
+}
+
+template <bool wide, bool kept>
+__global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a) {
+  const int64_t row = blockIdx.x;
+  float *const x = a.logits + row * a.stride;
+  float *const in = kept ? reinterpret_cast<float *>(dynamic_smem()) : x;
+  if (kept) keep_row<wide>(x, a.classes, 0, in);
+  cross_entropy_of<wide, kept>(a, row, in);
+}
+
+/* Of long rows, of which a multiprocessor keeps one. */
+template <bool wide>
+__global__ void __launch_bounds__(row_threads, 1) cross_entropy_rows(CrossRows a) {
+  float *const in = reinterpret_cast<float *>(dynamic_smem());
+  const int classes = static_cast<int>(a.classes);
+  Four next[next_quads];
+  ask_for_row<wide>(a.logits + blockIdx.x * a.stride, classes, next);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const float *const x = a.logits + row * a.stride;
+    keep_quads<wide>(next, classes, in);
+    keep_row<wide>(x, a.classes, next_quads, in);
+    if (row + gridDim.x < a.rows) ask_for_row<wide>(x + gridDim.x * a.stride, classes, next);
+    cross_entropy_of<wide, true>(a, row, in);
   }
 }
 
@@ -171,6 +222,7 @@ rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   if (args->rows == 0) return RP_OK;
   const double classes = static_cast<double>(args->classes);
   CrossRows a = {};
+  a.rows = args->rows;
   a.classes = args->classes;
   a.stride = args->stride;
   a.logits = args->logits;
@@ -184,17 +236,23 @@ rp_status cross_entropy(const rpi_cross_entropy_args *args) {
   a.nll = args->nll;
   a.hit = args->hit;
   RPI_TRY(stage(args->labels, args->rows, &a.labels));
-  const dim3 grid(static_cast<unsigned>(args->rows));
   const bool wide = is_wide(a.logits, a.stride);
   const int64_t bytes = args->classes * static_cast<int64_t>(sizeof(float));
-  const bool kept = bytes <= context().shared_bytes - kept_beside;
-  const size_t shared = kept ? static_cast<size_t>(bytes) : 0;
-  void (*const keeps)(CrossRows) =
-      wide ? cross_entropy_row<true, true> : cross_entropy_row<false, true>;
-  void (*const rereads)(CrossRows) =
-      wide ? cross_entropy_row<true, false> : cross_entropy_row<false, false>;
-  CUDA_TRY(launch(kept ? keeps : rereads,
-                  {grid, dim3(threads_of_row(args->classes)), shared, context().stream}, a));
+  const int64_t most = context().shared_bytes - kept_beside, places = context().multiprocessors;
+  Launch config = {dim3(static_cast<unsigned>(args->rows)), dim3(threads_of_row(args->classes)),
+                   static_cast<size_t>(bytes), context().stream};
+  if (bytes > most) {
+    config.shared = 0;
+    CUDA_TRY(
+        launch(wide ? cross_entropy_row<true, false> : cross_entropy_row<false, false>, config, a));
+  } else if (2 * bytes > most && args->rows > places) {
+    config.grid = dim3(static_cast<unsigned>(places));
+    config.block = dim3(row_threads);
+    CUDA_TRY(launch(wide ? cross_entropy_rows<true> : cross_entropy_rows<false>, config, a));
+  } else {
+    CUDA_TRY(
+        launch(wide ? cross_entropy_row<true, true> : cross_entropy_row<false, true>, config, a));
+  }
   return RP_OK;
 }
 

@@ -328,6 +328,9 @@ int main(void) {
       test_rounded(ops, 9, 40);
       test_rounded(ops, 5, 2100);
       test_rounded(ops, 2, 60000);
+      /* long rows, more than a GPU has multiprocessors, and longer than what is asked for ahead */
+      test_shape(ops, 150, 30001, 3, 0.1, RP_SMOOTH_ALL, true);
+      test_rounded(ops, 9, 40004);
     }
     test_values(ops);
     test_not_finite(ops);
