@@ -9,6 +9,8 @@
  *   totals_kernel    the lines of a head's blocks, added up in order
  *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order
  */
+#include "backward_keys.h"
+#include "backward_queries.h"
 #include "backward_single.h"
 
 namespace rpc {
