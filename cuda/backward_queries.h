@@ -82,7 +82,7 @@ class QueryBlock : BandBlock<S> {
     bias_low = bias_high = 0;
     if (q0 < seq->queries) {
       find_keys();
-      open(first);
+      open();
       walk(dq);
       if (distances) add_bias_ends();
       if (f.banded) close(dq, first, lines);
@@ -113,9 +113,10 @@ class QueryBlock : BandBlock<S> {
     this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row);
   }
 
-  __device__ void open(bool first) {
+  __device__ void open() {
     this->template load_queries<S::kOwn>(s.own[0], s.own[1], q0);
-    if (f.held > 0 && first) this->load_held();
+    if (f.held > 0 && !held) this->load_held();
+    held = true;
     cp_async_commit();
     loaded = (!f.banded || f.held > 0) && walk_from <= walk_to; /* else vectors come there */
     if (loaded) load_tile(0, walk_from);
@@ -597,6 +598,7 @@ class QueryBlock : BandBlock<S> {
   float beyond[kStrips][4]; /* of strip m sums of ds beyond the ends, 2 h + end: see add_row_sums */
   int q0, apart;            /* j - apart: the distance from the block's first query to key j */
   bool loaded;              /* the tile that is next */
+  bool held = false;        /* are vectors of the band there? Tiles of padding do without */
   float *distances;         /* of the block's lines: sums of ds by distance, or NULL */
   float bias_low, bias_high;
 };
