@@ -54,8 +54,8 @@ __device__ inline float activated(float x, float y) {
   return x * logistic(x) * y;
 }
 
-/* a may be h for ReLU: every number is read before its place is written. It is NULL where all that
- * is wanted is rounded. */
+/* a may be h for ReLU: every number is read before its place is written, and so is what lies where
+ * rounded is to be, where h is NULL. a is NULL where all that is wanted is rounded. */
 template <int kind, bool wide>
 __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t columns,
                                 Packing packing, RoundedRows rounded) {
@@ -65,7 +65,10 @@ __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t 
   const float *const from = h + row * columns * (kind == RP_SWIGLU ? 2 : 1);
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t count = columns - c;
-    Strip<strip_quads> x = load_strip<strip_quads, wide>(from + c, count), y = x;
+    const bool there = kind == RP_RELU && h == nullptr;
+    Strip<strip_quads> x = there ? load_rounded_strip(rounded, row, c)
+                                 : load_strip<strip_quads, wide>(from + c, count);
+    Strip<strip_quads> y = x;
     if (kind == RP_SWIGLU) y = load_strip<strip_quads, wide>(from + columns + c, count);
 #pragma unroll
     for (int q = 0; q < strip_quads; q++) {
@@ -85,19 +88,16 @@ __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t 
 }
 
 /* scale: dropout's, of what was kept. */
-template <bool wide>
-__global__ void relu_backward_rows(const float *a, RoundedRows rounded, const float *da, float *dh,
+template <class E, bool wide>
+__global__ void relu_backward_rows(const float *a, RoundedRows rounded, const E *da, E *dh,
                                    int64_t rows, int64_t columns, float scale) {
   const int64_t row = row_from_end(rows);
   if (row < 0) return;
   for (int64_t c = 0; c < columns; c += strip_columns) {
     const int64_t start = row * columns + c, count = columns - c;
-    Strip<strip_quads> forward;
-    if (rounded.to == nullptr) forward = load_strip<strip_quads, wide>(a + start, count);
-#pragma unroll
-    for (int q = 0; q < strip_quads && rounded.to != nullptr; q++) {
-      forward.quad[q] = load_rounded(rounded, row, c + strip_column(q));
-    }
+    const Strip<strip_quads> forward = rounded.to != nullptr
+                                           ? load_rounded_strip(rounded, row, c)
+                                           : load_strip<strip_quads, wide>(a + start, count);
     Strip<strip_quads> d = load_strip<strip_quads, wide>(da + start, count);
 #pragma unroll
     for (int q = 0; q < strip_quads; q++) {
@@ -110,8 +110,8 @@ __global__ void relu_backward_rows(const float *a, RoundedRows rounded, const fl
   }
 }
 
-template <bool wide>
-__global__ void gelu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
+template <class E, bool wide>
+__global__ void gelu_backward_rows(const float *h, const E *da, E *dh, int64_t rows,
                                    int64_t columns, Packing packing) {
   const int64_t row = row_from_end(rows);
   if (row < 0) return;
@@ -134,8 +134,8 @@ __global__ void gelu_backward_rows(const float *h, const float *da, float *dh, i
   }
 }
 
-template <bool wide>
-__global__ void swiglu_backward_rows(const float *h, const float *da, float *dh, int64_t rows,
+template <class E, bool wide>
+__global__ void swiglu_backward_rows(const float *h, const E *da, E *dh, int64_t rows,
                                      int64_t columns, Packing packing) {
   const int64_t row = row_from_end(rows);
   if (row < 0) return;
@@ -170,19 +170,29 @@ rp_status forward_of(const rpi_activation_args *a, const RowGrid &g, const Packi
   return RP_OK;
 }
 
-template <bool wide>
-rp_status backward_of(const rpi_activation_backward_args *a, const RowGrid &g,
-                      const Packing &packing) {
+template <class E, bool wide>
+rp_status backward_as(const rpi_activation_backward_args *a, const Packing &packing) {
+  const RowGrid g = strip_grid(a->rows);
+  const Launch over = {g.grid, g.block, 0, context().stream};
+  const E *const da = reinterpret_cast<const E *>(a->da);
+  E *const dh = reinterpret_cast<E *>(a->dh);
   if (a->kind == RP_RELU) {
-    CUDA_TRY(launch(relu_backward_rows<wide>, {g.grid, g.block, 0, context().stream}, a->a,
-                    rounded_rows(a->rounded, a->columns), a->da, a->dh, a->rows, a->columns,
-                    packing.dropout.scale));
+    CUDA_TRY(launch(relu_backward_rows<E, wide>, over, a->a, rounded_rows(a->rounded, a->columns),
+                    da, dh, a->rows, a->columns, packing.dropout.scale));
     return RP_OK;
   }
-  CUDA_TRY(launch(a->kind == RP_GELU ? gelu_backward_rows<wide> : swiglu_backward_rows<wide>,
-                  {g.grid, g.block, 0, context().stream}, a->h, a->da, a->dh, a->rows, a->columns,
-                  packing));
+  CUDA_TRY(launch(a->kind == RP_GELU ? gelu_backward_rows<E, wide> : swiglu_backward_rows<E, wide>,
+                  over, a->h, da, dh, a->rows, a->columns, packing));
   return RP_OK;
+}
+
+template <class E>
+rp_status backward_of(const rpi_activation_backward_args *a, const Packing &packing) {
+  const int64_t columns = a->columns;
+  const bool wide = is_wide(a->kind == RP_RELU ? a->a : a->h, columns) &&
+                    is_wide(reinterpret_cast<const E *>(a->da), columns) &&
+                    is_wide(reinterpret_cast<const E *>(a->dh), columns);
+  return wide ? backward_as<E, true>(a, packing) : backward_as<E, false>(a, packing);
 }
 
 }  // namespace
@@ -198,15 +208,11 @@ rp_status activation(const rpi_activation_args *args) {
 }
 
 rp_status activation_backward(const rpi_activation_backward_args *args) {
-  const int64_t rows = args->rows, columns = args->columns;
-  if (rows == 0 || columns == 0) return RP_OK;
+  if (args->rows == 0 || args->columns == 0) return RP_OK;
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
-  const float *const read = args->kind == RP_RELU ? args->a : args->h;
-  const bool wide =
-      is_wide(read, columns) && is_wide(args->da, columns) && is_wide(args->dh, columns);
-  const RowGrid g = strip_grid(rows);
-  return wide ? backward_of<true>(args, g, packing) : backward_of<false>(args, g, packing);
+  return args->element == RP_BF16 ? backward_of<bf16>(args, packing)
+                                  : backward_of<float>(args, packing);
 }
 
 }  // namespace rpc

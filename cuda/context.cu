@@ -318,6 +318,8 @@ rp_status blas_handle(cublasHandle_t *handle) {
     cublasHandle_t fresh;
     CUBLAS_TRY(cublasCreate(&fresh));
     c.cublas = fresh;
+    /* Parts of a sum are added in f32 where the result is bf16, too. */
+    CUBLAS_TRY(cublasSetMathMode(fresh, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
   }
   *handle = static_cast<cublasHandle_t>(c.cublas);
   CUBLAS_TRY(cublasSetStream(*handle, c.stream));

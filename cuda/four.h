@@ -5,7 +5,8 @@
  *            quad 0       quad 1            last
  *           +-----------+-----------+-----+------+     a thread has a quad of a row: one load of
  *     row   | 0  1  2  3| 4  5  6  7| ... | n    |     16 bytes where rows lie on such borders
- *           +-----------+-----------+-----+------+     (wide), else up to four of 4 bytes
+ *           +-----------+-----------+-----+------+     (wide), else up to four of 4 bytes; of bf16
+ *                                                      half of all that
  *
  * Four columns from a multiple of four have one word of dropout's numbers (philox.h).
  *
@@ -19,6 +20,7 @@
 
 #include "context.h"
 #include "gpu.h"
+#include "ptx.h"
 
 namespace rpc {
 
@@ -30,8 +32,24 @@ struct Four {
 
 /* Do rows that start at `data`, `stride` numbers apart, start on borders of 16 bytes? NULL, which
  * is not read, does. */
-inline bool is_wide(const float *data, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 4 == 0;
+template <class E>
+bool is_wide(const E *data, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % (4 * sizeof(E)) == 0 && stride % 4 == 0;
+}
+
+/* Two numbers of bf16, the first in the lower half. */
+__device__ inline float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ inline Four load_rounded(const bf16 *from) {
+  const uint2 pairs = *reinterpret_cast<const uint2 *>(from);
+  return {{low_half(pairs.x), high_half(pairs.x), low_half(pairs.y), high_half(pairs.y)}};
+}
+
+/* One store: of a pair nvcc makes two at times. */
+__device__ inline void store_rounded(bf16 *to, const Four &four) {
+  const uint64_t low = pack_bf16(four.x[0], four.x[1]), high = pack_bf16(four.x[2], four.x[3]);
+  *reinterpret_cast<uint64_t *>(to) = low | high << 32;
 }
 
 /* The quad that starts at `from`, of which `count` numbers are there; the others become 0. */
@@ -52,6 +70,15 @@ __device__ inline Four load_four(const float *from, int64_t count) {
 }
 
 template <bool wide>
+__device__ inline Four load_four(const bf16 *from, int64_t count) {
+  if (wide && count >= 4) return load_rounded(from);
+  Four four;
+#pragma unroll
+  for (int i = 0; i < 4; i++) four.x[i] = i < count ? static_cast<float>(from[i]) : 0.0f;
+  return four;
+}
+
+template <bool wide>
 __device__ inline void store_four(float *to, int64_t count, const Four &four) {
   if (wide && count >= 4) {
     *reinterpret_cast<float4 *>(to) = make_float4(four.x[0], four.x[1], four.x[2], four.x[3]);
@@ -60,6 +87,15 @@ __device__ inline void store_four(float *to, int64_t count, const Four &four) {
     for (int i = 0; i < 4; i++) {
       if (i < count) to[i] = four.x[i];
     }
+  }
+}
+
+template <bool wide>
+__device__ inline void store_four(bf16 *to, int64_t count, const Four &four) {
+  if (wide && count >= 4) return store_rounded(to, four);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (i < count) to[i] = __float2bfloat16(four.x[i]);
   }
 }
 
@@ -77,8 +113,8 @@ struct Strip {
 __device__ inline int64_t strip_column(int q) { return 128 * q + 4 * threadIdx.x; }
 
 /* The strip that starts at `from`, of which `count` numbers are there; the others become 0. */
-template <int quads, bool wide>
-__device__ inline Strip<quads> load_strip(const float *from, int64_t count) {
+template <int quads, bool wide, class E>
+__device__ inline Strip<quads> load_strip(const E *from, int64_t count) {
   Strip<quads> strip;
   if (wide && count >= 128 * quads) {
 #pragma unroll
@@ -92,8 +128,8 @@ __device__ inline Strip<quads> load_strip(const float *from, int64_t count) {
   return strip;
 }
 
-template <int quads, bool wide>
-__device__ inline void store_strip(float *to, int64_t count, const Strip<quads> &strip) {
+template <int quads, bool wide, class E>
+__device__ inline void store_strip(E *to, int64_t count, const Strip<quads> &strip) {
   if (wide && count >= 128 * quads) {
 #pragma unroll
     for (int q = 0; q < quads; q++) store_four<wide>(to + strip_column(q), 4, strip.quad[q]);

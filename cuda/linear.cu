@@ -35,6 +35,8 @@ struct Operand {
   cudaDataType type;
 };
 
+cudaDataType type_of(int element) { return element == RP_BF16 ? CUDA_R_16BF : CUDA_R_32F; }
+
 /* Every row of C becomes the bias, or has it added. */
 template <bool wide>
 __global__ void bias_rows(const float *bias, float *c, int64_t c_stride, int64_t rows,
@@ -182,8 +184,13 @@ rp_status pack_product(const rpi_gemm_args &g, const float *bias, Operand *a, Op
   return RP_OK;
 }
 
-/* One, and the sums of its columns are added to `sum`. */
+/* One, unless it is packed already; and the sums of its columns are added to `sum`. */
 rp_status pack_and_sum(Operand *x, float *sum) {
+  if (x->type == CUDA_R_16BF) {
+    const rpi_column_sums_args sums = {x->rows, x->columns, static_cast<const float *>(x->data),
+                                       x->stride, sum};
+    return sum_rounded(&sums);
+  }
   Pack p = {};
   RPI_TRY(begin_pack(x, 0, nullptr, &p));
   const rpi_column_sums_args sums = {p.rows, p.columns, p.x, p.stride, sum};
@@ -195,10 +202,10 @@ rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
   cublasHandle_t handle = nullptr;
   RPI_TRY(blas_handle(&handle));
   const float one = 1, before = g.accumulate || g.bias != nullptr ? 1.0f : 0.0f;
-  CUBLAS_TRY(cublasGemmEx_64(handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                             g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, g.columns, g.rows, g.inner,
-                             &one, b.data, b.type, b.stride, a.data, a.type, a.stride, &before, g.c,
-                             CUDA_R_32F, g.c_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+  CUBLAS_TRY(cublasGemmEx_64(
+      handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+      g.columns, g.rows, g.inner, &one, b.data, b.type, b.stride, a.data, a.type, a.stride, &before,
+      g.c, type_of(g.c_element), g.c_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   return RP_OK;
 }
 
@@ -231,15 +238,15 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
   if (l->rows == 0) return RP_OK;
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(l, args->dy, args->dy_stride, args->dweight, args->precision);
-  const rpi_gemm_args to_input =
-      rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, args->add, args->precision);
+  const rpi_gemm_args to_input = rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx,
+                                                     args->dx_element, args->add, args->precision);
   Operand dy = a_of(to_weight), x = b_of(to_weight), weight = b_of(to_input);
   const bool to_x = args->dx != nullptr;
   scratch_begin();
   if (args->precision == RP_BF16) {
-    if (args->rounded) dy = {args->dy, dy.rows, dy.columns, 2 * dy.stride, CUDA_R_16BF};
-    else if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
-    else RPI_TRY(pack(&dy));
+    dy.type = type_of(args->dy_element);
+    if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
+    else if (dy.type == CUDA_R_32F) RPI_TRY(pack(&dy));
     const int more = l->bias != nullptr ? bias_parts : 0;
     const bool made = l->rounded != nullptr && l->rounded->made;
     Operand *const other = to_x && !made ? &weight : nullptr;

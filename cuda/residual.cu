@@ -28,8 +28,8 @@ __global__ void residual_rows(const float *x, const float *f, float *out, int64_
   }
 }
 
-template <bool wide>
-__global__ void residual_backward_rows(const float *dout, float *df, int64_t rows, int64_t columns,
+template <class E, bool wide>
+__global__ void residual_backward_rows(const float *dout, E *df, int64_t rows, int64_t columns,
                                        Packing packing) {
   const int64_t row = row_of_thread(); /* the norm's backward wrote the first ones last */
   if (row >= rows) return;
@@ -40,6 +40,17 @@ __global__ void residual_backward_rows(const float *dout, float *df, int64_t row
     keep_strip(packing, place, c, d);
     store_strip<strip_quads, wide>(df + start, count, d);
   }
+}
+
+template <class E>
+rp_status backward_of(const rpi_residual_backward_args *args, const Packing &packing) {
+  E *const df = reinterpret_cast<E *>(args->df);
+  const RowGrid g = strip_grid(args->rows);
+  const bool wide = is_wide(args->dout, args->columns) && is_wide(df, args->columns);
+  CUDA_TRY(launch(wide ? residual_backward_rows<E, true> : residual_backward_rows<E, false>,
+                  {g.grid, g.block, 0, context().stream}, args->dout, df, args->rows, args->columns,
+                  packing));
+  return RP_OK;
 }
 
 }  // namespace
@@ -59,17 +70,12 @@ rp_status residual(const rpi_residual_args *args) {
 }
 
 rp_status residual_backward(const rpi_residual_backward_args *args) {
-  const int64_t rows = args->rows, columns = args->columns;
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
   const bool same = packing.dropout.threshold == 0 && args->df == args->dout;
-  if (rows == 0 || columns == 0 || same) return RP_OK;
-  const RowGrid g = strip_grid(rows);
-  const bool wide = is_wide(args->dout, columns) && is_wide(args->df, columns);
-  CUDA_TRY(launch(wide ? residual_backward_rows<true> : residual_backward_rows<false>,
-                  {g.grid, g.block, 0, context().stream}, args->dout, args->df, rows, columns,
-                  packing));
-  return RP_OK;
+  if (args->rows == 0 || args->columns == 0 || same) return RP_OK;
+  return args->df_element == RP_BF16 ? backward_of<bf16>(args, packing)
+                                     : backward_of<float>(args, packing);
 }
 
 }  // namespace rpc

@@ -7,18 +7,11 @@
 #define RPC_ROUNDED_H
 
 #include "four.h"
-#include "ptx.h"
 
 namespace rpc {
 
 __host__ __device__ inline int64_t rounded_stride(int64_t columns) {
   return (columns + RPI_ROUNDED_BORDER - 1) / RPI_ROUNDED_BORDER * RPI_ROUNDED_BORDER;
-}
-
-/* One store: of a pair nvcc makes two at times. */
-__device__ inline void store_rounded(bf16 *to, const Four &four) {
-  const uint64_t low = pack_bf16(four.x[0], four.x[1]), high = pack_bf16(four.x[2], four.x[3]);
-  *reinterpret_cast<uint64_t *>(to) = low | high << 32;
 }
 
 constexpr int bias_parts = RPI_BIAS_PARTS; /* of 8 bits each, as many as f32 has */
@@ -49,16 +42,17 @@ __device__ inline void put_rounded(const RoundedRows &rows, int64_t row, int64_t
   }
 }
 
-/* The quad at column c, where there is one. */
-__device__ inline Four load_rounded(const RoundedRows &rows, int64_t row, int64_t c) {
-  if (c >= rows.columns) return {{0, 0, 0, 0}};
-  const uint2 pairs = *reinterpret_cast<const uint2 *>(rows.to + row * rows.stride + c);
-  return {{__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
-           __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)}};
+/* The strip at column c. */
+__device__ inline Strip<strip_quads> load_rounded_strip(const RoundedRows &rows, int64_t row,
+                                                        int64_t c) {
+  return load_strip<strip_quads, true>(rows.to + row * rows.stride + c, rows.columns - c);
 }
 
 /* column_sums, and x rounded in `to` unless that is NULL, from one look at x. Takes scratch. */
 rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to);
+
+/* column_sums of what is rounded already: args->x points to bf16. Takes scratch. */
+rp_status sum_rounded(const rpi_column_sums_args *args);
 
 }  // namespace rpc
 

@@ -19,16 +19,17 @@ constexpr int sums_ahead = 4;        /* of them are read before they are added *
 constexpr int64_t sums_blocks = 512; /* about as many at work */
 constexpr int square_threads = 256;
 
+template <class E>
 struct ColumnSums {
-  const float *x;
+  const E *x;
   int64_t x_stride, rows, columns, piece_rows;
   float *partials;
   bf16 *rounded; /* rounds: [rows][rounded_stride(columns)] */
 };
 
 /* The sums of one piece of rows over 128 columns. A thread has several rows on their way. */
-template <bool wide, bool rounds>
-__global__ void __launch_bounds__(32 * sums_warps) column_sums_piece(ColumnSums a) {
+template <class E, bool wide, bool rounds>
+__global__ void __launch_bounds__(32 * sums_warps) column_sums_piece(ColumnSums<E> a) {
   __shared__ double sums[sums_warps][4][32];
   const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
   const int64_t first = blockIdx.y * a.piece_rows, left = a.columns - column;
@@ -113,9 +114,8 @@ __global__ void blame_parameter(rpi_outcome *outcome, const float *gradients,
   }
 }
 
-}  // namespace
-
-rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
+template <class E>
+rp_status sum_columns(const rpi_column_sums_args *args, bf16 *to) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
   const int64_t blocks = (columns + 127) / 128;
@@ -127,18 +127,29 @@ rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
   if (pieces > wanted) pieces = wanted;
   const int64_t piece_rows = (rows + pieces - 1) / pieces;
   pieces = (rows + piece_rows - 1) / piece_rows;
-  ColumnSums a = {args->x, args->x_stride, rows, columns, piece_rows, nullptr, to};
+  const E *const x = reinterpret_cast<const E *>(args->x);
+  ColumnSums<E> a = {x, args->x_stride, rows, columns, piece_rows, nullptr, to};
   RPI_TRY(scratch(pieces * columns, &a.partials));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces));
   const bool wide = is_wide(a.x, a.x_stride);
-  void (*const plain)(ColumnSums) =
-      wide ? column_sums_piece<true, false> : column_sums_piece<false, false>;
-  void (*const rounding)(ColumnSums) =
-      wide ? column_sums_piece<true, true> : column_sums_piece<false, true>;
-  CUDA_TRY(launch(to != nullptr ? rounding : plain,
-                  {grid, dim3(32, sums_warps), 0, context().stream}, a));
+  void (*kernel)(ColumnSums<E>) =
+      wide ? column_sums_piece<E, true, false> : column_sums_piece<E, false, false>;
+  if constexpr (sizeof(E) == sizeof(float)) {
+    if (to != nullptr) {
+      kernel = wide ? column_sums_piece<E, true, true> : column_sums_piece<E, false, true>;
+    }
+  }
+  CUDA_TRY(launch(kernel, {grid, dim3(32, sums_warps), 0, context().stream}, a));
   return launch_add_partials(a.partials, columns, pieces, columns, args->sum);
 }
+
+}  // namespace
+
+rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
+  return sum_columns<float>(args, to);
+}
+
+rp_status sum_rounded(const rpi_column_sums_args *args) { return sum_columns<bf16>(args, nullptr); }
 
 rp_status column_sums(const rpi_column_sums_args *args) {
   scratch_begin();

@@ -250,7 +250,8 @@ rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stor
                             .bias = self ? at->self.out_bias : at->cross.out_bias,
                             .x = stored->z,
                             .x_stride = HD,
-                            .kept = stored->kept_in};
+                            .kept = stored->kept_in,
+                            .dy_element = rpi_operand_element(run->model)};
 }
 
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {

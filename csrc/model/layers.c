@@ -81,7 +81,8 @@ static rp_status add_to_stream(rpi_run *run, enum rpi_site site, const real *bas
   return RP_OK;
 }
 
-/* df of what was added; *df is the stream's gradient itself where nothing was dropped. */
+/* df of what was added, an operand; *df is the stream's gradient itself where nothing was dropped
+ * and nothing is rounded. */
 static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const real **df) {
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, C = m->config.width;
@@ -89,9 +90,10 @@ static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const 
                                            .columns = C,
                                            .dout = m->stack[run->stack].dstream,
                                            .dropout = rpi_dropout_at(run, m->config.dropout, site),
-                                           .df = m->scratch.df};
+                                           .df = m->scratch.df,
+                                           .df_element = rpi_operand_element(m)};
   *df = args.dout;
-  if (args.dropout.rate == 0) return RP_OK;
+  if (args.dropout.rate == 0 && args.df_element == RP_F32) return RP_OK;
   *df = m->scratch.df;
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->residual_backward(&args));
@@ -103,7 +105,8 @@ static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const 
 
 static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
   const rpi_feed_forward_params *const at = &rpi_layer_params_of(run, run->layer)->feed_forward;
-  const rp_config *const config = &run->model->config;
+  const rp_model *const m = run->model;
+  const rp_config *const config = &m->config;
   return (rpi_layer_linear){.name = "feed_forward.in",
                             .rows = run->side[run->stack].rows,
                             .in = config->width,
@@ -113,10 +116,13 @@ static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, 
                             .x = n,
                             .x_stride = config->width,
                             .kept = stored->kept_n,
-                            .given = rpi_is_given(stored, n)};
+                            .given = rpi_is_given(stored, n),
+                            .y_element = stored->hidden ? RP_F32 : RP_BF16,
+                            .dy_element = rpi_operand_element(m)};
 }
 
-/* RELU works in place: its result says all that backward asks. The others keep h. */
+/* RELU works in place: its result says all that backward asks. The others keep h, of which they are
+ * a function that is computed in f32. */
 static real *act_of(const rp_model *m, const rpi_stored *stored) {
   return m->config.activation == RP_RELU ? stored->hidden : m->scratch.act;
 }
@@ -133,7 +139,9 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored
                             .x = act_of(run->model, stored),
                             .x_stride = config->feed_forward,
                             .kept = stored->kept_in,
-                            .given = stored->kept_in != NULL};
+                            .given = stored->kept_in != NULL,
+                            .dy_element = rpi_operand_element(run->model),
+                            .dx_element = rpi_operand_element(run->model)};
 }
 
 static rp_status activate(rpi_run *run, const rpi_stored *stored) {
@@ -151,6 +159,16 @@ static rp_status activate(rpi_run *run, const rpi_stored *stored) {
   RPI_TRY(m->ops->activation(&args));
   rpi_note_cost(run, "activation", run->again, began, (double)(rows * F), 2 * rows * F);
   return RP_OK;
+}
+
+static rp_status feed_forward(rpi_run *run, const rpi_stored *stored, const real *n) {
+  const rp_config *const config = &run->model->config;
+  const rpi_layer_linear hidden = hidden_of(run, stored, n);
+  real *const to = stored->hidden ? stored->hidden : stored->kept_in;
+  const int64_t stride =
+      stored->hidden ? hidden.out : rpi_operand_stride(hidden.out, config->bias != 0);
+  RPI_TRY(rpi_layer_linear_forward(run, &hidden, to, stride));
+  return activate(run, stored);
 }
 
 static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, const real *n,
@@ -172,7 +190,8 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
       .rounded = rpi_operand_at(m, stored->kept_in),
       .da = m->scratch.dact,
       .dropout = rpi_dropout_at(run, config->activation_dropout, RPI_SITE_ACTIVATION),
-      .dh = m->scratch.dhidden};
+      .dh = m->scratch.dhidden,
+      .element = rpi_operand_element(m)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation_backward(&args));
   rpi_note_cost(run, "activation", true, began, (double)(rows * F), 3 * rows * F);
@@ -195,9 +214,7 @@ rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
   RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));
   rpi_layer_linear out;
   if (part == RPI_FEED_FORWARD) {
-    const rpi_layer_linear hidden = hidden_of(run, stored, n);
-    RPI_TRY(rpi_layer_linear_forward(run, &hidden, stored->hidden, hidden.out));
-    RPI_TRY(activate(run, stored));
+    RPI_TRY(feed_forward(run, stored, n));
     out = feed_forward_out_of(run, stored);
   } else {
     RPI_TRY(rpi_sublayer_attend(run, stored, part, n));

@@ -43,8 +43,8 @@ typedef struct rpi_stored {
   real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] */
   real *kv;      /* cross: [encoder's rows][2 H D] */
   real *z, *lse; /* attention's results [rows][H D], [H][rows] */
-  real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it,
-                    unless that is kept_in */
+  real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it; NULL: in
+                    kept_in, in place */
   void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL */
   void *kept_in; /* so what makes f: z, or the activation; there where kept_n is */
 } rpi_stored;
@@ -59,11 +59,11 @@ typedef struct rpi_stack_memory {
 
 typedef struct rpi_scratch {
   real *normed;     /* n [rows][C] */
-  real *df;         /* of what a sublayer adds, then of n [rows][C] */
+  real *df;         /* of what a sublayer adds, in bf16 where products are, then of n [rows][C] */
   real *dz;         /* [rows][H D] */
   real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv */
   real *act;        /* after the activation [rows][F]; RELU, or where it is kept_in: not there */
-  real *dact;       /* its gradient; RELU: dhidden itself */
+  real *dact;       /* its gradient; RELU: dhidden itself; both in bf16 where products are */
   real *dhidden;    /* [rows][F or 2 F] */
   real *logits;     /* [loss_rows][classes] */
   real *loss, *nll; /* [rows] */
@@ -178,6 +178,11 @@ static inline int rpi_part_of(int parts, int64_t s) {
 /* Does a device round to bf16 what its products are given? */
 static inline bool rpi_rounds_operands(const rp_model *m) {
   return !m->ops->host && m->limits.precision == RP_BF16;
+}
+
+/* What arrays hold that only products read, or what works on them number by number before these. */
+static inline int rpi_operand_element(const rp_model *m) {
+  return rpi_rounds_operands(m) ? RP_BF16 : RP_F32;
 }
 
 /* Has a stack attention to the encoder's? */

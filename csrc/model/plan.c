@@ -36,25 +36,31 @@ static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, count, sizeof(real));
 }
 
+/* One that products alone read (rpi_operand_element). */
+static real *operand(const rp_model *m, rpi_arena *arena, int64_t rows, int64_t columns) {
+  int64_t count = 0;
+  if (!rpi_multiply(rows, columns, &count)) arena->failed = true;
+  return rpi_arena_take(arena, count, rpi_operand_element(m) == RP_BF16 ? 2 : sizeof(real));
+}
+
 /* Numbers of a product's operand as it was rounded. A device writes and reads half of what it would
  * round again. */
 static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
   return rpi_arena_take(arena, rows, rpi_linear_kept(1, columns));
 }
 
-static bool keeps(const rp_model *m) { return !m->limits.recompute && rpi_rounds_operands(m); }
-
 /* What one sublayer stores but for its stream. */
 static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_stored *to) {
   const rp_config *const config = &m->config;
   const int64_t rows = m->limits.tokens, HD = config->heads * rpi_head_width(config);
   to->stats = matrix(arena, rows, 2);
-  if (keeps(m)) {
+  if (rpi_rounds_operands(m)) {
     to->kept_n = kept(arena, rows, config->width);
     to->kept_in = kept(arena, rows, part == RPI_FEED_FORWARD ? config->feed_forward : HD);
   }
   if (part == RPI_FEED_FORWARD) {
-    to->hidden = matrix(arena, rows, rpi_hidden(config));
+    const bool in_place = rpi_rounds_operands(m) && config->activation == RP_RELU;
+    if (!in_place) to->hidden = matrix(arena, rows, rpi_hidden(config));
     return;
   }
   to->qkv = matrix(arena, rows, part == RPI_SELF ? 3 * HD : HD);
@@ -108,7 +114,7 @@ static void carve_scratch(rp_model *m, plan *p) {
   const int64_t HD = config->heads * rpi_head_width(config), hidden = rpi_hidden(config);
   const bool relu = config->activation == RP_RELU;
   to->normed = matrix(arena, rows, C);
-  if (!relu && !keeps(m)) to->act = matrix(arena, rows, F);
+  if (!relu && !rpi_rounds_operands(m)) to->act = matrix(arena, rows, F);
   to->logits = matrix(arena, m->loss_rows, m->classes);
   to->loss = matrix(arena, rows, 1);
   to->nll = matrix(arena, rows, 1);
@@ -122,8 +128,8 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->df = matrix(arena, rows, C);
   to->dz = matrix(arena, rows, HD);
   to->dqkv = matrix(arena, rows, 3 * HD);
-  to->dhidden = matrix(arena, rows, hidden);
-  to->dact = config->activation == RP_SWIGLU ? matrix(arena, rows, F) : to->dhidden;
+  to->dhidden = operand(m, arena, rows, hidden);
+  to->dact = config->activation == RP_SWIGLU ? operand(m, arena, rows, F) : to->dhidden;
   const rpi_norm_backward_args norm = {.rows = rows, .columns = C};
   if (m->ops->norm_backward(&norm, &to->norm_bytes) != RP_OK) arena->failed = true;
   to->norm = rpi_arena_take(arena, to->norm_bytes, 1);

@@ -119,7 +119,7 @@ static rpi_linear projection(const rpi_positions *p, const real *from, int64_t r
 static rp_status project(const rp_ops *ops, const rpi_positions *p, const real *from, int64_t rows,
                          const real *weight, const real *bias, real *made) {
   const rpi_linear l = projection(p, from, rows, weight, bias);
-  const rpi_gemm_args g = rpi_linear_forward(&l, made, l.out, RP_F32);
+  const rpi_gemm_args g = rpi_linear_forward(&l, made, l.out, RP_F32, RP_F32);
   return ops->gemm(&g);
 }
 

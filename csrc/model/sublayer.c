@@ -32,7 +32,8 @@ rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l
                                    int64_t y_stride) {
   rp_model *const m = run->model;
   const rpi_linear layer = layer_of(run, l);
-  const rpi_gemm_args g = rpi_linear_forward(&layer, y, y_stride, m->placement.precision);
+  const rpi_gemm_args g =
+      rpi_linear_forward(&layer, y, y_stride, l->y_element, m->placement.precision);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
   rpi_note_cost(run, l->name, run->again, began, rpi_linear_operations(&layer),
@@ -46,9 +47,11 @@ rp_status rpi_layer_linear_backward(const rpi_run *run, const rpi_layer_linear *
   const rpi_linear_backward_args args = {.forward = layer_of(run, l),
                                          .dy = dy,
                                          .dy_stride = dy_stride,
+                                         .dy_element = l->dy_element,
                                          .dweight = rpi_gradient_at(m, l->weight),
                                          .dbias = rpi_gradient_at(m, l->bias),
                                          .dx = dx,
+                                         .dx_element = l->dx_element,
                                          .add = add,
                                          .precision = m->placement.precision};
   const double began = rpi_profile_now(&m->profile);

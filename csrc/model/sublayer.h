@@ -63,6 +63,7 @@ typedef struct rpi_layer_linear {
   int64_t x_stride;
   void *kept;
   bool given;
+  int y_element, dy_element, dx_element; /* RP_F32, unless said */
 } rpi_layer_linear;
 
 /* Where a device leaves what a layer is given, rounded, or nowhere. */

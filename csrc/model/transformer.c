@@ -142,7 +142,8 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
 rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
   rp_model *const m = run->model;
   const rpi_linear output = output_of(m, x, rows);
-  const rpi_gemm_args g = rpi_linear_forward(&output, logits, output.out, m->placement.precision);
+  const rpi_gemm_args g =
+      rpi_linear_forward(&output, logits, output.out, RP_F32, m->placement.precision);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
   note_output(m, "output", false, began, rpi_linear_operations(&output),
@@ -160,10 +161,11 @@ static bool leaves_rounded(const rp_model *m) {
 static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
   rp_model *const m = run->model;
   const rpi_linear output = output_of(m, x, rows);
+  const bool rounded = leaves_rounded(m); /* each row from where that of logits starts */
   const rpi_linear_backward_args args = {.forward = output,
                                          .dy = m->scratch.logits,
-                                         .dy_stride = output.out,
-                                         .rounded = leaves_rounded(m),
+                                         .dy_stride = rounded ? 2 * output.out : output.out,
+                                         .dy_element = rounded ? RP_BF16 : RP_F32,
                                          .dweight = m->gradients + m->layout.output,
                                          .dx = dx,
                                          .precision = m->placement.precision};

@@ -8,7 +8,8 @@
 
 static rp_status linear_backward_by(const rpi_linear_backward_args *args,
                                     rp_status (*product)(const rpi_gemm_args *args)) {
-  assert(!args->rounded && !args->forward.kept && !args->forward.rounded);
+  assert(args->dy_element == RP_F32 && args->dx_element == RP_F32);
+  assert(!args->forward.kept && !args->forward.rounded);
   const rpi_linear *const l = &args->forward;
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(l, args->dy, args->dy_stride, args->dweight, args->precision);
@@ -23,7 +24,7 @@ static rp_status linear_backward_by(const rpi_linear_backward_args *args,
   }
   if (!args->dx) return RP_OK;
   const rpi_gemm_args to_input =
-      rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, args->add, args->precision);
+      rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, RP_F32, args->add, args->precision);
   return product(&to_input);
 }
 

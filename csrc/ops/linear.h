@@ -14,7 +14,7 @@
 #include "ops/ops.h"
 
 static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int64_t y_stride,
-                                               int precision) {
+                                               int y_element, int precision) {
   return (rpi_gemm_args){.rows = l->rows,
                          .columns = l->out,
                          .inner = l->in,
@@ -24,6 +24,7 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .b_stride = l->in,
                          .c = y,
                          .c_stride = y_stride,
+                         .c_element = y_element,
                          .bias = l->bias,
                          .transpose_a = false,
                          .transpose_b = true,
@@ -45,6 +46,7 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .b_stride = l->x_stride,
                          .c = dweight,
                          .c_stride = l->in,
+                         .c_element = RP_F32,
                          .bias = NULL,
                          .transpose_a = true,
                          .transpose_b = false,
@@ -56,8 +58,8 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
 }
 
 static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real *dy,
-                                                int64_t dy_stride, real *dx, bool add,
-                                                int precision) {
+                                                int64_t dy_stride, real *dx, int dx_element,
+                                                bool add, int precision) {
   return (rpi_gemm_args){.rows = l->rows,
                          .columns = l->in,
                          .inner = l->out,
@@ -67,6 +69,7 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .b_stride = l->in,
                          .c = dx,
                          .c_stride = l->in,
+                         .c_element = dx_element,
                          .bias = NULL,
                          .transpose_a = false,
                          .transpose_b = false,
@@ -77,10 +80,13 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .rounded = NULL};
 }
 
-/* x, or a weight of `rows`, in bf16: rows on borders of 16 bytes, with place for a bias
- * (cuda/linear.cu). */
+/* x, or a weight, in bf16: rows on borders of 16 bytes, with place for a bias where the layer has
+ * one (cuda/linear.cu). */
+static inline int64_t rpi_operand_stride(int64_t in, bool bias) {
+  return rpi_round_up(in + (bias ? RPI_BIAS_PARTS : 0), RPI_ROUNDED_BORDER);
+}
 static inline int64_t rpi_linear_kept(int64_t rows, int64_t in) {
-  return rows * rpi_round_up(in + RPI_BIAS_PARTS, RPI_ROUNDED_BORDER) * 2;
+  return rows * rpi_operand_stride(in, true) * 2;
 }
 
 /* Of each of them, for the profile. */

@@ -20,6 +20,8 @@
  *     device the host cannot read. All else lies on the host: ids, offsets, labels, ordinals,
  *     masks, buckets, frequencies, lists of pointers, and results of other types. A table may
  *     read it until the entry returns, not longer.
+ *   - An `element` says what an array holds: RP_F32, or on a device RP_BF16. Its pointer is one to
+ *     `real` either way; strides count its elements.
  *   - Entries of a device are done in the order in which they were called, maybe after they
  *     return; read, collect, and entries with results on the host, wait.
  */
@@ -65,6 +67,7 @@ typedef struct rpi_gemm_args {
   int64_t b_stride;
   real *c;
   int64_t c_stride;
+  int c_element; /* RP_BF16: of a device in bf16, not accumulated */
   const real *bias;
   bool transpose_a, transpose_b, accumulate;
   int precision; /* RP_F32, RP_BF16 */
@@ -96,11 +99,12 @@ typedef struct rpi_linear_backward_args {
   rpi_linear forward; /* the bias is not read, nor x where it was kept */
   const real *dy;
   int64_t dy_stride;
-  bool rounded; /* dy is what cross_entropy left rounded */
+  int dy_element; /* RP_BF16: of a device in bf16 */
   real *dweight;
-  real *dbias; /* NULL: there is none */
-  real *dx;    /* [rows, in]; NULL: not wanted */
-  bool add;    /* dx +, else dx */
+  real *dbias;    /* NULL: there is none */
+  real *dx;       /* [rows, in]; NULL: not wanted */
+  int dx_element; /* as dy_element; RP_F32 where dx is added to */
+  bool add;       /* dx +, else dx */
   int precision;
 } rpi_linear_backward_args;
 
@@ -250,6 +254,7 @@ typedef struct rpi_residual_backward_args {
   const real *dout;
   rpi_dropout dropout;
   real *df;
+  int df_element;
 } rpi_residual_backward_args;
 
 /* y = (x - mean) * rstd * gain + shift, over the columns of each row. */
@@ -281,8 +286,8 @@ typedef struct rpi_norm_backward_args {
  * be da for RELU and GELU. */
 typedef struct rpi_activation_args {
   int64_t rows, columns;
-  int kind; /* RP_RELU, RP_GELU, RP_SWIGLU */
-  const real *h;
+  int kind;      /* RP_RELU, RP_GELU, RP_SWIGLU */
+  const real *h; /* NULL: it lies where rounded is to be, in bf16; RELU alone */
   rpi_dropout dropout;
   real *a; /* NULL: only rounded is wanted */
   rpi_operand rounded;
@@ -294,6 +299,7 @@ typedef struct rpi_activation_backward_args {
   const real *h, *a, *da;
   rpi_dropout dropout;
   real *dh;
+  int element;         /* of da and dh */
   rpi_operand rounded; /* in place of a, where a was left there */
 } rpi_activation_backward_args;
 

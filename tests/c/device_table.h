@@ -107,6 +107,13 @@ static inline real *there_rows(const real *host, int64_t rows, int64_t stride, i
   return there_numbers(host, rows > 0 && columns > 0 ? (rows - 1) * stride + columns : 0);
 }
 
+/* The same of what an `element` says, which for bf16 is half as long. */
+static inline real *there_elements(const real *host, int element, int64_t rows, int64_t stride,
+                                   int64_t columns) {
+  const int64_t count = rows > 0 && columns > 0 ? (rows - 1) * stride + columns : 0;
+  return there_at(host, count * (element == RP_BF16 ? 2 : (int64_t)sizeof(real)));
+}
+
 /* ---- entries that have matrices -------------------------------------------------- */
 
 static inline rp_status there_gemm(const rpi_gemm_args *args) {
@@ -114,7 +121,7 @@ static inline rp_status there_gemm(const rpi_gemm_args *args) {
   const int64_t in = g.inner, rows = g.rows, columns = g.columns;
   g.a = there_rows(g.a, g.transpose_a ? in : rows, g.a_stride, g.transpose_a ? rows : in);
   g.b = there_rows(g.b, g.transpose_b ? columns : in, g.b_stride, g.transpose_b ? in : columns);
-  g.c = there_rows(g.c, rows, g.c_stride, columns);
+  g.c = there_elements(g.c, g.c_element, rows, g.c_stride, columns);
   g.bias = there_numbers(g.bias, columns);
   g.kept = there_whole(g.kept, rpi_linear_kept(rows, in));
   return there_end(there.ops->gemm(&g));
@@ -127,11 +134,10 @@ static inline rp_status there_linear_backward(const rpi_linear_backward_args *ar
   l->weight = there_numbers(l->weight, l->in * l->out);
   l->bias = there_numbers(l->bias, l->out);
   l->kept = there_whole(l->kept, rpi_linear_kept(l->rows, l->in));
-  if (a.rounded) there_whole(a.dy, ((l->rows - 1) * a.dy_stride + l->out) * (int64_t)sizeof(real));
-  a.dy = there_rows(a.dy, l->rows, a.dy_stride, l->out);
+  a.dy = there_elements(a.dy, a.dy_element, l->rows, a.dy_stride, l->out);
   a.dweight = there_numbers(a.dweight, l->in * l->out);
   a.dbias = there_numbers(a.dbias, l->out);
-  a.dx = there_numbers(a.dx, l->rows * l->in);
+  a.dx = there_elements(a.dx, a.dx_element, l->rows, l->in, l->in);
   return there_end(there.ops->linear_backward(&a));
 }
 
@@ -185,7 +191,7 @@ static inline rp_status there_residual(const rpi_residual_args *args) {
 static inline rp_status there_residual_backward(const rpi_residual_backward_args *args) {
   rpi_residual_backward_args a = *args;
   a.dout = there_numbers(a.dout, a.rows * a.columns);
-  a.df = there_numbers(a.df, a.rows * a.columns);
+  a.df = there_elements(a.df, a.df_element, a.rows, a.columns, a.columns);
   return there_end(there.ops->residual_backward(&a));
 }
 
@@ -221,6 +227,7 @@ static inline rp_status there_activation(const rpi_activation_args *args) {
   const int64_t count = a.rows * a.columns;
   a.h = there_numbers(a.h, a.kind == RP_SWIGLU ? 2 * count : count);
   a.a = there_numbers(a.a, count);
+  a.rounded.memory = there_whole(a.rounded.memory, rpi_linear_kept(a.rows, a.columns));
   return there_end(there.ops->activation(&a));
 }
 
@@ -229,9 +236,10 @@ static inline rp_status there_activation_backward(const rpi_activation_backward_
   const int64_t count = a.rows * a.columns, wide = a.kind == RP_SWIGLU ? 2 * count : count;
   a.h =
       a.kind == RP_RELU ? NULL : there_numbers(a.h, wide); /* what it must not read is not there */
-  a.a = a.kind == RP_RELU ? there_numbers(a.a, count) : NULL;
-  a.da = there_numbers(a.da, count);
-  a.dh = there_numbers(a.dh, wide);
+  a.a = a.kind == RP_RELU && !a.rounded.memory ? there_numbers(a.a, count) : NULL;
+  a.rounded.memory = there_whole(a.rounded.memory, rpi_linear_kept(a.rows, a.columns));
+  a.da = there_elements(a.da, a.element, 1, 0, count);
+  a.dh = there_elements(a.dh, a.element, 1, 0, wide);
   return there_end(there.ops->activation_backward(&a));
 }
 

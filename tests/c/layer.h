@@ -97,6 +97,30 @@ static inline void put_rounded(real *row, int64_t c, real x) {
   memcpy((char *)row + c * 2, &number, sizeof number);
 }
 
+static inline real rounded_at(const real *row, int64_t c) {
+  uint16_t number = 0;
+  memcpy(&number, (const char *)row + c * 2, sizeof number);
+  const uint32_t bits = (uint32_t)number << 16;
+  float x = 0;
+  memcpy(&x, &bits, sizeof x);
+  return (real)x;
+}
+
+/* Every number becomes one of bf16; and all of them as such. */
+static inline void array_round(const array *x) {
+  for (int64_t i = 0; i < x->count; i++) {
+    real one = 0;
+    put_rounded(&one, 0, x->data[i]);
+    x->data[i] = rounded_at(&one, 0);
+  }
+}
+
+static inline array array_rounded(const array *x) {
+  const array y = array_of(x->name, (x->count + 1) / 2, 0);
+  for (int64_t i = 0; i < x->count; i++) put_rounded(y.data, i, x->data[i]);
+  return y;
+}
+
 static inline bool has_rounded(const real *row, int64_t c, real x) {
   const uint16_t number = rounded(x);
   return memcmp((const char *)row + c * 2, &number, sizeof number) == 0;

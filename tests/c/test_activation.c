@@ -8,6 +8,7 @@
  * of its polynomial, 8 u, and 2e-7 beyond 5, where the share is below 3e-7.
  */
 #include "layer.h"
+#include "ops/linear.h"
 
 typedef struct layer {
   rpi_activation_args forward;
@@ -139,6 +140,49 @@ static void test_shape(const rp_ops *ops, layer_shape s, int kind, double rate, 
   layer_free(&l);
 }
 
+/* On a device: ReLU in place of what a product left in bf16, and gradients in bf16 are what f32
+ * makes of the same numbers, rounded. */
+static void test_rounded(const rp_ops *ops, layer_shape s, int kind, double rate, bool bias) {
+  layer l;
+  layer_create(&l, s, kind, rate, 3);
+  array_round(&l.h);
+  array_round(&l.da);
+  run(ops, &l);
+  array da = array_rounded(&l.da), wide = array_rounded(&l.dh);
+  const array dh = kind == RP_SWIGLU ? wide : da;
+  const int64_t stride = rpi_operand_stride(s.columns, bias);
+  array kept = array_of("kept", rpi_linear_kept(s.rows, s.columns) / (int64_t)sizeof(real), 0);
+  real *const row = kept.data;
+  for (int64_t i = 0; i < l.a.count && kind == RP_RELU; i++) {
+    put_rounded(row, i / s.columns * stride + i % s.columns, l.h.data[i]);
+  }
+  l.forward.h = kind == RP_RELU ? NULL : l.h.data;
+  l.forward.a = NULL;
+  l.forward.rounded = l.backward.rounded = (rpi_operand){kept.data, bias};
+  l.backward.a = NULL;
+  l.backward.da = da.data;
+  l.backward.dh = dh.data;
+  l.backward.element = RP_BF16;
+  array before = array_copy(&l.dh);
+  run(ops, &l);
+  bool right = true;
+  for (int64_t i = 0; i < l.a.count; i++) {
+    right = right && has_rounded(row, i / s.columns * stride + i % s.columns, l.a.data[i]);
+  }
+  for (int64_t i = 0; i < s.rows && bias && s.columns > 0; i++) {
+    for (int64_t c = s.columns; c < stride; c++) {
+      right = right && has_rounded(row, i * stride + c, c < s.columns + RPI_BIAS_PARTS ? 1 : 0);
+    }
+  }
+  for (int64_t i = 0; i < before.count; i++) {
+    right = right && has_rounded(dh.data, i, before.data[i]);
+  }
+  if (!CHECK(right)) printf("\n  kind %d in bf16, %lld columns", kind, (long long)s.columns);
+  array *const all[] = {&da, &wide, &kept, &before};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+  layer_free(&l);
+}
+
 static void test_derivatives(const rp_ops *ops, int kind) {
   layer l;
   layer_create(&l, (layer_shape){7, 19}, kind, 0.25, 3);
@@ -193,7 +237,8 @@ static void test_not_finite(const rp_ops *ops) {
     real h[6] = {(real)NAN, (real)INFINITY, 2, 1, 1, 1}, a[3] = {0}, dh[6] = {0};
     const real da[3] = {1, 1, (real)NAN};
     const rpi_activation_args forward = {1, 3, kind, h, none, a, {NULL, false}};
-    const rpi_activation_backward_args backward = {1, 3, kind, h, a, da, none, dh, {NULL, false}};
+    const rpi_activation_backward_args backward = {1,  3,    kind, h,      a,
+                                                   da, none, dh,   RP_F32, {NULL, false}};
     CHECK_INT(ops->activation(&forward), RP_OK);
     CHECK(isnan(a[0]) && isinf(a[1]) && isfinite(a[2]));
     CHECK_INT(ops->activation_backward(&backward), RP_OK);
@@ -208,6 +253,9 @@ int main(void) {
       for (int i = 0; i < layer_shape_count(); i++) {
         for (int r = 0; r < LAYER_RATES; r++) {
           test_shape(ops, layer_shapes[i], kind, layer_rates[r], (i + r) % 2 == 0);
+          if (is_device_run()) {
+            test_rounded(ops, layer_shapes[i], kind, layer_rates[r], (i + r) % 2 == 0);
+          }
         }
       }
       test_derivatives(ops, kind);

@@ -43,7 +43,7 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(&a.forward, a.dy, a.dy_stride, dweight.data, a.precision);
   const rpi_gemm_args to_input =
-      rpi_linear_to_input(&a.forward, a.dy, a.dy_stride, dx.data, a.add, a.precision);
+      rpi_linear_to_input(&a.forward, a.dy, a.dy_stride, dx.data, RP_F32, a.add, a.precision);
   const rpi_column_sums_args sums = {rows, out, a.dy, a.dy_stride, dbias.data};
   CHECK_INT(ops->gemm(&to_weight), RP_OK);
   if (a.dbias) CHECK_INT(ops->column_sums(&sums), RP_OK);
@@ -82,13 +82,61 @@ static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
     real *const dy = l.dy.data + row * a.dy_stride;
     for (int64_t c = 0; c < out; c++) put_rounded(dy, c, dy[c]);
   }
-  a.rounded = true;
+  a.dy_element = RP_BF16;
+  a.dy_stride *= 2;
   a.dweight = dweight.data;
   a.dx = dx.data;
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   CHECK(near(ops, &l.dweight, &dweight, rows));
   CHECK(near(ops, &l.dx, &dx, out));
   array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &dweight, &dx};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+}
+
+/* As near in bf16. */
+static bool near_rounded(const rp_ops *ops, const array *got, const array *expected,
+                         int64_t terms) {
+  const long double allowed = 2 * UNIT * (long double)((terms + 1) * (terms + 1));
+  bool right = true;
+  for (int64_t i = 0; i < expected->count; i++) {
+    const long double x = expected->data[i], rounding = ldexpl(fabsl(x) + allowed, -8);
+    right = right && is_close(ops, got->name, i, rounded_at(got->data, i), x, allowed + rounding);
+  }
+  return right;
+}
+
+/* y, dy and dx in bf16: the same products of the same numbers, and their sums to the bit. */
+static void test_in_bf16(const rp_ops *ops, int64_t rows, int64_t in, int64_t out) {
+  layer l = layer_create(rows, in, out, 0);
+  array_round(&l.dy);
+  array bias = array_random("bias", out, 1), y = array_of("y", rows * out, 0);
+  array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias);
+  array dy = array_rounded(&l.dy), dx = array_rounded(&l.dx), rounded_y = array_rounded(&y);
+  rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in, l.weight.data, bias.data, NULL, false, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out,
+      .dweight = l.dweight.data,
+      .dbias = l.dbias.data,
+      .dx = l.dx.data,
+      .precision = RP_BF16};
+  rpi_gemm_args g = rpi_linear_forward(&a.forward, y.data, out, RP_F32, RP_BF16);
+  CHECK_INT(ops->gemm(&g), RP_OK);
+  CHECK_INT(ops->linear_backward(&a), RP_OK);
+  g = rpi_linear_forward(&a.forward, rounded_y.data, out, RP_BF16, RP_BF16);
+  a.dy = dy.data;
+  a.dx = dx.data;
+  a.dy_element = a.dx_element = RP_BF16;
+  a.dweight = dweight.data;
+  a.dbias = dbias.data;
+  CHECK_INT(ops->gemm(&g), RP_OK);
+  CHECK_INT(ops->linear_backward(&a), RP_OK);
+  CHECK(near_rounded(ops, &rounded_y, &y, in));
+  CHECK(near(ops, &dweight, &l.dweight, rows));
+  CHECK(near_rounded(ops, &dx, &l.dx, out));
+  CHECK(same(ops, &dbias, &l.dbias));
+  array *const all[] = {&l.x, &l.weight, &l.dy,  &l.dweight, &l.dbias, &l.dx,     &bias,
+                        &y,   &dweight,  &dbias, &dy,        &dx,      &rounded_y};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
 
@@ -105,7 +153,7 @@ static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, 
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   a.forward.kept = calloc((size_t)rpi_linear_kept(rows, in), 1);
   if (a.forward.kept == NULL) abort();
-  const rpi_gemm_args g = rpi_linear_forward(&a.forward, y.data, out, RP_BF16);
+  const rpi_gemm_args g = rpi_linear_forward(&a.forward, y.data, out, RP_F32, RP_BF16);
   CHECK_INT(ops->gemm(&g), RP_OK);
   a.forward.x = NULL;
   a.dweight = l.dweight.data;
@@ -125,6 +173,8 @@ int main(void) {
     if (is_device_run()) {
       test_rounded(table_at(t), 37, 24, 60);
       test_rounded(table_at(t), 9, 7, 128);
+      test_in_bf16(table_at(t), 37, 24, 64);
+      test_in_bf16(table_at(t), 300, 7, 13);
       test_kept(table_at(t), 37, 24, 10, true);
       test_kept(table_at(t), 9, 6, 10, false);
     }

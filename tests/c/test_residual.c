@@ -29,7 +29,7 @@ static void test_shape(const rp_ops *ops, layer_shape s, double rate, int sharin
   const array to = sharing == OUT_IS_X ? x : sharing == OUT_IS_F ? f : out;
   const array df_to = sharing == OUT_APART ? df : dout;
   layer l = {{s.rows, s.columns, x.data, f.data, p.dropout, to.data},
-             {s.rows, s.columns, dout.data, p.dropout, df_to.data}};
+             {s.rows, s.columns, dout.data, p.dropout, df_to.data, RP_F32}};
   CHECK(has_same_bits(ops, run, &l, (array[]){to, df_to}, 2));
   bool right = true;
   for (int64_t i = 0; i < count; i++) {
@@ -49,6 +49,25 @@ static void test_shape(const rp_ops *ops, layer_shape s, double rate, int sharin
   array_free(&df);
   array_free(&x_before);
   array_free(&f_before);
+}
+
+/* What a device leaves in bf16 is df rounded. */
+static void test_rounded(const rp_ops *ops, layer_shape s, double rate) {
+  packing p;
+  packing_fill(&p, s.rows, rate);
+  const int64_t count = s.rows * s.columns;
+  array dout = array_random("dout", count, 1), df = array_of("df", (count + 1) / 2, 0);
+  const rpi_residual_backward_args a = {s.rows, s.columns, dout.data, p.dropout, df.data, RP_BF16};
+  CHECK_INT(ops->residual_backward(&a), RP_OK);
+  bool right = true;
+  for (int64_t i = 0; i < count; i++) {
+    const real factor = keep_factor(&p.dropout, i / s.columns, i % s.columns);
+    right = right && (factor == 0 || has_rounded(df.data, i, factor * dout.data[i]));
+    right = right && (factor != 0 || rounded_at(df.data, i) == 0);
+  }
+  CHECK(right);
+  array_free(&dout);
+  array_free(&df);
 }
 
 /* What is not finite stays where it is kept, and goes where it is dropped. */
@@ -73,6 +92,7 @@ int main(void) {
     for (int i = 0; i < layer_shape_count(); i++) {
       for (int r = 0; r < LAYER_RATES; r++) {
         test_shape(table_at(t), layer_shapes[i], layer_rates[r], (i + r + t) % SHARINGS);
+        if (is_device_run()) test_rounded(table_at(t), layer_shapes[i], layer_rates[r]);
       }
     }
     test_not_finite(table_at(t));

@@ -12,6 +12,14 @@ float element(const void *from, cudaDataType type, long long at) {
                              : static_cast<const float *>(from)[at];
 }
 
+uint64_t size_of(cudaDataType type) { return type == CUDA_R_16BF ? 2 : sizeof(float); }
+
+/* Each matrix once, and C twice where it is added to. */
+uint64_t bytes_of(uint64_t m, uint64_t n, uint64_t k, cudaDataType operands, cudaDataType result,
+                  bool added) {
+  return (m + n) * k * size_of(operands) + (added ? 2 : 1) * m * n * size_of(result);
+}
+
 /* to[inner][outer] from a column-major operand, `turned`: stored [outer][inner]. */
 void unpack(std::vector<float> &to, const void *from, cudaDataType type, long long first,
             int stride, bool turned, int outer, int inner, bool rounded) {
@@ -49,6 +57,9 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
     const emu::Open open;
     const bool rounded = compute == CUBLAS_COMPUTE_32F_FAST_16BF;
     std::vector<float> x, y, sums(static_cast<size_t>(m));
+    emu::stats.bytes +=
+        static_cast<uint64_t>(batch) * bytes_of(static_cast<uint64_t>(m), static_cast<uint64_t>(n),
+                                                static_cast<uint64_t>(k), a_type, c_type, be != 0);
     for (int z = 0; z < batch; z++) {
       unpack(x, a, a_type, z * a_batch, a_stride, a_is_turned, m, k, rounded);
       unpack(y, b, b_type, z * b_batch, b_stride, !b_is_turned, n, k, rounded);
@@ -68,7 +79,7 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
           if (c_type == CUDA_R_16BF) static_cast<__nv_bfloat16 *>(c)[at] = sum;
           else static_cast<float *>(c)[at] = sum;
         }
-        const auto size = static_cast<long long>(c_type == CUDA_R_16BF ? 2 : sizeof(float));
+        const auto size = static_cast<long long>(size_of(c_type));
         const long long column = z * c_batch + static_cast<long long>(j) * c_stride;
         if (emu::fill_hook != nullptr) {
           emu::fill_hook(static_cast<char *>(c) + column * size, static_cast<size_t>(m * size),

@@ -222,6 +222,7 @@ void access(const void *p, size_t bytes, emu::Access kind, Fiber *fiber) {
       accuse("read of global memory that nobody has written, offset " + std::to_string(at));
     }
     if (kind != emu::read) std::memset(own, 1, bytes);
+    emu::stats.bytes += bytes;
   }
   Region &region = regions[place.base];
   if (region.base != place.base || region.size != place.size) {
