@@ -139,6 +139,7 @@ rp_status attention_forward(const rpi_attention_args *args) {
   Forward f = {};
   RPI_TRY(read_call(shape, args->q, args->k, args->v, &f.call));
   f.out = args->out;
+  f.ones = args->ones;
   f.lse = args->lse;
   read_band(&f);
   const bool general = is_general(f);

@@ -715,7 +715,11 @@ class ForwardBlock {
 #pragma unroll
     for (int h = 0; h < kRows; h++) {
       const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
-      if (query_of(h) < place.query_rows) write_row(h, to + 8 * h * f.out.row_stride, factor);
+      if (query_of(h) >= place.query_rows) continue;
+      write_row(h, to + 8 * h * f.out.row_stride, factor);
+      if constexpr (sizeof(Storage) == sizeof(bf16)) {
+        if (f.ones && head == call.H - 1) write_ones(to - t + 8 * h * f.out.row_stride + call.Dv);
+      }
     }
   }
 
@@ -739,6 +743,12 @@ class ForwardBlock {
         if (column_of(n, e) < call.Dv) put_number(to[8 * n + e], number(out, n, 2 * h + e));
       }
     }
+  }
+
+  /* Behind the heads of a row: for the parts of a bias, and zeros up to a border. */
+  __device__ void write_ones(Storage *to) {
+    const int64_t count = f.out.row_stride - int64_t{call.H} * call.Dv;
+    for (int c = lane % 4; c < count; c += 4) put_number(to[c], c < RPI_BIAS_PARTS ? 1.0f : 0.0f);
   }
 
   /* ---- what plain attention and short bands do without ---------------------------------- */

@@ -17,6 +17,7 @@ constexpr int64_t kShortTable = 256; /* rows of a table that is looked up, the s
 struct Forward {
   Call call;
   rp_rows_out out;
+  bool ones;  /* behind the heads of its rows */
   float *lse; /* or NULL */
   Tiles tiles;
   bool aligned; /* q, k and v: see load_rows */

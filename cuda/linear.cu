@@ -14,10 +14,11 @@
  *
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
- * finds its operands as it likes them; norms and activations leave their results so (rpi_operand).
+ * finds its operands as it likes them; norms, activations and attention leave their results so
+ * (rpi_operand), and a result that only products read is bf16 from the start (c_element).
  * A model's weights are packed once a call (rpi_rounded): by their first product, for all others
- * and the way back. The way back packs dy once for both products, and adds up its columns as it
- * passes. Sums are f32 in any case, and never TF32.
+ * and the way back. The way back packs dy once for both products, unless it is bf16 already, and
+ * adds up its columns as it passes. Sums are f32 in any case, and never TF32.
  */
 #include "blas.h"
 #include "ops/linear.h"

@@ -217,6 +217,24 @@ def test_gradients_in_bf16(f32: Core, classes: int) -> None:
         assert error <= np.linalg.norm(gradient) / 5 + whole * 2.0**-9, parameter
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_is_near_double(f32: Core, f64: Core, name: str) -> None:
+    """The bound of test_the_device_is_near_double with bf16's half ulp in place of float's: what is
+    stored in bf16 between two products, and what is not, adds no more than a rounding. GELU, where
+    the case says nothing else, has no corner."""
+    changes = BASE | {"activation": "gelu"} | CASES[name]
+    half_ulp, nudge = 2.0**-9, HALF_ULP * 64
+    exact, moved = (gradients(f64, changes, n)[1] for n in (0, nudge))
+    got = device_gradients(f32, changes, precision=1)[1]
+    stages = 4 * np.sqrt(STAGES)
+    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
+    for parameter, gradient in exact.items():
+        shift = np.linalg.norm(moved[parameter] - gradient) / nudge
+        error = np.linalg.norm(got[parameter] - gradient)
+        bound = stages * (shift + np.linalg.norm(gradient)) + 4 * whole
+        assert error <= half_ulp * bound, (parameter, error, shift)
+
+
 # ---------------------------------------------------------------------------------- files
 
 

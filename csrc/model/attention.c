@@ -16,6 +16,11 @@ static void profile_positions(const rpi_run *run, int64_t layer, const rp_attent
                   cost.operations, cost.bytes);
 }
 
+/* Decoding keeps keys in f32, and computes in it. */
+static int element_of(const rpi_run *run, int part) {
+  return run->kept ? RP_F32 : rpi_heads_element(run->model, run->stack, part);
+}
+
 rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_attention *a) {
   rp_model *const m = run->model;
   const rp_config *const config = &m->config;
@@ -32,7 +37,7 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
   a->dropout_key[1] = run->key[1];
   a->dropout_site = rpi_site_of(run->stack, layer, self ? RPI_SITE_SELF : RPI_SITE_CROSS);
   a->dropout_ordinals = run->ordinals;
-  a->placement = &m->placement;
+  a->placement = &m->placement[element_of(run, part)];
   if (!self) return RP_OK;
   const rpi_layer_place weights = {
       .at = rpi_layer_params_of(run, layer),
@@ -45,24 +50,52 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
   return RP_OK;
 }
 
-/* Queries, keys and values of a sublayer, where they are stored. */
+/* Where the queries of a sublayer lie, and of self-attention its keys and values. */
+static real *qkv_at(const rpi_run *run, const rpi_stored *stored) {
+  const rp_model *const m = run->model;
+  return run->kept && rpi_rounds_operands(m) ? m->scratch.dqkv : stored->qkv;
+}
+
+/* Attention's result, unless that is an operand already. */
+static real *z_at(const rpi_run *run, const rpi_stored *stored) {
+  const rp_model *const m = run->model;
+  return run->kept && rpi_rounds_operands(m) ? m->scratch.dz : stored->z;
+}
+
+static real *ahead(real *x, int element, int64_t count) {
+  return (real *)((char *)x + count * rpi_element_bytes(element));
+}
+
+/* Queries, keys and values of a sublayer. */
 typedef struct heads {
   rp_rows q, k, v;
 } heads;
 
 static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
-  const int64_t D = rpi_head_width(&run->model->config), HD = rpi_head_columns(run->model);
-  if (part == RPI_SELF) {
-    return (heads){.q = {stored->qkv, 0, D, 3 * HD},
-                   .k = {stored->qkv + HD, 0, D, 3 * HD},
-                   .v = {stored->qkv + 2 * HD, 0, D, 3 * HD}};
-  }
+  const rp_model *const m = run->model;
+  const int64_t D = rpi_head_width(&m->config), HD = rpi_head_columns(m);
+  const int element = element_of(run, part);
+  const bool self = part == RPI_SELF;
+  real *const q = qkv_at(run, stored);
   const rpi_kept *const kept = run->kept;
-  const bool made = kept && kept->cross_kv; /* once for all that follows */
-  const real *const kv = made ? kept->cross_kv + run->layer * kept->cross_shift : stored->kv;
-  const int64_t stride = made ? rpi_kept_stride(run->model) : 2 * HD;
-  return (heads){
-      .q = {stored->qkv, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + HD, 0, D, stride}};
+  if (!self && kept && kept->cross_kv) { /* made once for all that follows */
+    const real *const kv = kept->cross_kv + run->layer * kept->cross_shift;
+    const int64_t stride = rpi_kept_stride(m);
+    return (heads){.q = {q, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + HD, 0, D, stride}};
+  }
+  real *const k = self ? ahead(q, element, HD) : stored->kv;
+  const int64_t stride = self ? 3 * HD : 2 * HD;
+  return (heads){.q = {q, 0, D, self ? stride : HD},
+                 .k = {k, 0, D, stride},
+                 .v = {ahead(k, element, HD), 0, D, stride}};
+}
+
+/* What attention makes of them: where it is an operand, as its product has that. */
+static rp_rows_out z_of(const rpi_run *run, const rpi_stored *stored, int part) {
+  const rp_config *const config = &run->model->config;
+  const int64_t D = rpi_head_width(config), HD = config->heads * D;
+  if (element_of(run, part) == RP_F32) return (rp_rows_out){z_at(run, stored), 0, D, HD};
+  return (rp_rows_out){stored->kept_in, 0, D, rpi_operand_stride(HD, config->bias != 0)};
 }
 
 rp_status rpi_stored_heads(const rpi_run *run, int64_t s, rp_attention *a, rp_rows *q, rp_rows *k) {
@@ -97,7 +130,8 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
                                    .q = x.q,
                                    .k = x.k,
                                    .v = x.v,
-                                   .out = {stored->z, 0, a.D, HD},
+                                   .out = z_of(run, stored, part),
+                                   .ones = element_of(run, part) == RP_BF16 && m->config.bias,
                                    .lse = stored->lse,
                                    .workers = run->workers,
                                    .workspace = m->workspace,
@@ -114,7 +148,7 @@ static rp_status keep_keys(const rpi_run *run, const rpi_stored *stored) {
   const int64_t HD = rpi_head_columns(run->model), shift = run->layer * kept->shift;
   const rpi_scatter_args args = {.rows = run->side[run->stack].rows,
                                  .columns = 2 * HD,
-                                 .x = stored->qkv + HD,
+                                 .x = qkv_at(run, stored) + HD,
                                  .x_stride = 3 * HD,
                                  .to = kept->to,
                                  .shift = shift};
@@ -133,13 +167,13 @@ static rp_status attend_step(const rpi_run *run, const rpi_stored *stored, int p
   cross.D = cross.Dv = rpi_head_width(&m->config);
   const rpi_attend_rows_args args = {.shape = self ? &kept->shapes[layer] : &cross,
                                      .rows = run->side[run->stack].rows,
-                                     .q = stored->qkv,
+                                     .q = qkv_at(run, stored),
                                      .q_stride = self ? 3 * HD : HD,
                                      .keys = self ? kept->self : kept->cross,
                                      .counts = self ? kept->self_counts : kept->cross_counts,
                                      .shift = layer * (self ? kept->shift : kept->cross_shift),
                                      .to_value = HD,
-                                     .out = stored->z,
+                                     .out = z_at(run, stored),
                                      .out_stride = HD,
                                      .mean = !self && last ? kept->mean : NULL};
   const double began = rpi_profile_now(&m->profile);
@@ -161,11 +195,12 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
   RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
   double began = rpi_profile_now(&m->profile);
   const heads x = heads_of(run, stored, part);
-  real *const dq = m->scratch.dqkv;
-  rp_attention_gradients g = {
-      .q = {dq, 0, a.D, x.q.row_stride},
-      .k = {part == RPI_SELF ? dq + HD : dkv, 0, a.D, x.k.row_stride},
-      .v = {part == RPI_SELF ? dq + 2 * HD : dkv + HD, 0, a.D, x.v.row_stride}};
+  const int element = element_of(run, part);
+  real *const dq = m->scratch.dqkv, *const dk = part == RPI_SELF ? ahead(dq, element, HD) : dkv;
+  rp_attention_gradients g = {.q = {dq, 0, a.D, x.q.row_stride},
+                              .k = {dk, 0, a.D, x.k.row_stride},
+                              .v = {ahead(dk, element, HD), 0, a.D, x.v.row_stride}};
+  const rp_rows_out z = z_of(run, stored, part);
   const rpi_layer_params *const at = rpi_layer_params_of(run, run->layer);
   const int64_t embedding = m->layout.stack[run->stack].relative_embedding;
   const rpi_layer_place weights = {at, embedding, m->weights};
@@ -178,7 +213,7 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
                                             .q = x.q,
                                             .k = x.k,
                                             .v = x.v,
-                                            .out = {stored->z, 0, a.D, HD},
+                                            .out = {z.data, 0, a.D, z.row_stride},
                                             .dout = {m->scratch.dz, 0, a.D, HD},
                                             .lse = stored->lse,
                                             .workers = run->workers,
@@ -207,7 +242,9 @@ static rpi_layer_linear qkv_of(const rpi_run *run, const rpi_stored *stored, con
                             .x = n,
                             .x_stride = C,
                             .kept = stored->kept_n,
-                            .given = rpi_is_given(stored, n)};
+                            .given = rpi_is_given(stored, n),
+                            .y_element = element_of(run, RPI_SELF),
+                            .dy_element = element_of(run, RPI_SELF)};
 }
 
 static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
@@ -222,7 +259,9 @@ static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored,
                             .x = n,
                             .x_stride = C,
                             .kept = stored->kept_n,
-                            .given = rpi_is_given(stored, n)};
+                            .given = rpi_is_given(stored, n),
+                            .y_element = element_of(run, RPI_CROSS),
+                            .dy_element = element_of(run, RPI_CROSS)};
 }
 
 static rpi_layer_linear cross_kv_of(const rpi_run *run) {
@@ -235,7 +274,9 @@ static rpi_layer_linear cross_kv_of(const rpi_run *run) {
                             .weight = at->kv,
                             .bias = at->kv_bias,
                             .x = m->stack[RPI_ENCODER].out,
-                            .x_stride = m->config.width};
+                            .x_stride = m->config.width,
+                            .y_element = element_of(run, RPI_CROSS),
+                            .dy_element = element_of(run, RPI_CROSS)};
 }
 
 rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stored, int part) {
@@ -248,16 +289,19 @@ rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stor
                             .out = run->model->config.width,
                             .weight = self ? at->self.out : at->cross.out,
                             .bias = self ? at->self.out_bias : at->cross.out_bias,
-                            .x = stored->z,
+                            .x = z_at(run, stored),
                             .x_stride = HD,
                             .kept = stored->kept_in,
-                            .dy_element = rpi_operand_element(run->model)};
+                            .given = element_of(run, part) == RP_BF16,
+                            .dy_element = rpi_operand_element(run->model),
+                            .dx_element = element_of(run, part)};
 }
 
 rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv) {
   run->stack = RPI_DECODER;
   run->layer = layer;
-  const rpi_layer_linear l = cross_kv_of(run);
+  rpi_layer_linear l = cross_kv_of(run);
+  l.y_element = RP_F32; /* as decoding has them */
   return rpi_layer_linear_forward(run, &l, kv, rpi_kept_stride(run->model));
 }
 
@@ -279,14 +323,15 @@ rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, 
   rp_model *const m = run->model;
   const int64_t HD = rpi_head_columns(m);
   const bool step = run->kept && run->kept->step;
+  real *const to = qkv_at(run, stored);
   if (part == RPI_SELF) {
     const rpi_layer_linear qkv = qkv_of(run, stored, n);
-    RPI_TRY(rpi_layer_linear_forward(run, &qkv, stored->qkv, 3 * HD));
-    RPI_TRY(rotate(run, step ? run->kept->places : NULL, stored->qkv, false));
+    RPI_TRY(rpi_layer_linear_forward(run, &qkv, to, 3 * HD));
+    RPI_TRY(rotate(run, step ? run->kept->places : NULL, to, false));
     if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
     const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
-    RPI_TRY(rpi_layer_linear_forward(run, &q, stored->qkv, HD));
+    RPI_TRY(rpi_layer_linear_forward(run, &q, to, HD));
     if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * HD));
   }
   return step ? attend_step(run, stored, part) : attend(run, stored, part);
@@ -298,7 +343,7 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
   const int64_t C = m->config.width, HD = rpi_head_columns(m), rows = run->side[run->stack].rows;
   const rpi_layer_linear out = rpi_attention_out_of(run, stored, part);
   RPI_TRY(rpi_layer_linear_backward(run, &out, df, C, m->scratch.dz, false));
-  real *const dq = m->scratch.dqkv, *const dkv = dq + rows * HD;
+  real *const dq = m->scratch.dqkv, *const dkv = ahead(dq, element_of(run, part), rows * HD);
   RPI_TRY(attend_backward(run, stored, part, dkv));
   if (part == RPI_SELF) {
     RPI_TRY(rotate(run, NULL, dq, true));

@@ -40,9 +40,9 @@
 typedef struct rpi_stored {
   real *stream;  /* u_s [rows][C] */
   real *stats;   /* of the norm that reads it [rows][2] */
-  real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] */
+  real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] (rpi_heads_element) */
   real *kv;      /* cross: [encoder's rows][2 H D] */
-  real *z, *lse; /* attention's results [rows][H D], [H][rows] */
+  real *z, *lse; /* attention's results [rows][H D], [H][rows]; z NULL: it is kept_in */
   real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it; NULL: in
                     kept_in, in place */
   void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL */
@@ -60,8 +60,8 @@ typedef struct rpi_stack_memory {
 typedef struct rpi_scratch {
   real *normed;     /* n [rows][C] */
   real *df;         /* of what a sublayer adds, in bf16 where products are, then of n [rows][C] */
-  real *dz;         /* [rows][H D] */
-  real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv */
+  real *dz;         /* [rows][H D], as z; decoding's z where a device rounds */
+  real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv; as qkv; decoding's qkv, as z */
   real *act;        /* after the activation [rows][F]; RELU, or where it is kept_in: not there */
   real *dact;       /* its gradient; RELU: dhidden itself; both in bf16 where products are */
   real *dhidden;    /* [rows][F or 2 F] */
@@ -89,12 +89,12 @@ typedef struct rpi_outcomes {
 
 struct rp_model {
   rp_config config;
-  rp_limits limits;        /* device points to the next */
-  char device[RPI_DEVICE]; /* "cpu", "cuda:0", ... */
-  const rp_ops *ops;       /* of the device; memory is its, but for `fixed` */
-  rp_placement placement;  /* what its attention says of it */
-  rpi_float_state caller;  /* while a call is at work */
-  int cancel;              /* the caller's too: whether it may be cancelled */
+  rp_limits limits;          /* device points to the next */
+  char device[RPI_DEVICE];   /* "cpu", "cuda:0", ... */
+  const rp_ops *ops;         /* of the device; memory is its, but for `fixed` */
+  rp_placement placement[2]; /* what its attention says of it, by what its arrays hold */
+  rpi_float_state caller;    /* while a call is at work */
+  int cancel;                /* the caller's too: whether it may be cancelled */
   atomic_flag busy;
   rpi_layout layout;
   real *weights, *gradients, *moment1, *moment2, *average; /* layout.numbers each, or NULL */
@@ -183,6 +183,18 @@ static inline bool rpi_rounds_operands(const rp_model *m) {
 /* What arrays hold that only products read, or what works on them number by number before these. */
 static inline int rpi_operand_element(const rp_model *m) {
   return rpi_rounds_operands(m) ? RP_BF16 : RP_F32;
+}
+
+/* What queries, keys and values hold, attention's result and their gradients: what products alone
+ * read, unless the scheme turns or moves them in f32 first. */
+static inline int rpi_heads_element(const rp_model *m, int stack, int part) {
+  const int position = rpi_stack_of(&m->config, stack)->position;
+  const bool moved = position == RP_POSITION_ROPE || position == RP_POSITION_TRANSFORMER_XL;
+  return part == RPI_SELF && moved ? RP_F32 : rpi_operand_element(m);
+}
+
+static inline int64_t rpi_element_bytes(int element) {
+  return element == RP_BF16 ? 2 : (int64_t)sizeof(real);
 }
 
 /* Has a stack attention to the encoder's? */

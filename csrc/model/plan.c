@@ -30,17 +30,14 @@ typedef struct plan {
   rpi_arena rounded; /* may be there or not */
 } plan;
 
-static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
+static real *matrix_of(int element, rpi_arena *arena, int64_t rows, int64_t columns) {
   int64_t count = 0;
   if (!rpi_multiply(rows, columns, &count)) arena->failed = true;
-  return rpi_arena_take(arena, count, sizeof(real));
+  return rpi_arena_take(arena, count, rpi_element_bytes(element));
 }
 
-/* One that products alone read (rpi_operand_element). */
-static real *operand(const rp_model *m, rpi_arena *arena, int64_t rows, int64_t columns) {
-  int64_t count = 0;
-  if (!rpi_multiply(rows, columns, &count)) arena->failed = true;
-  return rpi_arena_take(arena, count, rpi_operand_element(m) == RP_BF16 ? 2 : sizeof(real));
+static real *matrix(rpi_arena *arena, int64_t rows, int64_t columns) {
+  return matrix_of(RP_F32, arena, rows, columns);
 }
 
 /* Numbers of a product's operand as it was rounded. A device writes and reads half of what it would
@@ -50,7 +47,8 @@ static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
 }
 
 /* What one sublayer stores but for its stream. */
-static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_stored *to) {
+static void carve_sublayer(const rp_model *m, int stack, int part, rpi_arena *arena,
+                           rpi_stored *to) {
   const rp_config *const config = &m->config;
   const int64_t rows = m->limits.tokens, HD = config->heads * rpi_head_width(config);
   to->stats = matrix(arena, rows, 2);
@@ -63,9 +61,10 @@ static void carve_sublayer(const rp_model *m, int part, rpi_arena *arena, rpi_st
     if (!in_place) to->hidden = matrix(arena, rows, rpi_hidden(config));
     return;
   }
-  to->qkv = matrix(arena, rows, part == RPI_SELF ? 3 * HD : HD);
-  if (part == RPI_CROSS) to->kv = matrix(arena, rows, 2 * HD);
-  to->z = matrix(arena, rows, HD);
+  const int element = rpi_heads_element(m, stack, part);
+  to->qkv = matrix_of(element, arena, rows, part == RPI_SELF ? 3 * HD : HD);
+  if (part == RPI_CROSS) to->kv = matrix_of(element, arena, rows, 2 * HD);
+  if (element == RP_F32) to->z = matrix(arena, rows, HD);
   to->lse = m->limits.training ? matrix(arena, config->heads, rows) : NULL;
 }
 
@@ -86,7 +85,7 @@ static void carve_stack(rp_model *m, int number, plan *p) {
   for (int i = 0; i < RPI_PARTS && !all; i++) {
     const int part = i < to->parts ? rpi_part_of(to->parts, i) : RPI_PARTS;
     if (part == RPI_PARTS) continue;
-    carve_sublayer(m, part, &p->step, &shared[part]);
+    carve_sublayer(m, number, part, &p->step, &shared[part]);
     if (training && i > 0) shared[part].stream = matrix(&p->step, rows, C);
   }
   for (int i = 0; i < 2 && !training; i++) pair[i] = matrix(&p->step, rows, C);
@@ -96,7 +95,7 @@ static void carve_stack(rp_model *m, int number, plan *p) {
     if (s == sublayers) {
       stored = (rpi_stored){.stats = matrix(&p->step, rows, 2)};
     } else if (all) {
-      carve_sublayer(m, part, &p->step, &stored);
+      carve_sublayer(m, number, part, &p->step, &stored);
     }
     if (!training) stored.stream = pair[s % 2];
     else if (all || s % to->parts == 0) stored.stream = matrix(&p->step, rows, C);
@@ -124,12 +123,15 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->ordinals = rpi_arena_take(&p->fixed, m->limits.sentences, sizeof *to->ordinals);
   const int64_t most = m->layout.numbers > rows * C ? m->layout.numbers : rows * C;
   to->squares = rpi_arena_take(arena, rpi_square_blocks(most), sizeof(double));
+  if (m->limits.training || rpi_rounds_operands(m)) {
+    to->dz = matrix(arena, rows, HD);
+    to->dqkv = matrix(arena, rows, 3 * HD);
+  }
   if (!m->limits.training) return;
+  const int element = rpi_operand_element(m);
   to->df = matrix(arena, rows, C);
-  to->dz = matrix(arena, rows, HD);
-  to->dqkv = matrix(arena, rows, 3 * HD);
-  to->dhidden = operand(m, arena, rows, hidden);
-  to->dact = config->activation == RP_SWIGLU ? operand(m, arena, rows, F) : to->dhidden;
+  to->dhidden = matrix_of(element, arena, rows, hidden);
+  to->dact = config->activation == RP_SWIGLU ? matrix_of(element, arena, rows, F) : to->dhidden;
   const rpi_norm_backward_args norm = {.rows = rows, .columns = C};
   if (m->ops->norm_backward(&norm, &to->norm_bytes) != RP_OK) arena->failed = true;
   to->norm = rpi_arena_take(arena, to->norm_bytes, 1);
@@ -343,9 +345,12 @@ static void start(rp_model *m, const rp_config *config, const rp_limits *limits)
   m->limits = *limits;
   snprintf(m->device, sizeof m->device, "%s", limits->device ? limits->device : "cpu");
   m->limits.device = m->device;
-  m->placement = rp_placement_default();
-  m->placement.device = m->device;
-  m->placement.precision = limits->precision;
+  for (int element = RP_F32; element <= RP_BF16; element++) {
+    m->placement[element] = rp_placement_default();
+    m->placement[element].device = m->device;
+    m->placement[element].precision = limits->precision;
+    m->placement[element].element = element;
+  }
 }
 
 rp_status rpi_model_memory(const rp_config *config, const rp_limits *limits, rp_memory *memory) {

@@ -33,7 +33,7 @@ rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l
   rp_model *const m = run->model;
   const rpi_linear layer = layer_of(run, l);
   const rpi_gemm_args g =
-      rpi_linear_forward(&layer, y, y_stride, l->y_element, m->placement.precision);
+      rpi_linear_forward(&layer, y, y_stride, l->y_element, m->limits.precision);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
   rpi_note_cost(run, l->name, run->again, began, rpi_linear_operations(&layer),
@@ -53,7 +53,7 @@ rp_status rpi_layer_linear_backward(const rpi_run *run, const rpi_layer_linear *
                                          .dx = dx,
                                          .dx_element = l->dx_element,
                                          .add = add,
-                                         .precision = m->placement.precision};
+                                         .precision = m->limits.precision};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->linear_backward(&args));
   rpi_note_cost(run, l->name, true, began, 2 * rpi_linear_operations(&args.forward),

@@ -143,7 +143,7 @@ rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *log
   rp_model *const m = run->model;
   const rpi_linear output = output_of(m, x, rows);
   const rpi_gemm_args g =
-      rpi_linear_forward(&output, logits, output.out, RP_F32, m->placement.precision);
+      rpi_linear_forward(&output, logits, output.out, RP_F32, m->limits.precision);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
   note_output(m, "output", false, began, rpi_linear_operations(&output),
@@ -168,7 +168,7 @@ static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real 
                                          .dy_element = rounded ? RP_BF16 : RP_F32,
                                          .dweight = m->gradients + m->layout.output,
                                          .dx = dx,
-                                         .precision = m->placement.precision};
+                                         .precision = m->limits.precision};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->linear_backward(&args));
   note_output(m, "output", true, began, 2 * rpi_linear_operations(&output),

@@ -121,6 +121,8 @@ typedef struct rpi_attention_args {
   const rp_attention *shape;
   rp_rows q, k, v;
   rp_rows_out out;
+  bool ones;   /* of a device, in bf16, packed: out is what a linear layer with a bias is given
+                  (rpi_linear.kept) */
   real *lse;   /* NULL: not wanted */
   int workers; /* threads, the same for the workspace's size and the call */
   void *workspace;
