@@ -267,14 +267,19 @@ static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored,
 static rpi_layer_linear cross_kv_of(const rpi_run *run) {
   const rpi_cross_params *const at = &rpi_layer_params_of(run, run->layer)->cross;
   const rp_model *const m = run->model;
+  const rpi_stack_memory *const encoder = &m->stack[RPI_ENCODER];
+  const int64_t sublayers = m->config.encoder.layers * encoder->parts;
+  void *const kept = encoder->stored[sublayers].kept_n;
   return (rpi_layer_linear){.name = "cross.kv",
                             .rows = run->side[RPI_ENCODER].rows,
                             .in = m->config.width,
                             .out = 2 * rpi_head_columns(m),
                             .weight = at->kv,
                             .bias = at->kv_bias,
-                            .x = m->stack[RPI_ENCODER].out,
+                            .x = encoder->out,
                             .x_stride = m->config.width,
+                            .kept = kept,
+                            .given = kept != NULL,
                             .y_element = element_of(run, RPI_CROSS),
                             .dy_element = element_of(run, RPI_CROSS)};
 }

@@ -25,13 +25,14 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   *n = norm ? to : stored->stream;
   if (!norm) return RP_OK;
   const int64_t rows = run->side[run->stack].rows, C = m->config.width;
+  const bool multiplied = stored->kept_n && to == m->scratch.normed; /* it is no stack's result */
   const rpi_norm_args args = {.rows = rows,
                               .columns = C,
                               .x = stored->stream,
                               .gain = rpi_weight_at(m, norm->gain),
                               .shift = rpi_weight_at(m, norm->shift),
                               .epsilon = m->config.norm_epsilon,
-                              .y = stored->kept_n && m->config.norm == RP_NORM_PRE ? NULL : to,
+                              .y = multiplied && m->config.norm == RP_NORM_PRE ? NULL : to,
                               .rounded = rpi_operand_at(m, stored->kept_n),
                               .stats = stored->stats,
                               .note = rpi_note_of(run, s)};

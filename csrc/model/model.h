@@ -45,7 +45,8 @@ typedef struct rpi_stored {
   real *z, *lse; /* attention's results [rows][H D], [H][rows]; z NULL: it is kept_in */
   real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it; NULL: in
                     kept_in, in place */
-  void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL */
+  void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL; of
+                    the encoder's last: out as its decoder's layers have it */
   void *kept_in; /* so what makes f: z, or the activation; there where kept_n is */
 } rpi_stored;
 

@@ -94,6 +94,8 @@ static void carve_stack(rp_model *m, int number, plan *p) {
     rpi_stored stored = shared[part];
     if (s == sublayers) {
       stored = (rpi_stored){.stats = matrix(&p->step, rows, 2)};
+      const bool read = number == RPI_ENCODER && config->decoder.layers != 0;
+      if (read && rpi_rounds_operands(m)) stored.kept_n = kept(&p->step, rows, C);
     } else if (all) {
       carve_sublayer(m, number, part, &p->step, &stored);
     }
