@@ -85,6 +85,7 @@ def find_model(
     if best and where.exists():
         raise ValueError(f"{where}: is no run, of which the best checkpoint could be told")
     if where.is_file():
+        _check_weights(where)
         return Saved((where,), where.parent / TOKENIZER)
     if not where.is_dir():
         raise FileNotFoundError(f"{where}: there is no such model")
@@ -94,6 +95,15 @@ def find_model(
     elif not (where / MODEL).is_file():
         raise CheckpointError(f"{where}: no model here: neither {MODEL} nor a checkpoint of a run")
     return Saved((_best_of(where),), where / TOKENIZER)
+
+
+def _check_weights(file: Path) -> None:
+    try:
+        Config.load(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error}; a model is the folder that `relpos train` leaves, or a file of its weights"
+        ) from None
 
 
 def _best_step(run: Path, newest: Path) -> Path:
@@ -113,6 +123,15 @@ def _best_of(folder: Path) -> Path:
     return folder / AVERAGE if (folder / AVERAGE).is_file() else folder / MODEL
 
 
+def check_tokenizer(saved: Saved) -> None:
+    """Refuses weights without the vocabulary that they were trained with."""
+    if not saved.tokenizer.is_dir():
+        raise FileNotFoundError(
+            f"{saved.weights[-1]}: beside it is no folder {TOKENIZER}: the vocabulary is not there, "
+            "which `relpos train` leaves with the weights"
+        )
+
+
 def load_model(
     saved: Saved,
     *,
@@ -127,11 +146,7 @@ def load_model(
     batch_tokens: int. The most of a batch on each side; a single sentence always fits.
     device, precision: as of `Transformer`.
     """
-    if not saved.tokenizer.is_dir():
-        raise FileNotFoundError(
-            f"{saved.tokenizer}: the vocabulary is not there; it lies beside the weights, as "
-            "`relpos train` leaves it"
-        )
+    check_tokenizer(saved)
     subwords = load_subwords(saved.tokenizer, tokenizer=tokenizer)
     config = Config.load(saved.weights[-1])
     check_vocabulary(subwords, config)

@@ -391,10 +391,11 @@ import sys
 import relpos, relpos.data
 print([x for x in ("sentencepiece", "tqdm", "sacrebleu", "matplotlib") if x in sys.modules])
 sys.modules["sentencepiece"] = None
-try:
-    relpos.data.SentencePiece.train(["a b"])
-except ImportError as error:
-    print(error)
+for make, given in ((relpos.data.SentencePiece, b""), (relpos.data.SentencePiece.train, ["a b"])):
+    try:
+        make(given)
+    except ImportError as error:
+        print(error)
 """
     package = str(Path(relpos.__file__).parent.parent)
     done = subprocess.run(
@@ -402,6 +403,7 @@ except ImportError as error:
     )
     assert done.stdout.splitlines() == [
         "[]",
+        "sentencepiece is not installed: pip install 'relpos[train]'",
         "sentencepiece is not installed: pip install 'relpos[train]', or use whole words, "
         "relpos.data.Words or --subwords words",
     ]

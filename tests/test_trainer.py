@@ -565,7 +565,7 @@ def test_what_cannot_be_started_with(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="^split: tokens of Words have no parts"):
         make(folder, start=start, subwords=None, split=0.1)
     (start / "step-000000001" / "tokenizer").rename(tmp_path / "away")
-    with pytest.raises(FileNotFoundError, match="tokenizer"):
+    with pytest.raises(FileNotFoundError, match="safetensors: beside it is no folder tokenizer"):
         make(folder, start=start / "step-000000001" / "model.safetensors")
     with pytest.raises(TypeError, match="^config: expected relpos.Config, got NoneType"):
         Trainer(None, VALID, folder=folder)

@@ -486,12 +486,21 @@ def test_no_model(models: SimpleNamespace, tmp_path: Path) -> None:
         Translator.load(models.run / "step-000000003", average=2)
     alone = tmp_path / "model.safetensors"
     shutil.copy(models.run / "step-000000003" / "model.safetensors", alone)
-    with pytest.raises(FileNotFoundError, match="tokenizer: the vocabulary is not there"):
+    no_vocabulary = (
+        r"model\.safetensors: beside it is no folder tokenizer: the vocabulary is not there"
+    )
+    with pytest.raises(FileNotFoundError, match=no_vocabulary):
         Translator.load(alone)
     shutil.copytree(models.run / "step-000000003" / "tokenizer", tmp_path / "tokenizer")
     alone.write_bytes(alone.read_bytes()[:-100])
     with pytest.raises(OSError, match=r"model\.safetensors"):
         Translator.load(alone)
+    text = tmp_path / "test.en"
+    text.write_text("ba be bi\n")
+    with pytest.raises(
+        CheckpointError, match=r"test\.en.*; a model is the folder that `relpos train`"
+    ):
+        Translator.load(text)
 
 
 # ---- the commands --------------------------------------------------------------------------------
@@ -570,7 +579,10 @@ def test_given_targets(models: SimpleNamespace, capsys: Capture, tmp_path: Path)
     assert "not finite" in relpos_says(capsys, *bad, status=1).error
     (tmp_path / "target").write_text("ku ko\n")
     said = relpos_says(capsys, *given, status=1)
-    assert said.error == "relpos: --target: expected 2 as in sources, got 1\n"
+    assert said.error == (
+        f"relpos: {given[4]} has 1 line, {given[2]} has 2: each line of one belongs to a line of the "
+        "other\n"
+    )
 
 
 def test_odd_lines_are_told_by_number(models: SimpleNamespace, capsys: Capture) -> None:

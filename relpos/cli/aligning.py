@@ -112,7 +112,7 @@ def _align(options: argparse.Namespace) -> int:
 
 def _side_by_side(source: str, target: str) -> Iterator[tuple[list[str], list[str]]]:
     """Lines of both files, as many of one as of the other, as they arrive."""
-    from relpos.cli.lines import windows_of
+    from relpos.cli.lines import uneven, windows_of
     from relpos.translator import WINDOW
 
     files = [windows_of([source], WINDOW), windows_of([target], WINDOW)]
@@ -132,11 +132,4 @@ def _side_by_side(source: str, target: str) -> Iterator[tuple[list[str], list[st
         for lines, windows in zip(left, files, strict=True)
     )
     if sources != targets:
-        raise _uneven(source, sources, target, targets)
-
-
-def _uneven(source: str, sources: int, target: str, targets: int) -> ValueError:
-    return ValueError(
-        f"{target} has {targets:,} {'line' if targets == 1 else 'lines'}, {source} has "
-        f"{sources:,}: each line of one belongs to a line of the other"
-    )
+        raise uneven(source, sources, target, targets)

@@ -396,9 +396,12 @@ def _with_targets(
     layer: int,
 ) -> int:
     """Scores, links or both of targets that are given, a line each."""
-    from relpos.cli.lines import STANDARD, lines_in, written
+    from relpos.cli.lines import STANDARD, lines_in, uneven, written
 
     sources, targets = lines_in(files), lines_in([options.target])
+    if len(sources) != len(targets):
+        name = ", ".join(files) or "standard input"
+        raise uneven(name, len(sources), options.target, len(targets))
     columns: list[list[str]] = [[] for _ in targets]
     failed = False
     inputs = chain(files or (STANDARD,), (options.target,), files_of(models))

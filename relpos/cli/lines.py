@@ -63,6 +63,14 @@ def lines_in(files: Sequence[str]) -> list[str]:
     return [line for window in windows_of(files, 1 << 20) for line in window]
 
 
+def uneven(source: str, sources: int, target: str, targets: int) -> ValueError:
+    """Of files that do not have as many lines as each other."""
+    return ValueError(
+        f"{target} has {targets:,} {'line' if targets == 1 else 'lines'}, {source} has "
+        f"{sources:,}: each line of one belongs to a line of the other"
+    )
+
+
 def arriving(descriptor: int, name: str, most: int, bad: Bad | None = None) -> Iterator[list[str]]:
     """Lines of a stream, at least one at a time, and of those that are there about `most`."""
     number, rest, ended = 0, bytearray(), False

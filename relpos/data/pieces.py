@@ -191,13 +191,12 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         at += length
 
 
-def _sentencepiece() -> Any:
+def _sentencepiece(instead: str = "") -> Any:
     try:
         import sentencepiece
     except ImportError:
         raise ImportError(
-            "sentencepiece is not installed: pip install 'relpos[train]', or use whole words, "
-            "relpos.data.Words or --subwords words"
+            f"sentencepiece is not installed: pip install 'relpos[train]'{instead}"
         ) from None
     return sentencepiece
 
@@ -220,7 +219,8 @@ def _trained(
     sample: list[str], size: int, kind: str, byte_fallback: bool, character_coverage: float
 ) -> bytes:
     written = io.BytesIO()
-    _sentencepiece().SentencePieceTrainer.Train(
+    words = ", or use whole words, relpos.data.Words or --subwords words"
+    _sentencepiece(words).SentencePieceTrainer.Train(
         sentence_iterator=iter(sample),
         model_writer=written,
         vocab_size=size,

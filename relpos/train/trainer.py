@@ -46,7 +46,7 @@ from relpos.data.subwords import save_subwords, wants_object
 from relpos.data.vocabulary import is_subwords
 from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
-from relpos.saved import find_model
+from relpos.saved import check_tokenizer, find_model
 from relpos.train import checkpoint
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
@@ -166,6 +166,8 @@ class Trainer:
                 "folder of its own, and may start with the weights of one of these"
             )
         begin = None if begins is None or found is not None else find_model(begins)
+        if begin is not None:
+            check_tokenizer(begin)
         if config is None and found is not None:
             config = found.config
         elif config is None and begin is not None:
