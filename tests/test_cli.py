@@ -410,6 +410,24 @@ def test_wrong_usage(capsys: Capture, wrong: tuple[str, ...]) -> None:
             "unrecognized arguments: --soruce x (the nearest is --source)",
         ),
         (
+            ("train", "--learning-rate", "3"),
+            "arguments: --learning-rate 3 (a field of the configuration: --set learning_rate=3)",
+        ),
+        (
+            ("train", "--encoder.k=3", "--dropout"),
+            "--encoder.k=3 --dropout (a field of the configuration: --set encoder.k=3)",
+        ),
+        (
+            ("train", "--max_lenght=3"),
+            "--max_lenght=3 (the nearest is a field of the configuration: --set max_length=3)",
+        ),
+        (("train", "--warmup"), "--warmup (a field of the configuration: --set warmup=VALUE)"),
+        (("train", "--resume", "run"), "arguments: run (the folder is --output run)"),
+        (
+            ("train", "--threads", "-1"),
+            "--threads: expected a whole number, or 0 for the default, got -1",
+        ),
+        (
             ("train", "--text", "x", "--steps", "many"),
             "--steps: expected a whole number, 1 to 2,147,483,647, got many",
         ),

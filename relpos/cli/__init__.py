@@ -159,11 +159,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 unknown = []
     if unknown:
         of: argparse.ArgumentParser = getattr(options, "parser", parser)
-        name = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(name, of._option_string_actions, 1)
-        hint = f" (the nearest is {near[0]})" if near else ""
-        of.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        of.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, options, of)}")
     return options
+
+
+def _hint(unknown: Sequence[str], options: argparse.Namespace, of: argparse.ArgumentParser) -> str:
+    """What may have been meant by what a command does not know."""
+    name, equals, value = unknown[0].partition("=")
+    if not name.startswith("-"):
+        return f" (the folder is --output {name})" if getattr(options, "resume", False) else ""
+    fields = dict(_core.config_default()) if hasattr(options, "set") else {}
+    as_options = {f"--{field.replace('_', '-')}": field for field in fields}
+    known, name = of._option_string_actions, name.replace("_", "-")
+    near = difflib.get_close_matches(name, [*known, *as_options], 1)
+    if not near:
+        return ""
+    if near[0] in known:
+        return f" (the nearest is {near[0]})"
+    nearest = "" if near[0] == name else "the nearest is "
+    if not equals:
+        value = unknown[1] if unknown[1:] and not unknown[1].startswith("--") else "VALUE"
+    return f" ({nearest}a field of the configuration: --set {as_options[near[0]]}={value})"
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -42,6 +42,19 @@ def count(text: str) -> int:
     return value
 
 
+def _threads(text: str) -> int:
+    """How many there may be libcore knows."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, or 0 for the default, got {text}"
+        )
+    return value
+
+
 def seed(text: str) -> int:
     try:
         value = int(text)
@@ -94,9 +107,9 @@ def add_progress(command: Any, elsewhere: str = "lines") -> None:
 def add_threads(command: Any) -> None:
     command.add_argument(
         "--threads",
-        type=count,
+        type=_threads,
         metavar="N",
-        help="threads to compute with (RELPOS_NUM_THREADS, OMP_NUM_THREADS, or all cores)",
+        help="threads to compute with (0: RELPOS_NUM_THREADS, OMP_NUM_THREADS, or all cores)",
     )
 
 
