@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import codecs
 import dataclasses
+import difflib
 import errno
 import importlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from relpos import _core
 from relpos.cli.arguments import PRECISIONS, count, minutes, share
 
 if TYPE_CHECKING:
@@ -63,6 +65,9 @@ FILES = (*_TRAINED_ON, "validation_source", "validation_target", "validation_tex
 _VOCABULARY: dict[str, type | Callable[[str], Any]] = {
     "subwords": str, "vocabulary": count, "separate": bool,
 }  # fmt: skip
+# What stands beside the fields of the configuration, and what no file has.
+_MODEL = ("preset", "start")
+_LINE_ALONE = ("threads", "progress", "profile", "resume", "config", "set", "list_presets")
 _SIZES = ("source_vocabulary", "target_vocabulary")
 
 
@@ -114,14 +119,14 @@ def told(options: argparse.Namespace) -> Told:
     if preset is None and (weights := _before(options.resume, output, start)) is not None:
         config = Config.load(weights)
     else:
-        config = Config.preset(preset or _PRESET)
+        wheres = [each.where for each in layers if "preset" in each.model]
+        with _said_in(wheres[-1] if wheres else ""):
+            config = Config.preset(preset or _PRESET)
     data: dict[str, Any] = {}
     loop: dict[str, Any] = {}
     for each in layers:
-        try:
+        with _said_in(each.where):
             config = config.replace(each.fields)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{each.where}{error}") from None
         if "steps" in each.fields:
             loop.pop("steps", None)  # of a layer below
         data |= each.data
@@ -259,6 +264,14 @@ class _Layer:
     train: dict[str, Any]
 
 
+@contextmanager
+def _said_in(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}{error}") from None
+
+
 def _check_names(layer: _Layer) -> None:
     """Refuses those of no letters: a folder without a name would be the one where we are."""
     names = {"preset", "start", "output", "subwords", *FILES}
@@ -299,13 +312,37 @@ def _read(path: Path) -> _Layer:
     table = read_toml(path)
     where = f"{path}: "
     model: dict[str, str] = {}
-    for name in ("preset", "start"):
+    for name in _MODEL:
         if name in table:
             model[name] = _as_given(_checked(f"{where}{name}", "a name", str, table.pop(name)))
     data = _table(path, table, "data", {**dict.fromkeys(FILES, _as_files), **_VOCABULARY})
     loop = {name: check for name, (check, _, _) in LOOP.items()}
     train = _table(path, table, "train", {**loop, **COMPUTED})
-    return _Layer(where, model, dict(_flat(table)), data, train)
+    for name, value in table.items():
+        if isinstance(value, dict) and name not in ("encoder", "decoder"):
+            raise ValueError(
+                f"{where}no table [{name}]; there are [encoder], [decoder], [data], [train]"
+            )
+    fields = dict(_flat(table))
+    known = dict(_core.config_default())
+    for name in fields:
+        if name not in known and (place := _place_of(name.rpartition(".")[2])):
+            raise ValueError(f"{where}{name}: {place}")
+    return _Layer(where, model, fields, data, train)
+
+
+def _place_of(name: str) -> str | None:
+    """Where a file has what is called so, if it has."""
+    fields = dict(_core.config_default())
+    if name in _MODEL or name in fields:
+        return "belongs at the top, before any table"
+    if name in FILES or name in _VOCABULARY:
+        return "belongs in [data]"
+    if name in LOOP or name in COMPUTED:
+        return "belongs in [train]"
+    if f"encoder.{name}" in fields:
+        return "belongs in [encoder] or [decoder]"
+    return "is of the command line alone" if name in _LINE_ALONE else None
 
 
 def _table(path: Path, whole: dict[str, Any], table: str, known: dict[str, Any]) -> dict[str, Any]:
@@ -316,8 +353,10 @@ def _table(path: Path, whole: dict[str, Any], table: str, known: dict[str, Any])
     checked = {}
     for name, value in found.items():
         if name not in known:
-            there = ", ".join(known)
-            raise ValueError(f"{path}: {table}.{name}: no such option; there are {there}")
+            near = difflib.get_close_matches(name, known, 1)
+            there = f"the nearest is {near[0]}" if near else f"there are {', '.join(known)}"
+            why = _place_of(name) or f"no such option; {there}"
+            raise ValueError(f"{path}: {table}.{name}: {why}")
         checked[name] = _as(f"{path}: {table}.{name}", known[name], value)
     return checked
 
