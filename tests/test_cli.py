@@ -529,7 +529,12 @@ def test_average(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
         assert ((one + other) / 2).astype("f4").tobytes() == weights.tobytes(), name
     assert relpos.data.load_subwords(output / "tokenizer").size == len(text_files.WORDS) + 3
     said = relpos_says(capsys, "average", run.made, "-o", output, status=1)
-    assert said == f"relpos: {output}: is there already\n"
+    assert said == f"relpos: --output: {output} is there already; give another one\n"
+    own = run.made / "average-000000030"
+    own.mkdir()  # where the mean is written if nothing else is said
+    said = relpos_says(capsys, "average", run.made, status=1)
+    own.rmdir()
+    assert said == f"relpos: --output: {own} is there already; give another one\n"
     said = relpos_says(capsys, "average", tmp_path, status=1)
     assert said == f"relpos: {tmp_path}: no checkpoint here\n"
 
@@ -559,11 +564,15 @@ def test_average_of_different_ones(tmp_path: Path, capsys: Capture) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x7f")  # as long as it was: its sum tells
     cli.main(["average", str(tmp_path), "--last", "2", "--output", str(tmp_path / "last")])
     said = capsys.readouterr()
-    assert said.out.startswith("mean of 1 checkpoints")
+    assert said.out == f"mean of 1 checkpoint, step 3: {tmp_path / 'last' / 'model.safetensors'}\n"
     assert "step-000000002: passed over: model.safetensors has another content" in said.err
     assert (tmp_path / "last" / "model.safetensors").read_bytes() == (
         found[2].folder / "model.safetensors"
     ).read_bytes()
+    for each in found[:3]:
+        (each.folder / "model.safetensors").write_bytes(b"")
+    said = relpos_says(capsys, "average", tmp_path, status=1)
+    assert said.splitlines()[3:] == [f"relpos: {tmp_path}: none of its checkpoints is whole"]
 
 
 # ---- plot ----------------------------------------------------------------------------------------

@@ -106,6 +106,11 @@ def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
         assert not output.exists()
 
 
+def test_every_option_has_its_place() -> None:
+    own = vars(parsed("train")).keys() - vars(parsed()).keys() - {"parser"}
+    assert "threads" in own and [name for name in own if told._place_of(name) is None] == []
+
+
 def test_a_folder_in_the_files_place(run: Any, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "run.toml").mkdir()
     said = relpos_says(capsys, "train", *run.files, "--output", tmp_path, status=1)

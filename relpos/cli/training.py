@@ -398,19 +398,22 @@ def _average(options: argparse.Namespace) -> int:
     from relpos.train import average, checkpoint
 
     found: list[checkpoint.Checkpoint] = []
-    for each in reversed(checkpoint.checkpoints(options.run_folder)):
+    seen = checkpoint.checkpoints(options.run_folder)
+    for each in reversed(seen):
         taken = len(found) < options.last
         if (why := checkpoint.flaw(each.folder, thorough=taken)) is not None:
             print(f"relpos: warning: {each.folder}: passed over: {why}", file=sys.stderr)
         elif taken:
             found.append(each)
     if not found:
-        raise ValueError(f"{options.run_folder}: no checkpoint here")
+        why = "none of its checkpoints is whole" if seen else "no checkpoint here"
+        raise ValueError(f"{options.run_folder}: {why}")
     output = options.output or options.run_folder / f"average-{found[0].step:09}"
     path = average.average(found[::-1], output)
-    print(
-        f"mean of {len(found)} checkpoints, steps {found[-1].step:,} to {found[0].step:,}: {path}"
-    )
+    of = f"{len(found)} checkpoints, steps {found[-1].step:,} to {found[0].step:,}"
+    if len(found) == 1:
+        of = f"1 checkpoint, step {found[0].step:,}"
+    print(f"mean of {of}: {path}")
     return 0
 
 

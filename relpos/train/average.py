@@ -42,7 +42,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
         check_same(config, each.config, checked[-1].folder, each.folder)
     path = Path(folder)
     if path.exists():
-        raise FileExistsError(f"{path}: is there already")
+        raise FileExistsError(f"folder: {path} is there already; give another one")
     model = Transformer(config, tokens=config.max_length, sentences=1, training=False)
     put_mean(model, [each.folder / MODEL for each in checked])
 
