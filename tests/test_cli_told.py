@@ -284,7 +284,9 @@ def test_what_a_run_began_with_stays(
         for option, value in (("start", run.made), ("subwords", "unigram"), ("vocabulary", 77)):
             said = relpos_says(capsys, *going_on, f"--{option}", value, status=1)
             assert said.startswith(f"relpos: --{option}: this run was begun with"), said
-            assert said.endswith(f", got {value}; a new one may have it\n")
+            assert said.endswith(
+                f", got {value}; leave it out, or begin a new run in another folder\n"
+            )
         said = relpos_says(capsys, *going_on, "--separate", status=1)
         assert said.startswith("relpos: --separate: this run was begun without it, got True")
     # Every checkpoint cut short: it does not begin again over what can be saved of them.
@@ -339,7 +341,8 @@ def test_the_vocabulary_of_a_run_has_its_size(
     for files in ((), run.files):
         said = relpos_says(capsys, *going_on(*files, size=300), status=1)
         assert said == (
-            f"relpos: {sides[0]}_vocabulary: this run has {had}, got 300; a new one may have it\n"
+            f"relpos: {sides[0]}_vocabulary: this run has {had}, got 300; leave it out, or begin a "
+            "new run in another folder\n"
         )
         for size in (had, 256):  # what it has, and what the preset asked for
             config = told.told(parsed(*going_on(*files, size=size))).config

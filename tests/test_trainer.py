@@ -494,7 +494,9 @@ def figures(outcome: Outcome) -> tuple[Any, ...]:
 
 def test_a_folder_with_checkpoints(tmp_path: Path, capsys: Any) -> None:
     make(tmp_path, config=text_files.config(steps=2)).train()
-    with pytest.raises(ValueError, match="has checkpoints already: resume goes on"):
+    with pytest.raises(
+        ValueError, match="has checkpoints already: resume=True, or --resume, goes on"
+    ):
         make(tmp_path)
     with pytest.raises(ValueError, match=f"^subwords: another vocabulary than that of {tmp_path}"):
         make(tmp_path, resume=True, subwords=relpos.data.Words(["a", "b"]))

@@ -68,6 +68,8 @@ _VOCABULARY: dict[str, type | Callable[[str], Any]] = {
 # What stands beside the fields of the configuration, and what no file has.
 _MODEL = ("preset", "start")
 _LINE_ALONE = ("threads", "progress", "profile", "resume", "config", "set", "list_presets")
+# What to do about the vocabulary and the start that a run has.
+_ELSEWHERE = "leave it out, or begin a new run in another folder"
 _SIZES = ("source_vocabulary", "target_vocabulary")
 
 
@@ -233,7 +235,7 @@ def _drop_sizes(layers: list[_Layer], before: _Layer, output: Path) -> None:
             had = getattr(Config.load(_newest(output)), name)
             if given not in (str(had), str(_sizes_asked(before)[name])):
                 raise ValueError(
-                    f"{each.where}{name}: this run has {had}, got {given}; a new one may have it"
+                    f"{each.where}{name}: this run has {had}, got {given}; {_ELSEWHERE}"
                 )
 
 
@@ -245,7 +247,7 @@ def _check_had(name: str, had: Any, given: Any) -> None:
     if paths and os.path.realpath(given) == os.path.realpath(had):
         return
     began = "without it" if had is None else f"with {had}"
-    raise ValueError(f"--{name}: this run was begun {began}, got {given}; a new one may have it")
+    raise ValueError(f"--{name}: this run was begun {began}, got {given}; {_ELSEWHERE}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from relpos.model import Transformer
 from relpos.train.checkpoint import CONFIG, MODEL, TOKENIZER, Checkpoint, write_json
 
 # How a run is trained may change on the way, what it trains may not; its seed made the weights.
-_HOW = frozenset(
+HOW = frozenset(
     (
         "schedule", "learning_rate", "warmup", "steps", "final_rate", "clip_norm", "beta1", "beta2",
         "adam_epsilon", "weight_decay", "ema", "dropout", "attention_dropout", "activation_dropout",
@@ -78,5 +78,5 @@ def check_same(one: Config, other: Config, here: Path, there: Path) -> None:
     """Refuses configurations of which one is no later state of the other."""
     others = dict(other.pairs())
     for name, value in one.pairs():
-        if name not in _HOW and others[name] != value:
+        if name not in HOW and others[name] != value:
             raise ValueError(f"{name}: {value} in {here}, {others[name]} in {there}")

@@ -48,6 +48,7 @@ from relpos.model import Precision, StepResult, Transformer, model_memory
 from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import check_tokenizer, find_model
 from relpos.train import checkpoint
+from relpos.train.average import HOW
 from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
 from relpos.train.inputs import Text, called, check_path, check_sides, look_at
@@ -223,8 +224,8 @@ class Trainer:
 
         if not resume and self._seen:
             raise ValueError(
-                f"folder: {self.folder} has checkpoints already: resume goes on from the newest; "
-                "a new run wants a folder of its own"
+                f"folder: {self.folder} has checkpoints already: resume=True, or --resume, goes on "
+                "from the newest; a new run wants a folder of its own"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
@@ -302,7 +303,7 @@ class Trainer:
             if set(checkpoint.checkpoints(self.folder)) - set(self._seen):
                 raise TrainingError(
                     f"{self.folder}: another run has saved here since this one was begun: "
-                    "resume goes on from the newest"
+                    "resume=True, or --resume, goes on from the newest"
                 )
             yield
 
@@ -359,19 +360,22 @@ class Trainer:
     ) -> Any:
         """What restore returns; what the configuration has otherwise is told, or why it fails."""
         before = dict(then.pairs())
-        changed = "; ".join(
-            f"{name}={value}, and {before[name]} before"
+        changed = {
+            name: f"{name}={value}, and {before[name]} before"
             for name, value in self.config.pairs()
             if before[name] != value
-        )
+        }
         try:
             state = restore(self.model)
         except OSError as error:
-            if changed:
-                raise ValueError(f"config: not that of {whose}: {changed}: {error}") from None
+            other = [changed[name] for name in changed if name not in (*HOW, "seed")]
+            if other:
+                raise ValueError(
+                    f"config: not that of {whose}: {'; '.join(other)}: {error}"
+                ) from None
             raise
         if changed:  # told even to those who want no progress
-            tell(f"{where}: goes on with {changed}")
+            tell(f"{where}: goes on with {'; '.join(changed.values())}")
         return state
 
     def _resume(self, found: Checkpoint) -> None:
