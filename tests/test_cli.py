@@ -47,6 +47,14 @@ def relpos_says(capture: Capture, *arguments: Any, status: int = 0) -> str:
     return out if status == 0 else error
 
 
+def relpos_warns(capture: Capture, *arguments: Any) -> list[str]:
+    """What a command that does its work warns of."""
+    assert cli.main([str(each) for each in arguments]) == 0
+    lines = capture.readouterr().err.splitlines()
+    begin = "relpos: warning: "
+    return [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of 30 steps, made once."""
@@ -225,8 +233,17 @@ def test_a_share_of_unknown_tokens_is_told(capsys: Capture, tmp_path: Path) -> N
     source, target = text_files.write_pairs(tmp_path, "train", 50)
     few = ("--subwords", "words", "--vocabulary", 10, "--steps", 1, "--preset", "tiny")
     given = ("train", "--source", source, "--target", target, *few, "--output", tmp_path / "run")
-    said = relpos_says(capsys, *given, "--set", "max_length=32", "--progress", "lines")
+    given = (*given, "--set", "max_length=32", "--progress", "lines")
+    said = relpos_says(capsys, *given)
     assert re.search(r"50 kept, 10 subwords, [1-9]\d\.\d\d% of all tokens unknown to them\n", said)
+    assert relpos_warns(capsys, *given[:-4], "--output", tmp_path / "other") == [
+        "62% of all tokens are unknown: --vocabulary N takes more words, and --subwords bpe parts of "
+        "words"
+    ]
+    own = ("--subwords", tmp_path / "run" / "tokenizer", "--steps", 1, "--output", tmp_path / "own")
+    assert relpos_warns(capsys, *given[:5], *own, "--preset", "tiny") == [
+        "62% of all tokens are unknown: this vocabulary is of another text"
+    ]
 
 
 def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
@@ -468,6 +485,15 @@ def test_lines_that_are_too_long_are_told(
     said = relpos_says(capsys, *given, "--progress", "lines", "--output", tmp_path / "run")
     found = re.match(r"200 read, (\d+) too long, (\d+) kept, ", said)
     assert found and 0 < int(found[1]) == 200 - int(found[2])
+    for more, way in (
+        (("--set", "max_length=4"), "--set max_length=N"),
+        (("--tokens", 4), "--tokens N"),
+        (("--set", "max_length=8"), None),
+    ):
+        given = ("train", *run.files, *SMALL, *more, "--steps", "1")
+        said = relpos_warns(capsys, *given, "--output", tmp_path / str(way))
+        share = f"{int(found[1]) / 200:.0%} of the lines are too long, and left out"
+        assert said == ([f"{share}: {way} takes longer ones"] if way else [])
 
 
 # ---- streams that are not there, or cannot say it --------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -251,6 +252,8 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     sizes = [data.of_side(trainer.subwords, "source").size] if both else []
     sizes.append(trainer.subwords.size)
     say(f"{trainer.report}, {' and '.join(f'{x:,}' for x in sizes)} subwords{strange}")
+    if trainer.resumed is None:
+        _warn_of_losses(trainer, what, unknown)
     if trainer.validation_report is not None:
         say(f"validation: {trainer.validation_report}")
     numbers = sum(array.size for array in trainer.model.parameters.values())
@@ -270,6 +273,28 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     say(f"{_ENDED[outcome.reason]} at step {outcome.step:,}{best}: {outcome.checkpoint.folder}")
     return INTERRUPTED if outcome.reason == "interrupted" else 0
 
+
+def _warn_of_losses(trainer: Any, what: Told, unknown: float) -> None:
+    """Training goes on, but of another text than the user has."""
+    lost = trainer.report.too_long / trainer.report.lines
+    if lost > _MUCH:
+        short = trainer.model.limits[0] < trainer.config.max_length
+        more = "--tokens N" if short else "--set max_length=N"
+        warnings.warn(
+            f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones",
+            stacklevel=2,
+        )
+    if unknown > _MUCH:
+        new = what.start is None and what.data.get("subwords", SUBWORDS) in KINDS
+        way = "--vocabulary N takes more words, and --subwords bpe parts of words"
+        warnings.warn(
+            f"{unknown:.0%} of all tokens are unknown: "
+            f"{way if new else 'this vocabulary is of another text'}",
+            stacklevel=2,
+        )
+
+
+_MUCH = 0.1  # of a text
 
 _ENDED = {
     "steps": "all steps made,",
