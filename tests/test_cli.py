@@ -283,9 +283,11 @@ def test_profile(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))  # each of them rounded
 
 
-def test_ctrl_c(run: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("progress", ["none", "lines"])
+def test_ctrl_c(run: SimpleNamespace, tmp_path: Path, progress: str) -> None:
     output = tmp_path / "run"
     command = ("train", *run.files, *SMALL, "--output", str(output), "--steps", str(10**9))
+    command = (*command, "--progress", progress)
     child = subprocess.Popen(
         [sys.executable, "-m", "relpos", *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path,
@@ -295,6 +297,11 @@ def test_ctrl_c(run: SimpleNamespace, tmp_path: Path) -> None:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     _, error = child.communicate(timeout=60)
+    if progress == "lines":
+        told, _, error = error.rpartition("\n")
+        assert told.endswith(
+            "relpos: finishing the step, then saving; a second time leaves at once"
+        )
     assert (child.returncode, error) == (130, "")
     assert newest(output) is not None
 

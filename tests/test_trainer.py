@@ -826,15 +826,22 @@ def test_twice_leaves_within_a_step(tmp_path: Path) -> None:
         "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
     )
     run = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment(), cwd=PACKAGE
-    )
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd=PACKAGE,
+    )  # fmt: skip
     assert run.stdout is not None and run.stdout.readline() == b"ready\n"
     run.send_signal(signal.SIGINT)
+    assert run.stderr is not None
+    said = b"relpos: finishing the step, then saving; a second time leaves at once\n"
+    assert run.stderr.readline() == said
     with pytest.raises(subprocess.TimeoutExpired):
         run.wait(1.0)
     run.send_signal(signal.SIGTERM)
     assert run.wait(30) == 130
+    said = b"relpos: interrupted: what came after the last checkpoint is not saved\n"
+    assert run.stderr.read() == said
     run.stdout.close()
+    run.stderr.close()
 
 
 def test_twice_leaves_at_once(tmp_path: Path) -> None:

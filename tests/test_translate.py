@@ -670,6 +670,24 @@ def test_lines_as_they_arrive() -> None:
     os.close(read)
 
 
+@pytest.mark.parametrize("command", ["translate", "generate"])
+def test_a_terminal_is_told_that_it_is_read(
+    models: SimpleNamespace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    model = models.run if command == "translate" else models.language
+    for more, told in (
+        ((), "reading lines from the terminal, to Ctrl-D\n"), (("--progress", "none"), ""),
+    ):  # fmt: skip
+        ours, theirs = os.openpty()
+        os.write(ours, b"ba be\n\x04")
+        with os.fdopen(theirs) as terminal:
+            monkeypatch.setattr(sys, "stdin", terminal)
+            assert cli.main([command, str(model), *EIGHT, *more]) == 0
+        os.close(ours)
+        out, error = capsys.readouterr()
+        assert error == told and out.count("\n") == 1
+
+
 def test_lines_that_cannot_be_read(
     models: SimpleNamespace, capsys: Capture, tmp_path: Path
 ) -> None:

@@ -246,8 +246,17 @@ def shown(kind: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 def _talks(options: argparse.Namespace, files: Sequence[str]) -> bool:
     """Whether the terminal shows what comes in or out."""
-    reads = (not files or "-" in files) and sys.stdin.isatty()
-    return reads or (options.output is None and sys.stdout.isatty())
+    return _asks(files) or (options.output is None and sys.stdout.isatty())
+
+
+def _asks(files: Sequence[str]) -> bool:
+    """Whether lines are read from a terminal."""
+    return (not files or "-" in files) and sys.stdin.isatty()
+
+
+def _say_if_it_asks(options: argparse.Namespace, files: Sequence[str]) -> None:
+    if _asks(files) and options.progress != "none":
+        print("reading lines from the terminal, to Ctrl-D", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,6 +330,7 @@ def _translate(options: argparse.Namespace) -> int:
     if translator.generates:
         raise ValueError("this model has no encoder, it goes on from text: relpos generate")
     search = search_of(options, translator)
+    _say_if_it_asks(options, files)
     if options.target is not None:
         return _with_targets(options, translator, models, files, layer)
     align = (layer, options.align_head) if options.align else None
@@ -476,6 +486,7 @@ def _generate(options: argparse.Namespace) -> int:
     options.sample = options.beam is None
     options.score = options.align = False
     search = search_of(options, translator)
+    _say_if_it_asks(options, files)
     bad, unread = Bad(), set[int]()
     failed = False
     with (

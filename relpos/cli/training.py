@@ -263,7 +263,7 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     if trainer.started is not None:
         say(f"beginning with {trainer.started}")
     with profile(trainer.model) if options.profile else nullcontext() as profiled:
-        with leaving_at_the_second_signal():
+        with leaving_at_the_second_signal(quiet=options.progress == "none"):
             outcome = trainer.train()
     best = ""
     if outcome.best_step is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,9 +35,11 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def leaving_at_the_second_signal() -> Iterator[None]:
+def leaving_at_the_second_signal(quiet: bool = False) -> Iterator[None]:
     """The second SIGINT or SIGTERM ends the process, also within a step: Python's own handlers hear
     of none before its end. For a command: what embeds Python is not to be ended.
+
+    quiet: the first is not answered in words.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,9 +50,14 @@ def leaving_at_the_second_signal() -> Iterator[None]:
     def watch() -> None:
         came = 0
         while number := os.read(reading, 1):
-            came += number[0] in (signal.SIGINT, signal.SIGTERM)
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            came += 1
             if came == 2:
+                _answer("interrupted: what came after the last checkpoint is not saved")
                 os._exit(128 + signal.SIGINT)
+            if not quiet:
+                _answer("finishing the step, then saving; a second time leaves at once")
 
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(target=watch, daemon=True)
@@ -61,6 +69,14 @@ def leaving_at_the_second_signal() -> Iterator[None]:
         os.close(writing)
         thread.join()
         os.close(reading)
+
+
+def _answer(line: str) -> None:
+    """A line on standard error, unless it would have to wait for a reader; below a bar."""
+    with suppress(OSError):
+        if select.select((), (2,), (), 0)[1]:
+            below = "\n" if os.isatty(2) else ""
+            os.write(2, f"{below}relpos: {line}\n".encode())
 
 
 @contextmanager
