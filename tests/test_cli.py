@@ -141,6 +141,17 @@ def test_what_to_type_next(capsys: Capture) -> None:
     assert "give --source and --target, or --text" in relpos_says(capsys, *both, status=2)
 
 
+def test_presets_are_told_by_what_they_are(capsys: Capture) -> None:
+    lines = relpos_says(capsys, "train", "--list-presets").splitlines()
+    assert tuple(line.split()[0] for line in lines) == relpos.Config.presets()
+    said = dict(line.split(maxsplit=1) for line in lines)
+    assert said["paper-base"] == (
+        "6 + 6 layers, width 512, shaw, 32,768 tokens, dropout 0.1, 100,000 steps"
+    )
+    assert ", sinusoidal, " in said["paper-base-absolute"]
+    assert len(set(said.values())) == len(said) and max(map(len, lines)) <= 105
+
+
 def test_flags_import_nothing_of_training() -> None:
     script = (
         "import sys; from relpos import cli; cli.main(['--version']);"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relpos.cli.arguments import (
     INTERRUPTED,
@@ -24,6 +24,9 @@ from relpos.cli.arguments import (
     use_threads,
 )
 from relpos.cli.told import COMPUTED, KINDS, LOOP, RUN_FILE, SUBWORDS, Told, keep, told
+
+if TYPE_CHECKING:
+    from relpos.config import Config
 
 _TRAIN_NEXT = """\
 relpos train: what to train on? For a translation model, for example
@@ -150,7 +153,9 @@ def _add_train(commands: Any) -> None:
         help="a run, checkpoint or file of weights whose weights and vocabulary to begin with, and\n"
         "whose configuration, where no preset is named",
     )
-    model.add_argument("--list-presets", action="store_true", help="their names, and no training")
+    model.add_argument(
+        "--list-presets", action="store_true", help="their names and sizes, and no training"
+    )
     model.add_argument(
         "--config",
         type=Path,
@@ -208,7 +213,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.list_presets:
         from relpos.config import Config
 
-        print(*Config.presets(), sep="\n")
+        for name in Config.presets():
+            print(f"{name:<24}  {_of_preset(Config.preset(name))}")
         return 0
     what = told(options)
     if ("source" in what.data) != ("target" in what.data):
@@ -226,6 +232,15 @@ def _train(options: argparse.Namespace) -> int:
         print(_TRAIN_NEXT, file=sys.stderr)
         return USAGE
     return _train_on(options, what)
+
+
+def _of_preset(config: Config) -> str:
+    layers, stack = f"{config.encoder.layers} + {config.decoder.layers} layers", config.encoder
+    return (
+        f"{layers}, width {config.width}, "
+        f"{stack.absolute if stack.position == 'none' else stack.position}, "
+        f"{config.target_vocabulary:,} tokens, dropout {config.dropout:.1f}, {config.steps:,} steps"
+    )
 
 
 def _train_on(options: argparse.Namespace, what: Told) -> int:
