@@ -21,6 +21,7 @@ from relpos import _core
 from relpos.position.arrays import check_size, check_text
 
 _DEFAULTS = dict(_core.config_default())
+_NO_CHANGES: Mapping[str, Any] = {}
 
 
 def path_text(path: str | os.PathLike[str], name: str = "path") -> str:
@@ -187,11 +188,13 @@ class Config:
         """The configuration that a file of weights carries."""
         return cls(**_read(cls, dict(_core.config_load(no_folder(path)))))
 
-    def replace(self, changes: Mapping[str, Any]) -> Config:
-        """The same with other values for some fields, by dotted names: {"encoder.k": 8}."""
+    def replace(self, changes: Mapping[str, Any] = _NO_CHANGES, **fields: Any) -> Config:
+        """The same with other values for some fields, by dotted names: {"encoder.k": 8}; those of no
+        stack may be keywords: dropout=0.2."""
         if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
             raise TypeError(f"changes: expected a dict of values by name, got {changes!r}")
-        given = (pair for name, value in changes.items() for pair in _pairs(name, value))
+        named = {**changes, **fields}.items()
+        given = (pair for name, value in named for pair in _pairs(name, value))
         return Config(**_read(Config, dict(_core.config_check((*self._given(), *given)))))
 
     def pairs(self) -> tuple[tuple[str, str], ...]:

@@ -105,6 +105,19 @@ def test_values_are_what_the_core_understood() -> None:
     assert values == (32, 4, 0.0, True, 0.1)
 
 
+def test_replace_takes_keywords() -> None:
+    """As dataclasses.replace does; what has a dot stands in a dict beside them."""
+    named = Config().replace(
+        {"encoder.k": 8, "width": 32}, dropout=0.25, decoder=Stack(k=5), width=16
+    )
+    assert named == Config().replace(
+        {"encoder.k": 8, "decoder": Stack(k=5), "width": 16, "dropout": 0.25}
+    )
+    assert Config().replace() == Config()
+    with pytest.raises(ValueError, match="there is no field 'drop'; the nearest is 'dropout'"):
+        Config().replace(drop=0.2)
+
+
 def test_replace_takes_a_stack() -> None:
     config = Config().replace({"encoder": Stack(layers=3, k=5), "decoder.k": 4})
     assert (config.encoder.layers, config.encoder.k, config.decoder.k) == (3, 5, 4)
