@@ -23,8 +23,8 @@ static rp_status linear_backward_by(const rpi_linear_backward_args *args,
     RPI_TRY(column_sums(&sums));
   }
   if (!args->dx) return RP_OK;
-  const rpi_gemm_args to_input =
-      rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, RP_F32, args->add, args->precision);
+  const rpi_gemm_args to_input = rpi_linear_to_input(l, args->dy, args->dy_stride, args->dx, RP_F32,
+                                                     args->add, args->precision);
   return product(&to_input);
 }
 
