@@ -25,6 +25,7 @@ from matplotlib import pyplot  # noqa: E402  # the backend is chosen first
 
 from relpos import plots  # noqa: E402
 from relpos.plots import canvas  # noqa: E402
+from relpos.plots.curves import smoothed  # noqa: E402
 
 L, H, N, M = 2, 3, 5, 7  # layers, heads, target and source tokens
 SOURCE = tuple(f"s{i}" for i in range(M))
@@ -477,6 +478,13 @@ def test_curves(tmp_path: Path) -> None:
     assert validation.get_xydata().tolist() == [[40, 1.25]]
     np.testing.assert_allclose(below.lines[0].get_ydata()[-1], 4.0)
     assert named(plots.curves(tmp_path))[0] == f"{tmp_path.name}, training"
+
+
+def test_a_smoothed_curve_falls_where_the_curve_does() -> None:
+    falling = [float(100 - i) for i in range(100)]
+    assert smoothed(falling)[:95] == falling[:95]
+    assert smoothed(falling)[-1] == 5.5  # the mean of the last ten
+    assert smoothed([3.0]) == [3.0] and smoothed([]) == []
 
 
 def test_numbers_that_are_none_are_not_drawn(tmp_path: Path) -> None:

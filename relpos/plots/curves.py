@@ -81,13 +81,18 @@ def _finite(value: Any) -> bool:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, over a tenth of the curve or less."""
+    """The mean of each value and as many before as behind it, over a tenth of the curve or less:
+    it falls where the curve falls. The first have fewer around them, the last more before them."""
     width = min(_WIDTH, max(1, len(values) // 10))
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
-    first = [max(0, i + 1 - width) for i in range(len(values))]
-    return [(sums[i + 1] - sums[first[i]]) / (i + 1 - first[i]) for i in range(len(values))]
+    means = []
+    for i in range(len(values)):
+        reach = min(i, width // 2)
+        first, end = min(i - reach, len(values) - width), min(i + reach + 1, len(values))
+        means.append((sums[end] - sums[first]) / (end - first))
+    return means
 
 
 def names_of(runs: Sequence[str | os.PathLike[str]]) -> list[str]:
