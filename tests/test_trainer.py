@@ -952,6 +952,33 @@ def test_lines_come_now_and_then() -> None:
         Progress(10, 0, "bars")
 
 
+def test_loss_and_perplexity_are_of_the_same_steps() -> None:
+    now, stream = [0.0], io.StringIO()
+    progress = Progress(3, 0, "lines", stream, clock=lambda: now[0])
+    for step, nll in enumerate((4.0, 4.0, 2.0), 1):
+        now[0] += 10.0
+        progress.step(step, nll, nll, 500, 0.002)
+    assert "loss 3.800  perplexity 44.70" in stream.getvalue().splitlines()[-1]  # exp(3.8)
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("tqdm", "train"), ("ipywidgets", "notebooks")])
+def test_lines_where_no_bar_can_be(
+    missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked for a bar is told. In a notebook without widgets tqdm would print each anew."""
+    monkeypatch.setitem(sys.modules, missing, None)
+    if extra == "notebooks":
+        monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
+    for kind in ("bar", "auto"):
+        stream = Terminal()
+        progress = Progress(1, 0, kind, stream, clock=iter((0.0, 10.0)).__next__)
+        progress.step(1, 2.0, 1.0, 100, 0.5)
+        *told, line = stream.getvalue().splitlines()
+        assert line.startswith("step 1 of 1  loss 2.000")
+        sentence = f"progress: lines, for a bar takes {missing}, `pip install 'relpos[{extra}]'`"
+        assert told == ([sentence] if kind == "bar" else [])
+
+
 def test_a_bar_on_a_terminal() -> None:
     pytest.importorskip("tqdm")
     terminal, file = Terminal(), io.StringIO()

@@ -3,8 +3,8 @@
 
     step 400 of 1,600  loss 0.512  perplexity 1.67  41,200 tokens/s  rate 0.00171  left 0:42
 
-The bar is tqdm's, where it is installed. Lines come at most every few seconds, so that a log file
-stays readable.
+The bar is tqdm's, where it is installed, and in notebooks ipywidgets too. Lines come at most every
+few seconds, so that a log file stays readable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TextIO
 SECONDS_BETWEEN_LINES = 10.0
 # All figures in the 80 columns of a terminal: without tqdm's share and steps a second.
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-_SHARE = 0.1  # of a new loss in the one that is shown; the log has each step's own
+_SHARE = 0.1  # of a step's loss and nll in those that are shown; the log has each step's own
 
 
 def perplexity(nll: float) -> float:
@@ -47,10 +47,10 @@ def check_kind(kind: str) -> str:
     return kind
 
 
-def tell(line: str) -> None:
-    """A line on standard error, whose full disk or lost reader ends nothing."""
+def tell(line: str, stream: TextIO | None = None) -> None:
+    """A line on standard error or `stream`, whose full disk or lost reader ends nothing."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=stream or sys.stderr, flush=True)
 
 
 class Progress:
@@ -79,7 +79,7 @@ class Progress:
         self._most = seconds  # that it may take
         self._start = start
         self._tokens = 0
-        self._loss: float | None = None
+        self._loss = self._nll = math.nan  # of no step yet
         self._bar = _make_bar(total, start, kind, self._stream)
         self.unread = False  # whoever read it has gone
 
@@ -87,20 +87,20 @@ class Progress:
         """Tells of an update: its number, loss, nll, target tokens and learning rate."""
         if not math.isfinite(loss):
             return
-        self._loss = loss if self._loss is None else self._loss + _SHARE * (loss - self._loss)
+        self._loss, self._nll = _smoothed(self._loss, loss), _smoothed(self._nll, nll)
         self._tokens += tokens
         before, self._step = self._step, step
         now = self._clock()
         if self._bar is not None:
             with self._until_unread():
-                self._bar.set_postfix_str(self._figures(now, nll, rate), refresh=False)
+                self._bar.set_postfix_str(self._figures(now, rate), refresh=False)
                 self._bar.update(step - before)
         elif self._kind != "none" and now - self._shown >= SECONDS_BETWEEN_LINES:
             self._shown = now
             of = "" if self._total is None else f" of {self._total:,}"
             open_ended = self._total is None and self._most == math.inf
             left = "" if open_ended else f"  left {clock_text(self._left(now))}"
-            self._print(f"step {step:,}{of}  {self._figures(now, nll, rate)}{left}")
+            self._print(f"step {step:,}{of}  {self._figures(now, rate)}{left}")
 
     def say(self, line: str) -> None:
         """A line of its own, above the bar."""
@@ -122,11 +122,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _figures(self, now: float, nll: float, rate: float) -> str:
+    def _figures(self, now: float, rate: float) -> str:
         per_second = self._tokens / max(now - self._begun, 1e-9)
         words = ("perplexity", "tokens/s", "rate") if self._bar is None else ("ppl", "tok/s", "lr")
         return (
-            f"loss {self._loss:.3f}  {words[0]} {perplexity(nll):.2f}  "
+            f"loss {self._loss:.3f}  {words[0]} {perplexity(self._nll):.2f}  "
             f"{per_second:,.0f} {words[1]}  {words[2]} {rate:.3g}"
         )
 
@@ -151,16 +151,26 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
 
+def _smoothed(shown: float, new: float) -> float:
+    return new if math.isnan(shown) else shown + _SHARE * (new - shown)
+
+
 def _make_bar(total: int | None, start: int, kind: str, stream: TextIO) -> Any:
-    """tqdm's bar, or None."""
+    """tqdm's bar, or None. Of the one that was asked for in vain this tells."""
     if kind not in ("auto", "bar"):
         return None
     notebook = "ipykernel" in sys.modules
     if kind == "auto" and not notebook and not stream.isatty():
         return None
     try:
+        if notebook:  # without widgets tqdm would write a bar below the other
+            importlib.import_module("ipywidgets")
         module = importlib.import_module("tqdm.auto" if notebook else "tqdm")
-    except ImportError:
+    except ImportError as error:
+        if kind == "bar":
+            extra = "notebooks" if notebook else "train"
+            takes = f"a bar takes {error.name}, `pip install 'relpos[{extra}]'`"
+            tell(f"progress: lines, for {takes}", stream)
         return None
     short = {} if notebook or total is None else {"bar_format": _BAR}
     return module.tqdm(
