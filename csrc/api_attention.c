@@ -189,13 +189,24 @@ rp_status rpi_check_rows(const char *call, const char *name, const void *data, a
 
 typedef enum side { QUERIES, KEYS } side;
 
+static rpi_array array_of(const rp_attention *a, const char *name, rp_rows x, side of,
+                          int64_t width) {
+  const int64_t *const offsets = of == KEYS && a->key_offsets ? a->key_offsets : a->offsets;
+  const int64_t rows = offsets ? offsets[a->B] : of == KEYS ? a->M : a->N;
+  const bool half = a->placement && a->placement->element == RP_BF16;
+  return (rpi_array){.name = name,
+                     .data = x.data,
+                     .axes = {{offsets ? 1 : a->B, offsets ? 0 : x.batch_stride},
+                              {a->H, x.head_stride},
+                              {rows, x.row_stride}},
+                     .width = width,
+                     .element = half ? 2 : (int64_t)sizeof(rp_real)};
+}
+
 static rp_status check_array(const rp_attention *a, const char *name, rp_rows x, side of,
                              int64_t width, bool written) {
-  const int64_t *const offsets = of == KEYS && a->key_offsets ? a->key_offsets : a->offsets;
-  const axis batch = {offsets ? 1 : a->B, offsets ? 0 : x.batch_stride};
-  const axis row = {offsets ? offsets[a->B] : of == KEYS ? a->M : a->N, x.row_stride};
-  return rpi_check_rows("attention", name, x.data, batch, (axis){a->H, x.head_stride}, row, width,
-                        written);
+  const rpi_array r = array_of(a, name, x, of, width);
+  return rpi_check_rows("attention", name, x.data, r.axes[0], r.axes[1], r.axes[2], width, written);
 }
 
 static rp_status check_input(const rp_attention *a, const char *name, rp_rows x, side of,
@@ -203,16 +214,51 @@ static rp_status check_input(const rp_attention *a, const char *name, rp_rows x,
   return check_array(a, name, x, of, width, false);
 }
 
+static rp_rows read_again(rp_rows_out x) {
+  return (rp_rows){x.data, x.batch_stride, x.head_stride, x.row_stride};
+}
+
 static rp_status check_output(const rp_attention *a, const char *name, rp_rows_out x, side of,
                               int64_t width) {
-  const rp_rows rows = {x.data, x.batch_stride, x.head_stride, x.row_stride};
-  return check_array(a, name, rows, of, width, true);
+  return check_array(a, name, read_again(x), of, width, true);
 }
 
 static rp_status check_inputs(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v) {
   RPI_TRY(check_input(a, "q", q, QUERIES, a->D));
   RPI_TRY(check_input(a, "k", k, KEYS, a->D));
   return check_input(a, "v", v, KEYS, a->Dv);
+}
+
+static rpi_array dense(const char *name, const rp_real *data, int64_t count) {
+  return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data};
+}
+
+static rpi_array array_of_lse(const rp_attention *a, const rp_real *lse) {
+  return dense("lse", lse, a->H * (a->offsets ? a->offsets[a->B] : a->B * a->N));
+}
+
+static rp_status check_forward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
+                                     rp_rows_out out, const rp_real *lse) {
+  const rpi_array arrays[] = {array_of(a, "q", q, QUERIES, a->D), array_of(a, "k", k, KEYS, a->D),
+                              array_of(a, "v", v, KEYS, a->Dv),
+                              array_of(a, "out", read_again(out), QUERIES, a->Dv),
+                              array_of_lse(a, lse)};
+  return rpi_check_apart("attention", arrays, 3, 5);
+}
+
+static rp_status check_backward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
+                                      rp_rows out, const rp_real *lse, rp_rows dout,
+                                      const rp_attention_gradients *g) {
+  const rpi_array arrays[] = {array_of(a, "q", q, QUERIES, a->D),
+                              array_of(a, "k", k, KEYS, a->D),
+                              array_of(a, "v", v, KEYS, a->Dv),
+                              array_of(a, "out", out, QUERIES, a->Dv),
+                              array_of(a, "dout", dout, QUERIES, a->Dv),
+                              array_of_lse(a, lse),
+                              array_of(a, "gradients.q", read_again(g->q), QUERIES, a->D),
+                              array_of(a, "gradients.k", read_again(g->k), KEYS, a->D),
+                              array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv)};
+  return rpi_check_apart("attention", arrays, 6, 9);
 }
 
 static rp_status check_workspace(const void *workspace, int64_t given, int64_t needed) {
@@ -263,6 +309,7 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
   RPI_TRY(workspace_of(&a, workers, &needed, NULL));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
   if (a.B == 0 || a.H == 0) return RP_OK;
+  RPI_TRY(check_forward_apart(&a, q, k, v, out, lse));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
@@ -315,6 +362,7 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_CHECK(lse || (a.offsets ? a.offsets[a.B] : a.N) == 0, RP_ERROR_ARGUMENT,
             "attention: lse is NULL; backward needs the one that forward wrote");
+  RPI_TRY(check_backward_apart(&a, q, k, v, out, lse, dout, gradients));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
@@ -423,6 +471,9 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   RPI_CHECK(keys || all == 0, RP_ERROR_ARGUMENT, "attention: keys is NULL");
   RPI_CHECK(values || all == 0, RP_ERROR_ARGUMENT, "attention: values is NULL");
   RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
+  const rpi_array arrays[] = {dense("q", q, all), dense("keys", keys, all),
+                              dense("values", values, all), dense("out", out, all)};
+  RPI_TRY(rpi_check_apart("attention", arrays, 3, 4)); /* by the names they have here */
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {

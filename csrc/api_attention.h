@@ -48,6 +48,18 @@ typedef struct axis {
 rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
                          axis head, axis row, int64_t width, bool written);
 
+/* Where the numbers of an array lie; one that is empty or absent has none. */
+typedef struct rpi_array {
+  const char *name;
+  const void *data;
+  axis axes[3];
+  int64_t width, element; /* numbers in a row, bytes in a number */
+} rpi_array;
+
+/* None of the arrays after the inputs, which are written, shares a number with any other. Each is
+ * checked already. */
+rp_status rpi_check_apart(const char *call, const rpi_array *arrays, int inputs, int count);
+
 /* The operations of where a call's arrays lie; `call` begins the sentence. */
 rp_status rpi_placement_ops(const char *call, const rp_placement *placement, const rp_ops **ops);
 

@@ -53,6 +53,7 @@ CORE_SOURCES = \
   decode/search.c \
   api.c \
   api_attention.c \
+  api_overlap.c \
   api_relation.c \
   api_rotate.c \
   api_device.c \

@@ -267,6 +267,107 @@ static void test_output_strides(void) {
   CHECK_INT(forward(&c), RP_OK);
 }
 
+/* What is written has numbers of its own; columns of one packed array have. */
+static void test_overlap(void) {
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with q; give it an array of its",
+                  c.a.Dv = D, c.out = rows_out(q_data, N, D));
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with k",
+                  c.k.data = out_data + B * H * N * DV - 1);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with v",
+                  c.v.data = out_data + B * H * N * DV - 1);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: lse shares memory with v", c.lse = v_data);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: lse shares memory with out", c.lse = out_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.q shares memory with dout",
+                   c.dout.data = dq_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.q shares memory with lse",
+                   c.lse = dq_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.k shares memory with gradients.q",
+                   c.g.q.data = dk_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.v shares memory with out",
+                   c.out_in.data = dv_data + 1);
+  /* [B, N, 7, H, D]: q, k, v, out and the gradients of the first three side by side. */
+  enum { WIDE = 7 * H * D };
+  static rp_real packed[B * N * WIDE];
+  call c = valid();
+  c.a.M = N;
+  c.a.Dv = D;
+  c.a.value[0].table = NULL;
+  c.q = c.k = c.v = (rp_rows){packed, N * WIDE, D, WIDE};
+  c.out = c.g.q = c.g.k = c.g.v = (rp_rows_out){packed, N * WIDE, D, WIDE};
+  c.k.data += H * D;
+  c.v.data += 2 * H * D;
+  c.out.data += 3 * H * D;
+  c.g.q.data += 4 * H * D;
+  c.g.k.data += 5 * H * D;
+  c.g.v.data += 6 * H * D;
+  c.out_in = (rp_rows){c.out.data, N * WIDE, D, WIDE};
+  c.dout = rows(dout_data, N, D);
+  CHECK_INT(forward(&c), RP_OK);
+  CHECK_INT(backward(&c), RP_OK);
+  c.out.data--; /* a column of v */
+  CHECK_INT(forward(&c), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: out shares memory with v");
+  c.g.k.data++;
+  CHECK_INT(backward(&c), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "attention: gradients.v shares memory with gradients.k");
+}
+
+static unsigned random_below(unsigned end) {
+  static unsigned state = 1;
+  state = state * 1664525U + 1013904223U;
+  return (state >> 16) % end;
+}
+
+/* Marks the numbers of an array; returns whether one has another mark. */
+static bool marked(unsigned char *marks, int64_t at, const int64_t *strides, int64_t count,
+                   int64_t width, unsigned char mark) {
+  bool met = false;
+  for (int64_t i = 0; i < B * H * count * width; i++) {
+    const int64_t row = i / width % count, pair = i / width / count;
+    unsigned char *const number =
+        &marks[at + pair / H * strides[0] + pair % H * strides[1] + row * strides[2] + i % width];
+    met = met || (*number != 0 && *number != mark);
+    *number = mark;
+  }
+  return met;
+}
+
+/* Arrays of any strides in one block: refused where they share a number, and nowhere else. */
+static void test_overlap_of_any_strides(void) {
+  enum { BLOCK = 1500, CASES = 4000 };
+  static rp_real block[BLOCK];
+  static unsigned char marks[BLOCK];
+  int cases = 0, refusals = 0;
+  for (int number = 0; number < CASES; number++) {
+    const int64_t grain = 1 + random_below(3);
+    const int64_t row = DV + grain * random_below(10), packed_row = H * row + random_below(9);
+    int64_t of_out[3] = {N * packed_row + random_below(9), row, packed_row};
+    if (number % 2 == 0) { /* [B, H, N, Dv] */
+      of_out[2] = row;
+      of_out[1] = N * row + random_below(9);
+      of_out[0] = H * of_out[1] + random_below(9);
+    }
+    int64_t of_v[3] = {of_out[0], of_out[1], of_out[2]}; /* alike, or others */
+    for (int i = 0; number % 3 > 0 && i < 3; i++) of_v[i] = grain * random_below(45);
+    const int64_t out_spans = (B - 1) * of_out[0] + (H - 1) * of_out[1] + (N - 1) * of_out[2] + DV;
+    const int64_t v_spans = (B - 1) * of_v[0] + (H - 1) * of_v[1] + (M - 1) * of_v[2] + DV;
+    if (out_spans >= BLOCK || v_spans >= BLOCK) continue;
+    const int64_t out_at = random_below((unsigned)(BLOCK - out_spans));
+    const int64_t v_at = random_below((unsigned)(BLOCK - v_spans));
+    memset(marks, 0, sizeof marks);
+    marked(marks, out_at, of_out, N, DV, 1);
+    const bool met = marked(marks, v_at, of_v, M, DV, 2);
+    memset(block, 0, sizeof block);
+    call c = valid();
+    c.out = (rp_rows_out){block + out_at, of_out[0], of_out[1], of_out[2]};
+    c.v = (rp_rows){block + v_at, of_v[0], of_v[1], of_v[2]};
+    if (!CHECK_INT(forward(&c), met ? RP_ERROR_ARGUMENT : RP_OK)) printf(": case %d\n", number);
+    cases++;
+    refusals += met;
+  }
+  CHECK(refusals > cases / 4 && refusals < cases * 3 / 4);
+}
+
 static void test_workspace(void) {
   FORWARD_REFUSED(RP_ERROR_MEMORY,
                   "attention: workspace_bytes=", c.workspace_bytes = forward_bytes - 1);
@@ -390,6 +491,15 @@ static void test_shaw(void) {
               RP_ERROR_ARGUMENT);
     CHECK_TEXT(rp_last_error(), names[missing]);
   }
+  static const char *const shared[] = {"out shares memory with q;", "out shares memory with keys;",
+                                       "out shares memory with values;"};
+  static rp_real own[B * H * N * D];
+  for (int i = 0; i < 3; i++) {
+    CHECK_INT(rp_shaw_attention(B, H, N, D, 1, 0, i == 0 ? own : q_data, i == 1 ? own : q_data,
+                                i == 2 ? own : q_data, key_table, value_table, own),
+              RP_ERROR_ARGUMENT);
+    CHECK_TEXT(rp_last_error(), shared[i]);
+  }
 }
 
 /* ---- memory runs out ---------------------------------------------------------------- */
@@ -467,6 +577,8 @@ int main(void) {
   test_missing_arrays();
   test_input_strides();
   test_output_strides();
+  test_overlap();
+  test_overlap_of_any_strides();
   test_workspace();
   test_empty();
   test_shaw();

@@ -74,8 +74,8 @@ RP_API const char *rp_status_name(rp_status status);
  *   r(i,j) = clip(j - i, -k, k) + k
  *   out_i  = sum_j softmax_j( (q_i . k_j + q_i . key_table[r]) / sqrt(D) ) (v_j + value_table[r])
  *
- * key_table and value_table are [2k + 1, D], shared by all heads; either may be NULL (no such
- * term). causal != 0 hides the keys after the query. Allocates and frees its own workspace. Fails
+ * key_table and value_table are [2k + 1, D], shared by all heads; either may be NULL: no such term.
+ * causal != 0 hides keys after the query. out overlaps no other array. Allocates a workspace. Fails
  * with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; out is then unspecified. */
 RP_API rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t k,
                                    int causal, const rp_real *q, const rp_real *keys,
@@ -265,9 +265,9 @@ RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows 
                                       rp_rows_out out, rp_real *lse, void *workspace,
                                       int64_t workspace_bytes);
 
-/* Where the gradients go. Those of activations are overwritten; those of tables and of
- * position_bias are added to what is there, laid out as these themselves; one of these that is
- * NULL is not computed. Terms may name the same memory (tied tables). Start from zeros, as in
+/* Where the gradients go. Those of q, k and v are needed, and overwritten; those of tables and of
+ * position_bias are added to what is there, laid out as these themselves, or not computed where
+ * NULL. Terms may name the same memory (tied tables). Start from zeros, as in
  * rp_attention_gradients g = {.q = ..., .k = ..., .v = ...}. */
 typedef struct rp_attention_gradients {
   rp_rows_out q, k, v;
