@@ -215,9 +215,13 @@ typedef struct fix {
   char text[96];
 } fix;
 
-/* For one of another type. */
-static fix convert(const char *name, int flags, const sizes *s) {
+/* For one of another type. What is no array at all is a mistake that no conversion mends. */
+static fix convert(const char *name, int flags, const sizes *s, PyObject *object) {
   fix f = {""};
+  if (object == Py_None || PyUnicode_Check(object) || PyBytes_Check(object) ||
+      PyLong_Check(object) || PyFloat_Check(object)) {
+    return f;
+  }
   if (is_on_device(flags, s)) {
     snprintf(f.text, sizeof f.text, "; convert %.*s first", first_word(name), name);
   } else if ((flags & TAKE_WRITE) == 0) {
@@ -311,7 +315,8 @@ static int read_header(PyObject *object, const char *name, const char *axes, int
   if (readable && on_device && !read_memory(object, name, flags, s, h)) return 0;
   if (readable && !on_device) read_array((PyArrayObject *)object, flags, h);
   if (!readable || !h->is_of_type) {
-    raise_expected(PyExc_TypeError, name, axes, flags, s, object, convert(name, flags, s).text);
+    raise_expected(PyExc_TypeError, name, axes, flags, s, object,
+                   convert(name, flags, s, object).text);
     return 0;
   }
   if (fits(h, axes, s)) return 1;

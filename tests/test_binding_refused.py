@@ -86,8 +86,10 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "None",
         {"q": None},
         TypeError,
-        "q: expected float32 (B, H, N, D), got NoneType; use np.ascontiguousarray(q, np.float32)",
+        "q: expected float32 (B, H, N, D), got NoneType",
     ),
+    ("text", {"k": "k"}, TypeError, "k: expected float32 (B=2, H=4, M, D=8), got str"),
+    ("number", {"v": 4}, TypeError, "v: expected float32 (B=2, H=4, M=7, Dv), got int"),
     ("rank", {"q": X[0]}, ValueError, "q: expected float32 (B, H, N, D), got float32 (4, 7, 8)"),
     (
         "rank, packed",

@@ -237,7 +237,8 @@ WHY = "tell([allocate(b'cuda', 1)[0], error(), devices()[1][4]])"
 def test_without_the_library(ask: Any, libraries: dict[str, Path]) -> None:
     status, error, problem = ask(WHY)
     beside = libraries["f32"].parent / "librelpos_cuda.so"
-    assert status == 50 and problem == f"relpos was built without CUDA: there is no {beside}"
+    why = "relpos was built without CUDA, which takes nvcc (docs/cuda.md): there is no"
+    assert status == 50 and problem == f"{why} {beside}"
     assert error == f"device 'cuda': {problem}"
 
 

@@ -135,7 +135,7 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         "t5, odd",
         lambda: relpos.T5Bias(rows(7, H)),
         V,
-        "bias_table: expected an even number of buckets, at least 4, got 7",
+        "bias_table: expected (num_buckets, H), the first even and at least 4, got (7, 4)",
     ),
     (
         "t5, distance",
@@ -183,8 +183,9 @@ MADE: list[tuple[str, Any, type[Exception], str]] = [
         "alibi",
         lambda: relpos.ALiBi([0.5]),
         T,
-        "slopes: expected float32 (H,), got list" + F.format("slopes"),
+        "slopes: expected float32 (H,) or None, got list" + F.format("slopes"),
     ),
+    ("alibi, heads", lambda: relpos.ALiBi(4), T, "slopes: expected float32 (H,) or None, got int"),
     (
         "rope, odd",
         lambda: relpos.RoPE(width=3),

@@ -306,6 +306,8 @@ def test_the_array_interfaces_of_numpy() -> None:
     np.testing.assert_array_equal(again, relpos.attention(q, k, v))
     with pytest.raises(TypeError, match="^q: no array to read without a copy: .*requires? grad"):
         relpos.attention(q.clone().requires_grad_(), k, v)
+    with pytest.raises(TypeError, match=r"none; use relpos\.torch, or key_table\.detach\(\)$"):
+        relpos.attention(q, k, v, position=relpos.Shaw(tensor(5, D, grad=True)))
     with pytest.raises(TypeError, match="^q: no array to read without a copy"):
         relpos.attention(q.bfloat16(), k, v)
 

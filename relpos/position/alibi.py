@@ -58,7 +58,7 @@ class ALiBi(Scheme):
 
     def __post_init__(self) -> None:
         if self.slopes is not None:
-            check_table("slopes", self.slopes, "(H,)", (1,))
+            check_table("slopes", self.slopes, "(H,) or None", (1,))
 
     def lower(self, shape: Shape) -> Lowered:
         left, right = shape.band()

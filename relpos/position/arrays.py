@@ -59,6 +59,11 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
             raise TypeError(
                 f"{name}: the numbers in memory have the other sign; use {name}.resolve_neg()"
             )
+        if getattr(x, "requires_grad", False):  # torch says no more than to detach it
+            raise TypeError(
+                f"{name}: no array to read without a copy: it requires gradients, and would get "
+                f"none; use relpos.torch, or {name}.detach()"
+            )
         if place_of(name, x) is not None:
             return from_dlpack(name, x, stream)
         try:
@@ -132,6 +137,8 @@ def may_be_narrow(table: Any) -> bool:
 
 
 def _fix(name: str, table: Any) -> str:
+    if table is None or isinstance(table, str | bytes | int | float):
+        return ""
     if place_of(name, table) is not None:
         return f"; convert {name} first"
     if hasattr(table, "new_tensor"):  # torch's

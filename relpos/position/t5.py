@@ -20,6 +20,7 @@ from relpos.position.arrays import (
     check_table,
     check_truth,
     contiguous,
+    shape_of,
     through,
 )
 from relpos.position.terms import ROUNDINGS, Lowered, Scheme, Shape, Term, bucket_band
@@ -86,12 +87,11 @@ class T5Bias(Scheme):
         buckets, _ = check_table("bias_table", self.bias_table, "(num_buckets, H)", (2,))
         least = 4 if self.bidirectional else 2
         if buckets < least or (self.bidirectional and buckets % 2 != 0):
-            kind = (
-                "an even number of buckets, at least 4,"
-                if self.bidirectional
-                else "2 buckets or more,"
+            kind = "even and at least 4" if self.bidirectional else "at least 2"
+            raise ValueError(
+                f"bias_table: expected (num_buckets, H), the first {kind}, got "
+                f"{shape_of(self.bias_table)}"
             )
-            raise ValueError(f"bias_table: expected {kind} got {buckets}")
         exact = buckets // (4 if self.bidirectional else 2)
         check_count("max_distance", self.max_distance, exact + 1)
         if self.scale is not None and check_number("scale", self.scale) == 0:
