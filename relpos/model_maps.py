@@ -49,6 +49,7 @@ class ModelMaps:
         if not isinstance(self.maps, Mapping):
             raise TypeError(f"maps: expected a mapping, got {describe(self.maps)}")
         for kind, of_kind in self.maps.items():
+            check_choice("maps", kind, KINDS)
             if not isinstance(of_kind, AttentionMaps):
                 raise TypeError(f"maps[{kind!r}]: expected AttentionMaps, got {describe(of_kind)}")
             if not isinstance(of_kind.parts, Mapping):
@@ -57,11 +58,13 @@ class ModelMaps:
             whole = {"probabilities": of_kind.probabilities, "logits": of_kind.logits}
             parts = {f"parts[{name!r}]": x for name, x in of_kind.parts.items()}
             for name, x in (whole | parts).items():
-                if x is not None and not hasattr(x, "shape"):
-                    raise TypeError(
-                        f"maps[{kind!r}].{name}: expected an array (layers, heads, queries, keys), "
-                        f"got {describe(x)}"
-                    )
+                if x is None or len(getattr(x, "shape", ())) == 4:
+                    continue
+                error = ValueError if hasattr(x, "shape") else TypeError
+                raise error(
+                    f"maps[{kind!r}].{name}: expected an array (layers, heads, queries, keys), "
+                    f"got {describe(x)}"
+                )
 
     def tokens(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(queries, keys): the tokens of a kind's rows and of its columns."""

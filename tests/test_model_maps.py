@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -406,6 +407,16 @@ def test_maps_that_are_no_arrays_are_refused() -> None:
             ModelMaps(("a", "b"), (), {"encoder": of_kind}, (0,), (0,))
     with pytest.raises(TypeError, match="maps: expected a mapping, got NoneType"):
         ModelMaps(("a", "b"), (), None, (0,), (0,))  # type: ignore[arg-type]
+    for name, of_kind in (
+        ("probabilities", AttentionMaps(p[0], None, {})),
+        ("logits", AttentionMaps(p, p[0], {})),
+        ("parts['content']", AttentionMaps(p, p, {"content": p[0]})),
+    ):
+        sentence = f"maps['encoder'].{name}: expected an array (layers, heads, queries, keys), got"
+        with pytest.raises(ValueError, match=re.escape(f"{sentence} float32 (1, 2, 2)")):
+            ModelMaps(("a", "b"), (), {"encoder": of_kind}, (0,), (0,))
+    with pytest.raises(ValueError, match="^maps: expected 'encoder' or .*, got 'encodr'$"):
+        ModelMaps(("a", "b"), (), {"encodr": AttentionMaps(p, None, {})}, (0,), (0,))
 
 
 def test_maps_of_nothing() -> None:

@@ -393,8 +393,8 @@ def test_maps_that_are_refused() -> None:
         ValueError, f"{here}.probabilities: expected numbers from 0 to 1, got", probabilities=2 * p
     )
     with_(ValueError, "expected finite numbers, got NaN", probabilities=p * np.nan)
-    with_(ValueError, f"{here}.logits: expected (2, 3, 4, 4), as the probabilities, got (2, 3, 4)",
-          logits=encoder.logits[..., 0])  # fmt: skip
+    with_(ValueError, f"{here}.logits: expected (2, 3, 4, 4), as the probabilities, got (2, 3, 4, 1)",
+          logits=encoder.logits[..., :1])  # fmt: skip
     with_(ValueError, f"{here}.parts['content']: expected (2, 3, 4, 4), as the prob",
           parts={"content": p[:1]})  # fmt: skip
     with_(ValueError, f"{here}.parts: expected finite numbers", parts={"content": p + np.inf})

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from relpos.maps import AttentionMaps
 from relpos.model_maps import ModelMaps
 from relpos.position.arrays import Array, describe, integer_of
 
@@ -55,7 +56,9 @@ def strongest(values: Any) -> float:
 
 def kind_of(maps: ModelMaps, kind: str | None) -> str:
     if not isinstance(maps, ModelMaps):
-        raise TypeError(f"maps: expected ModelMaps, got {describe(maps)}")
+        of_arrays = isinstance(maps, AttentionMaps)
+        fix = "; ModelMaps(tokens, (), {'encoder': maps}, layers, heads) names their axes"
+        raise TypeError(f"maps: expected ModelMaps, got {describe(maps)}{fix if of_arrays else ''}")
     if kind is None and maps.maps:
         return next(iter(maps.maps))
     maps.tokens(str(kind))  # says what is there if that is not
