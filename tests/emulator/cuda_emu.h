@@ -87,8 +87,8 @@ struct Stats {
   /* Blocks are handed out in order, each to the first of `places` that is free: mma of the one that
    * had most to do, of all launches. */
   uint64_t busiest;
-  uint64_t bytes;    /* of global memory that kernels read and write, under the race checker alone;
-                        and of the matrices of products */
+  uint64_t bytes; /* of global memory that kernels read and write, under the race checker alone;
+                     and of the matrices of products */
 };
 
 extern Fiber *current; /* the running thread, or NULL on the host */
