@@ -56,6 +56,9 @@ class ForwardBlock {
     begin = q0 + seq.nearest > 0 ? (q0 + seq.nearest) / S::kKeys * S::kKeys : 0;
     end = last + seq.farthest + 1 < seq.keys ? last + seq.farthest + 1 : seq.keys;
     const bool any = q0 < seq.queries && begin < end;
+    if constexpr (sizeof(Storage) == sizeof(bf16)) {
+      if (f.ones && head == call.H - 1) write_ones();
+    }
     if (any) open();
     clear();
     if (any) {
@@ -715,11 +718,7 @@ class ForwardBlock {
 #pragma unroll
     for (int h = 0; h < kRows; h++) {
       const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
-      if (query_of(h) >= place.query_rows) continue;
-      write_row(h, to + 8 * h * f.out.row_stride, factor);
-      if constexpr (sizeof(Storage) == sizeof(bf16)) {
-        if (f.ones && head == call.H - 1) write_ones(to - t + 8 * h * f.out.row_stride + call.Dv);
-      }
+      if (query_of(h) < place.query_rows) write_row(h, to + 8 * h * f.out.row_stride, factor);
     }
   }
 
@@ -745,10 +744,16 @@ class ForwardBlock {
     }
   }
 
-  /* Behind the heads of a row: for the parts of a bias, and zeros up to a border. */
-  __device__ void write_ones(Storage *to) {
-    const int64_t count = f.out.row_stride - int64_t{call.H} * call.Dv;
-    for (int c = lane % 4; c < count; c += 4) put_number(to[c], c < RPI_BIAS_PARTS ? 1.0f : 0.0f);
+  /* Behind the heads of each row: for the parts of a bias, and zeros up to a border. First of all,
+   * while there are registers. */
+  __device__ void write_ones() {
+    const int rows = seq.query_rows - q0 < S::kQueries ? seq.query_rows - q0 : S::kQueries;
+    const int64_t width = int64_t{call.H} * call.Dv, count = f.out.row_stride - width;
+    for (int r = static_cast<int>(threadIdx.x); r < rows; r += S::kThreads) {
+      Storage *const to =
+          row_of<Storage>(f.out, seq.query_batch, 0, seq.query_row + q0 + r) + width;
+      for (int c = 0; c < count; c++) put_number(to[c], c < RPI_BIAS_PARTS ? 1.0f : 0.0f);
+    }
   }
 
   /* ---- what plain attention and short bands do without ---------------------------------- */
