@@ -43,45 +43,29 @@ __device__ void store_gradient(const CrossRows &a, float *x, int64_t c, const Fo
   else store_four<wide>(x + c, a.classes - c, four);
 }
 
-/* The first quads of a row that the passes of this thread take, of row_threads; or what is kept of
- * them. */
+/* Quads of this thread from its first one, at x, on: `apart` numbers from one to the next, `count`
+ * numbers to the row's end. */
 template <bool wide, int quads>
-__device__ void ask_for_row(const float *x, int classes, Four (&row)[quads]) {
-  const int first = 4 * static_cast<int>(threadIdx.x), left = classes - first;
+__device__ void ask_for_quads(const float *x, int count, int apart, Four (&row)[quads]) {
 #pragma unroll
-  for (int n = 0; n < quads; n++) {
-    const int apart = 4 * n * static_cast<int>(row_threads);
-    row[n] = load_four<wide>(x + first + apart, left - apart);
-  }
+  for (int n = 0; n < quads; n++) row[n] = load_four<wide>(x + n * apart, count - n * apart);
 }
 template <bool wide, int quads>
-__device__ void keep_quads(const Four (&row)[quads], int classes, float *to) {
-  const int first = 4 * static_cast<int>(threadIdx.x), left = classes - first;
+__device__ void keep_quads(const Four (&row)[quads], int count, int apart, float *to) {
 #pragma unroll
-  for (int n = 0; n < quads; n++) {
-    const int apart = 4 * n * static_cast<int>(row_threads);
-    store_four<wide>(to + first + apart, left - apart, row[n]);
-  }
+  for (int n = 0; n < quads; n++) store_four<wide>(to + n * apart, count - n * apart, row[n]);
 }
 
 /* The numbers that the passes of this thread take from its quad `begin` on, several on their way at
  * once. */
 template <bool wide>
-__device__ void keep_row(const float *x, int64_t classes, int begin, float *to) {
-  const int64_t apart = 4 * blockDim.x;
-  for (int64_t first = 4 * threadIdx.x + begin * apart; first < classes;
-       first += kept_ahead * apart) {
+__device__ void keep_row(const float *x, int classes, int begin, float *to) {
+  const int apart = 4 * static_cast<int>(blockDim.x);
+  const int first = 4 * static_cast<int>(threadIdx.x) + begin * apart;
+  for (int c = first; c < classes; c += kept_ahead * apart) {
     Four ahead[kept_ahead];
-#pragma unroll
-    for (int n = 0; n < kept_ahead; n++) {
-      const int64_t c = first + n * apart;
-      ahead[n] = load_four<wide>(x + c, classes - c);
-    }
-#pragma unroll
-    for (int n = 0; n < kept_ahead; n++) {
-      const int64_t c = first + n * apart;
-      store_four<wide>(to + c, classes - c, ahead[n]);
-    }
+    ask_for_quads<wide>(x + c, classes - c, apart, ahead);
+    keep_quads<wide>(ahead, classes - c, apart, to + c);
   }
 }
 
@@ -152,7 +136,7 @@ __global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a)
   const int64_t row = blockIdx.x;
   float *const x = a.logits + row * a.stride;
   float *const in = kept ? reinterpret_cast<float *>(dynamic_smem()) : x;
-  if (kept) keep_row<wide>(x, a.classes, 0, in);
+  if (kept) keep_row<wide>(x, static_cast<int>(a.classes), 0, in);
   cross_entropy_of<wide, kept>(a, row, in);
 }
 
@@ -160,14 +144,18 @@ __global__ void __launch_bounds__(row_threads, 2) cross_entropy_row(CrossRows a)
 template <bool wide>
 __global__ void __launch_bounds__(row_threads, 1) cross_entropy_rows(CrossRows a) {
   float *const in = reinterpret_cast<float *>(dynamic_smem());
-  const int classes = static_cast<int>(a.classes);
+  constexpr int apart = 4 * static_cast<int>(row_threads);
+  const int classes = static_cast<int>(a.classes), first = 4 * static_cast<int>(threadIdx.x);
+  const int count = classes - first;
   Four next[next_quads];
-  ask_for_row<wide>(a.logits + blockIdx.x * a.stride, classes, next);
+  ask_for_quads<wide>(a.logits + blockIdx.x * a.stride + first, count, apart, next);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const float *const x = a.logits + row * a.stride;
-    keep_quads<wide>(next, classes, in);
-    keep_row<wide>(x, a.classes, next_quads, in);
-    if (row + gridDim.x < a.rows) ask_for_row<wide>(x + gridDim.x * a.stride, classes, next);
+    keep_quads<wide>(next, count, apart, in + first);
+    keep_row<wide>(x, classes, next_quads, in);
+    if (row + gridDim.x < a.rows) {
+      ask_for_quads<wide>(x + gridDim.x * a.stride + first, count, apart, next);
+    }
     cross_entropy_of<wide, true>(a, row, in);
   }
 }
