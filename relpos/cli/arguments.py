@@ -32,37 +32,27 @@ def add_command(
     return command
 
 
-def count(text: str) -> int:
+def _whole(text: str, least: int, most: int, allowed: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if not 1 <= value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"expected a whole number, 1 to {LARGEST:,}, got {text}")
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"expected a whole number, {allowed}, got {text}")
     return value
+
+
+def count(text: str) -> int:
+    return _whole(text, 1, LARGEST, f"1 to {LARGEST:,}")
 
 
 def _threads(text: str) -> int:
     """How many there may be libcore knows."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= LARGEST:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number, or 0 for the default, got {text}"
-        )
-    return value
+    return _whole(text, 0, LARGEST, "or 0 for the default")
 
 
 def seed(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 1 << 64:
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 to 2^64 - 1, got {text}")
-    return value
+    return _whole(text, 0, 2**64 - 1, "0 to 2^64 - 1")
 
 
 def minutes(text: str) -> float:
