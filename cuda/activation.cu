@@ -7,7 +7,7 @@
  *   SwiGLU   f(x, y) = x s(x) y          df/dx = s(x) (1 + x (1 - s(x))) y,   df/dy = x s(x)
  *
  * with the logistic function s. ReLU's backward needs no mask: forward's result is positive just
- * where the number was kept and counts.
+ * where the number was kept and counts; sums.cu does it on the way to the sums.
  */
 #include <math.h>
 
@@ -87,29 +87,6 @@ __global__ void activation_rows(const float *h, float *a, int64_t rows, int64_t 
   }
 }
 
-/* scale: dropout's, of what was kept. */
-template <class E, bool wide>
-__global__ void relu_backward_rows(const float *a, RoundedRows rounded, const E *da, E *dh,
-                                   int64_t rows, int64_t columns, float scale) {
-  const int64_t row = row_from_end(rows);
-  if (row < 0) return;
-  for (int64_t c = 0; c < columns; c += strip_columns) {
-    const int64_t start = row * columns + c, count = columns - c;
-    const Strip<strip_quads> forward = rounded.to != nullptr
-                                           ? load_rounded_strip(rounded, row, c)
-                                           : load_strip<strip_quads, wide>(a + start, count);
-    Strip<strip_quads> d = load_strip<strip_quads, wide>(da + start, count);
-#pragma unroll
-    for (int q = 0; q < strip_quads; q++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        d.quad[q].x[i] = forward.quad[q].x[i] <= 0 ? 0.0f : scale * d.quad[q].x[i];
-      }
-    }
-    store_strip<strip_quads, wide>(dh + start, count, d);
-  }
-}
-
 template <class E, bool wide>
 __global__ void gelu_backward_rows(const float *h, const E *da, E *dh, int64_t rows,
                                    int64_t columns, Packing packing) {
@@ -176,11 +153,6 @@ rp_status backward_as(const rpi_activation_backward_args *a, const Packing &pack
   const Launch over = {g.grid, g.block, 0, context().stream};
   const E *const da = reinterpret_cast<const E *>(a->da);
   E *const dh = reinterpret_cast<E *>(a->dh);
-  if (a->kind == RP_RELU) {
-    CUDA_TRY(launch(relu_backward_rows<E, wide>, over, a->a, rounded_rows(a->rounded, a->columns),
-                    da, dh, a->rows, a->columns, packing.dropout.scale));
-    return RP_OK;
-  }
   CUDA_TRY(launch(a->kind == RP_GELU ? gelu_backward_rows<E, wide> : swiglu_backward_rows<E, wide>,
                   over, a->h, da, dh, a->rows, a->columns, packing));
   return RP_OK;
@@ -189,7 +161,7 @@ rp_status backward_as(const rpi_activation_backward_args *a, const Packing &pack
 template <class E>
 rp_status backward_of(const rpi_activation_backward_args *a, const Packing &packing) {
   const int64_t columns = a->columns;
-  const bool wide = is_wide(a->kind == RP_RELU ? a->a : a->h, columns) &&
+  const bool wide = is_wide(a->h, columns) &&
                     is_wide(reinterpret_cast<const E *>(a->da), columns) &&
                     is_wide(reinterpret_cast<const E *>(a->dh), columns);
   return wide ? backward_as<E, true>(a, packing) : backward_as<E, false>(a, packing);
@@ -209,10 +181,16 @@ rp_status activation(const rpi_activation_args *args) {
 
 rp_status activation_backward(const rpi_activation_backward_args *args) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
+  const bool rounded = args->element == RP_BF16;
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
-  return args->element == RP_BF16 ? backward_of<bf16>(args, packing)
-                                  : backward_of<float>(args, packing);
+  scratch_begin();
+  if (args->kind == RP_RELU) return sum_behind_relu(args, packing.dropout.scale);
+  RPI_TRY(rounded ? backward_of<bf16>(args, packing) : backward_of<float>(args, packing));
+  if (args->dbias == nullptr) return RP_OK;
+  const int64_t columns = args->kind == RP_SWIGLU ? 2 * args->columns : args->columns;
+  const rpi_column_sums_args sums = {args->rows, columns, args->dh, columns, args->dbias};
+  return rounded ? sum_rounded(&sums) : sum_and_round(&sums, nullptr);
 }
 
 }  // namespace rpc

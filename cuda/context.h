@@ -116,8 +116,6 @@ rp_status mix(const rpi_mix_args *args);
 rp_status scatter(const rpi_scatter_args *args);
 rp_status embed(const rpi_embed_args *args);
 rp_status embed_backward(const rpi_embed_backward_args *args);
-rp_status residual(const rpi_residual_args *args);
-rp_status residual_backward(const rpi_residual_backward_args *args);
 rp_status norm(const rpi_norm_args *args);
 rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes);
 rp_status activation(const rpi_activation_args *args);

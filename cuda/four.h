@@ -141,6 +141,17 @@ __device__ inline void store_strip(E *to, int64_t count, const Strip<quads> &str
   }
 }
 
+__device__ inline void add_four(Four &to, const Four &four) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) to.x[i] += four.x[i];
+}
+
+/* What bf16 makes of it. */
+__device__ inline Four rounded_four(const Four &four) {
+  const uint32_t low = pack_bf16(four.x[0], four.x[1]), high = pack_bf16(four.x[2], four.x[3]);
+  return {{low_half(low), high_half(low), low_half(high), high_half(high)}};
+}
+
 /* Are the first `count` of them finite? */
 __device__ inline bool four_finite(const Four &four, int64_t count) {
   bool fine = true;

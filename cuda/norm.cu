@@ -1,22 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * norm.cu: layer normalisation of every row,
+ * norm.cu: layer normalisation of every row, of a stream after what a layer adds to it,
  *
- *   xhat = (x - mean) * rstd,   y = xhat * gain + shift
+ *   x = base + keep(x),   xhat = (x - mean) * rstd,   y = xhat * gain + shift
  *
  * the variance by a second pass over the row. A warp has a row of up to norm_narrow numbers, which
  * it keeps in registers, a block a wider one, which then lies in the first-level cache. Backward,
  * with g = dy * gain and means over the columns,
  *
- *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat))
- *   dgain += sum over rows of dy * xhat,   dshift += sum over rows of dy
+ *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat)),   df = keep(dx)
+ *   dgain, dshift, dbias += sums over rows of dy * xhat, of dy, and of df
  *
  * A piece is every so many'th row, so that all pieces go through the rows together, from the last
- * to the first (four.h). It has sums of dgain and dshift of its own, in the workspace
- * [pieces][2][columns], which are added in the order of the pieces. dx may be dy or dstream: every
- * number is read before its place is written.
+ * to the first (four.h). It has sums of its own, in the workspace [pieces][3][columns], which are
+ * added in the order of the pieces. dx may be dy or dstream, y base, df dy: every number is read
+ * before its place is written. What is added to wider rows is residual.cu's.
  */
+#include "packing.h"
 #include "reduce.h"
+#include "residual.h"
 #include "rounded.h"
 
 namespace rpc {
@@ -27,6 +29,7 @@ constexpr int norm_threads = 256;     /* of a block */
 constexpr int norm_warps = norm_threads / 32;
 constexpr int64_t norm_most = 256; /* pieces of backward, of about norm_rows rows or more */
 constexpr int64_t norm_rows = 16;
+constexpr int norm_sums = 3; /* of a column: dgain, dshift, dbias */
 
 /* A team is a warp, or a whole block of norm_threads. */
 template <int team>
@@ -46,11 +49,14 @@ __device__ inline float mean_over(float sum, int64_t columns) {
 
 struct NormRows {
   int64_t rows, columns;
-  const float *x, *gain, *shift; /* shift: or NULL */
+  float *x;
+  rpi_base base;
+  const float *gain, *shift; /* shift: or NULL */
   double epsilon;
   float *y, *stats; /* or NULL, each */
   RoundedRows rounded;
   rpi_note note;
+  Packing packing;
 };
 
 /* 1 / sqrt(variance + epsilon), of the sum of the squares. */
@@ -83,12 +89,9 @@ __device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, con
                                   NormRow *known) {
   const int64_t count = a.columns - c;
   const Four gain = load_four<wide>(a.gain + c, count);
-  Four y, shift = {{0, 0, 0, 0}};
+  Four shift = {{0, 0, 0, 0}};
   if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, count);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    y.x[i] = (x.x[i] - known->mean) * known->rstd * gain.x[i] + shift.x[i];
-  }
+  const Four y = normed_four(x, known->mean, known->rstd, gain, shift);
   known->fine_x = known->fine_x && four_finite(x, count);
   known->fine_y = known->fine_y && four_finite(y, count);
   if (a.y != nullptr) store_four<wide>(a.y + row * a.columns + c, count, y);
@@ -102,11 +105,35 @@ __device__ inline void put_known(const NormRows &a, int64_t row, const NormRow &
   a.stats[2 * row + 1] = known.rstd;
 }
 
+/* The row as the stream's, with what is added. */
 template <int quads, bool wide>
+__device__ inline void add_row(const NormRows &a, int64_t row, Strip<quads> *x) {
+  const Strip<quads> base = load_strip<quads, wide>(a.base.x + row * a.columns, a.columns);
+  const BaseRow known = base_row(a.base, row);
+  const Place place = place_of(a.packing, row);
+#pragma unroll
+  for (int first = 0; first < quads; first += strip_quads) {
+    StripWords words = {};
+    const bool drops = a.packing.dropout.threshold != 0;
+    if (drops) words = strip_words(a.packing, place, 128 * first);
+#pragma unroll
+    for (int q = 0; q < strip_quads && first + q < quads; q++) {
+      if (drops) keep_by_word(a.packing.dropout, words.of[q], x->quad[first + q]);
+      const int64_t c = strip_column(first + q);
+      add_four(x->quad[first + q],
+               base_four<wide>(a.base, known, c, a.columns - c, base.quad[first + q]));
+    }
+  }
+  store_strip<quads, wide>(a.x + row * a.columns, a.columns, *x);
+}
+
+/* What is added was written from the first row to the last. */
+template <int quads, bool wide, bool adds>
 __global__ void norm_narrow_row(NormRows a) {
-  const int64_t row = row_of_thread(), columns = a.columns;
-  if (row >= a.rows) return; /* a whole warp */
-  const Strip<quads> x = load_strip<quads, wide>(a.x + row * columns, columns);
+  const int64_t row = adds ? row_from_end(a.rows) : row_of_thread(), columns = a.columns;
+  if (row < 0 || row >= a.rows) return; /* a whole warp */
+  Strip<quads> x = load_strip<quads, wide>(a.x + row * columns, columns);
+  if (adds) add_row<quads, wide>(a, row, &x);
   float sum = 0;
 #pragma unroll
   for (int q = 0; q < quads; q++) sum += four_sum(x.quad[q]);
@@ -144,20 +171,25 @@ __global__ void norm_broad_row(NormRows a) {
   put_known(a, row, known);
 }
 
-template <bool wide>
-rp_status norm_of(const NormRows &a) {
-  if (a.columns > norm_narrow) {
-    CUDA_TRY(launch(norm_broad_row<wide>,
-                    {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
-                    a));
-    return RP_OK;
-  }
-  auto kernel = norm_narrow_row<8, wide>;
-  if (a.columns <= 512) kernel = norm_narrow_row<4, wide>;
-  if (a.columns <= 256) kernel = norm_narrow_row<2, wide>;
-  if (a.columns <= 128) kernel = norm_narrow_row<1, wide>;
+template <bool wide, bool adds>
+rp_status launch_narrow(const NormRows &a) {
+  auto kernel = norm_narrow_row<8, wide, adds>;
+  if (a.columns <= 512) kernel = norm_narrow_row<4, wide, adds>;
+  if (a.columns <= 256) kernel = norm_narrow_row<2, wide, adds>;
+  if (a.columns <= 128) kernel = norm_narrow_row<1, wide, adds>;
   const RowGrid g = strip_grid(a.rows);
   CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a));
+  return RP_OK;
+}
+
+template <bool wide>
+rp_status norm_of(const NormRows &a) {
+  if (a.columns <= norm_narrow) {
+    return a.base.x != nullptr ? launch_narrow<wide, true>(a) : launch_narrow<wide, false>(a);
+  }
+  CUDA_TRY(launch(norm_broad_row<wide>,
+                  {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
+                  a));
   return RP_OK;
 }
 
@@ -167,6 +199,9 @@ struct NormBackwardRows {
   int64_t rows, columns;
   const float *x, *gain, *stats, *dy, *dstream; /* dstream: or NULL */
   float *dx, *partials;
+  void *df;           /* or NULL */
+  bool rounded, sums; /* df is bf16; dbias is wanted */
+  Packing packing;    /* of df */
 };
 
 /* Where a thread's quad q of a row begins that `warps` warps of a block have together: they lie
@@ -180,20 +215,19 @@ __device__ inline int64_t shared_column(int q) {
  * of each thread. column: of the block's first. */
 template <int warps>
 __device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, int64_t column,
-                                    const Four &dgain, const Four &dshift) {
+                                    const Four &dgain, const Four &dshift, const Four &dbias) {
   __shared__ float sums[norm_warps][4][32];
   const int part = static_cast<int>(threadIdx.y) / 4, i = static_cast<int>(threadIdx.y) % 4;
   const int64_t to = column + 128 * part + 4 * threadIdx.x + i;
-  for (int which = 0; which < 2; which++) {
+  for (int which = 0; which < (a.sums ? norm_sums : norm_sums - 1); which++) {
+    const Four &own = which == 0 ? dgain : which == 1 ? dshift : dbias;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      sums[threadIdx.y][k][threadIdx.x] = which == 0 ? dgain.x[k] : dshift.x[k];
-    }
+    for (int k = 0; k < 4; k++) sums[threadIdx.y][k][threadIdx.x] = own.x[k];
     __syncthreads();
     if (part < warps && to < a.columns) {
       float sum = 0;
       for (int warp = part; warp < norm_warps; warp += warps) sum += sums[warp][i][threadIdx.x];
-      a.partials[(2 * piece + which) * a.columns + to] = sum;
+      a.partials[(norm_sums * piece + which) * a.columns + to] = sum;
     }
     __syncthreads();
   }
@@ -221,14 +255,32 @@ __device__ inline void sum_shared(float *plain, float *weighted, int turn) {
   }
 }
 
+/* df of a quad of dx, as it is read again. */
+template <bool wide>
+__device__ inline Four put_added(const NormBackwardRows &a, int64_t at, int64_t count,
+                                 uint32_t word, Four d) {
+  if (a.packing.dropout.threshold != 0) keep_by_word(a.packing.dropout, word, d);
+  if (a.rounded) {
+    d = rounded_four(d);
+    store_four<wide>(static_cast<bf16 *>(a.df) + at, count, d);
+  } else if (a.df != nullptr) {
+    store_four<wide>(static_cast<float *>(a.df) + at, count, d);
+  }
+  return d;
+}
+
 /* One piece of narrow rows, read once: `warps` warps have every so many'th row, a thread `quads` of
  * its quads and their sums over the rows. Two warps share rows of more than 512 numbers, because
  * what one had to keep of them would leave room for one block alone. */
 template <int quads, int warps, bool wide>
-__global__ void norm_backward_narrow(NormBackwardRows a) {
+__global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBackwardRows a) {
   constexpr int teams = norm_warps / warps;
   const int64_t columns = a.columns, apart = teams * gridDim.x;
+  __shared__ Four dbias[quads][norm_threads]; /* registers would be too many */
   Four dgain[quads] = {}, dshift[quads] = {};
+  const int own = static_cast<int>(32 * threadIdx.y + threadIdx.x);
+#pragma unroll
+  for (int q = 0; q < quads; q++) dbias[q][own] = {{0, 0, 0, 0}};
   for (int64_t done = teams * blockIdx.x, turn = 0; done < a.rows; done += apart, turn ^= 1) {
     const int64_t row = a.rows - 1 - done - threadIdx.y / warps;
     const bool there = row >= 0; /* else all numbers are 0, as beyond the last column */
@@ -254,6 +306,11 @@ __global__ void norm_backward_narrow(NormBackwardRows a) {
       plain += four_sum(g[q]);
       weighted += four_sum(gx);
     }
+    StripWords words = {};
+    if (a.packing.dropout.threshold != 0) {
+      const Place place = place_of(a.packing, there ? row : 0);
+      words = strip_words<warps>(a.packing, place, shared_column<warps>(0) - 4 * threadIdx.x);
+    }
     sum_shared<warps>(&plain, &weighted, static_cast<int>(turn));
     const float mean_g = mean_over(plain, columns), mean_gx = mean_over(weighted, columns);
 #pragma unroll
@@ -266,11 +323,12 @@ __global__ void norm_backward_narrow(NormBackwardRows a) {
         dx.x[i] += rstd * (g[q].x[i] - mean_g - xhat[q].x[i] * mean_gx);
       }
       store_four<wide>(a.dx + at, count, dx);
+      add_four(dbias[q][own], put_added<wide>(a, at, count, words.of[q], dx));
     }
   }
 #pragma unroll
   for (int q = 0; q < quads; q++) {
-    put_partials<warps>(a, blockIdx.x, 128 * warps * q, dgain[q], dshift[q]);
+    put_partials<warps>(a, blockIdx.x, 128 * warps * q, dgain[q], dshift[q], dbias[q][own]);
   }
 }
 
@@ -292,7 +350,7 @@ __global__ void norm_backward_piece(NormBackwardRows a) {
       dshift.x[i] += d.x[i];
     }
   }
-  put_partials<1>(a, blockIdx.y, 128 * static_cast<int64_t>(blockIdx.x), dgain, dshift);
+  put_partials<1>(a, blockIdx.y, 128 * static_cast<int64_t>(blockIdx.x), dgain, dshift, dshift);
 }
 
 /* And its dx: a block has a row. */
@@ -331,7 +389,7 @@ __global__ void norm_backward_row(NormBackwardRows a) {
 }
 
 template <bool wide>
-rp_status launch_narrow(const NormBackwardRows &a, int64_t pieces) {
+rp_status launch_backward_narrow(const NormBackwardRows &a, int64_t pieces) {
   auto kernel = norm_backward_narrow<4, 2, wide>;
   if (a.columns <= 512) kernel = norm_backward_narrow<4, 1, wide>;
   if (a.columns <= 256) kernel = norm_backward_narrow<2, 1, wide>;
@@ -343,7 +401,7 @@ rp_status launch_narrow(const NormBackwardRows &a, int64_t pieces) {
 
 /* dx comes last: it may be dy. */
 template <bool wide>
-rp_status launch_broad(const NormBackwardRows &a, int64_t pieces) {
+rp_status launch_backward_broad(const NormBackwardRows &a, int64_t pieces) {
   const dim3 grid(static_cast<unsigned>((a.columns + 127) / 128), static_cast<unsigned>(pieces));
   CUDA_TRY(launch(norm_backward_piece<wide>, {grid, dim3(32, norm_warps), 0, context().stream}, a));
   CUDA_TRY(launch(norm_backward_row<wide>,
@@ -354,7 +412,8 @@ rp_status launch_broad(const NormBackwardRows &a, int64_t pieces) {
 
 template <bool wide>
 rp_status launch_backward(const NormBackwardRows &a, int64_t pieces) {
-  return a.columns <= norm_narrow ? launch_narrow<wide>(a, pieces) : launch_broad<wide>(a, pieces);
+  return a.columns <= norm_narrow ? launch_backward_narrow<wide>(a, pieces)
+                                  : launch_backward_broad<wide>(a, pieces);
 }
 
 }  // namespace
@@ -362,12 +421,18 @@ rp_status launch_backward(const NormBackwardRows &a, int64_t pieces) {
 rp_status norm(const rpi_norm_args *args) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
-  const NormRows a = {rows,       columns,     args->x,
-                      args->gain, args->shift, args->epsilon,
-                      args->y,    args->stats, rounded_rows(args->rounded, columns),
-                      args->note};
-  const bool wide =
-      is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.shift, 0) && is_wide(a.y, columns);
+  NormRows a = {rows,          columns,
+                args->x,       args->base,
+                args->gain,    args->shift,
+                args->epsilon, args->y,
+                args->stats,   rounded_rows(args->rounded, columns),
+                args->note,    {}};
+  if (args->base.x != nullptr) {
+    if (columns > norm_narrow) RPI_TRY(residual(args));
+    else RPI_TRY(packing_of(&args->dropout, false, &a.packing));
+  }
+  const bool wide = is_wide(a.x, columns) && is_wide(a.base, columns) && is_wide(a.gain, 0) &&
+                    is_wide(a.shift, 0) && is_wide(a.y, columns);
   return wide ? norm_of<true>(a) : norm_of<false>(a);
 }
 
@@ -376,7 +441,7 @@ rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   const int64_t least = (rows + norm_rows - 1) / norm_rows;
   const int64_t pieces = least < norm_most ? least : norm_most;
   if (bytes != nullptr) {
-    *bytes = pieces * 2 * columns * static_cast<int64_t>(sizeof(float));
+    *bytes = pieces * norm_sums * columns * static_cast<int64_t>(sizeof(float));
     return RP_OK;
   }
   if (rows == 0 || columns == 0) return RP_OK;
@@ -390,10 +455,22 @@ rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   a.dstream = args->dstream;
   a.dx = args->dx;
   a.partials = static_cast<float *>(args->workspace);
+  const bool narrow = columns <= norm_narrow;
+  if (narrow && (args->df != nullptr || args->dbias != nullptr)) {
+    a.df = args->df;
+    a.rounded = args->df != nullptr && args->df_element == RP_BF16;
+    a.sums = args->dbias != nullptr;
+    RPI_TRY(packing_of(&args->dropout, false, &a.packing));
+  }
   const bool wide = is_wide(a.x, columns) && is_wide(a.gain, 0) && is_wide(a.dy, columns) &&
-                    is_wide(a.dstream, columns) && is_wide(a.dx, columns);
+                    is_wide(a.dstream, columns) && is_wide(a.dx, columns) &&
+                    is_wide(static_cast<float *>(a.df), columns);
   RPI_TRY(wide ? launch_backward<true>(a, pieces) : launch_backward<false>(a, pieces));
-  return launch_add_partials(a.partials, 2 * columns, pieces, columns, args->dgain, args->dshift);
+  const Sums sums = {{args->dgain, args->dshift, a.sums ? args->dbias : nullptr}};
+  RPI_TRY(launch_add_partials(a.partials, norm_sums * columns, pieces, columns, sums));
+  if (narrow) return RP_OK;
+  scratch_begin();
+  return residual_backward(args);
 }
 
 }  // namespace rpc

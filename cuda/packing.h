@@ -99,23 +99,35 @@ __device__ inline void turn_words(uint32_t (&words)[4]) {
   }
 }
 
-/* The strip that begins at `column`, a multiple of 16, of the warp's row. A block of random numbers
- * serves one quad of four lanes in a row, so each of the four makes the block of another quad:
+/* The words of this thread's quads in the strip that begins at `column`, a multiple of 16, of the
+ * warp's row, or of the one of several warps that have every so many'th 128 columns. A block of
+ * random numbers serves one quad of four lanes in a row, so each of the four makes the block of
+ * another quad:
  *
  *   lane         0        1        2        3     |    4        5     ...
  *   makes     block 0  block 8  block 16 block 24 | block 1  block 9  ...
  *   has of quad 0, 1, 2, 3 word `lane % 4` of blocks 0, 8, 16, 24 | 1, 9, ...
- */
+ *
+ * (blocks 8 times as many warps apart) */
+struct StripWords {
+  uint32_t of[strip_quads];
+};
+template <int warps = 1>
+__device__ inline StripWords strip_words(const Packing &p, Place place, int64_t column) {
+  const uint32_t first = static_cast<uint32_t>(column / 16), lane = threadIdx.x;
+  const uint4 block = keep_block(p.dropout, place.ordinal, static_cast<uint32_t>(place.row),
+                                 first + 8 * warps * (lane % 4) + lane / 4);
+  StripWords words = {{block.x, block.y, block.z, block.w}};
+  turn_words(words.of);
+  return words;
+}
+
 __device__ inline void keep_strip(const Packing &p, Place place, int64_t column,
                                   Strip<strip_quads> &strip) {
   if (p.dropout.threshold == 0) return;
-  const uint32_t first = static_cast<uint32_t>(column / 16), lane = threadIdx.x;
-  const uint4 block = keep_block(p.dropout, place.ordinal, static_cast<uint32_t>(place.row),
-                                 first + 8 * (lane % 4) + lane / 4);
-  uint32_t words[strip_quads] = {block.x, block.y, block.z, block.w};
-  turn_words(words);
+  const StripWords words = strip_words(p, place, column);
 #pragma unroll
-  for (int q = 0; q < strip_quads; q++) keep_by_word(p.dropout, words[q], strip.quad[q]);
+  for (int q = 0; q < strip_quads; q++) keep_by_word(p.dropout, words.of[q], strip.quad[q]);
 }
 
 }  // namespace rpc

@@ -128,16 +128,20 @@ __device__ inline Highest highest_of(const float *x, int64_t classes, Highest li
  */
 constexpr int partial_columns = 32, partial_rows = 8;
 
-/* to[column] += the sum of partials[piece][column], `stride` numbers between two pieces; and what
- * lies `columns` numbers further on to beside, by the grid's second row. */
+/* Where sums go whose partial ones lie side by side; NULL: nowhere. */
+struct Sums {
+  float *to[3];
+};
+
+/* to[y][column] += the sum of partials[piece][y][column], y the grid's row, `stride` numbers
+ * between two pieces. */
 static __global__ void add_partials(const float *partials, int64_t stride, int64_t pieces,
-                                    int64_t columns, float *to, float *beside) {
+                                    int64_t columns, const __grid_constant__ Sums all) {
   __shared__ double sums[partial_rows][partial_columns];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * partial_columns + threadIdx.x;
-  if (blockIdx.y == 1) {
-    partials += columns;
-    to = beside;
-  }
+  float *const to = all.to[blockIdx.y];
+  if (to == nullptr) return;
+  partials += blockIdx.y * columns;
   double sum = 0;
   for (int64_t piece = threadIdx.y; column < columns && piece < pieces; piece += partial_rows) {
     sum += static_cast<double>(partials[piece * stride + column]);
@@ -149,13 +153,17 @@ static __global__ void add_partials(const float *partials, int64_t stride, int64
   to[column] += static_cast<float>(sum);
 }
 
-/* beside: or NULL */
 inline rp_status launch_add_partials(const float *partials, int64_t stride, int64_t pieces,
-                                     int64_t columns, float *to, float *beside = nullptr) {
+                                     int64_t columns, const Sums &all) {
   const int64_t blocks = (columns + partial_columns - 1) / partial_columns;
-  const dim3 grid(static_cast<unsigned>(blocks), beside != nullptr ? 2u : 1u);
-  CUDA_TRY(launch(add_partials, {grid, dim3(partial_columns, partial_rows), 0, context().stream},
-                  partials, stride, pieces, columns, to, beside));
+  unsigned count = 1;
+  for (unsigned y = 1; y < sizeof all.to / sizeof all.to[0]; y++) {
+    if (all.to[y] != nullptr) count = y + 1;
+  }
+  CUDA_TRY(launch(add_partials,
+                  {dim3(static_cast<unsigned>(blocks), count), dim3(partial_columns, partial_rows),
+                   0, context().stream},
+                  partials, stride, pieces, columns, all));
   return RP_OK;
 }
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * sums.cu: the sum of every column (a bias's gradient), the sum of squares (a gradient's norm), the
- * verdict on a step that follows from it, and setting to zero.
+ * sums.cu: the sum of every column (a bias's gradient), and what may be done to the numbers on the
+ * way; the sum of squares (a gradient's norm), the verdict on a step that follows from it, and
+ * setting to zero.
  */
 #include <math.h>
 
@@ -15,39 +16,69 @@ namespace {
 
 constexpr int sums_warps = 8;        /* of a block: 128 columns, every eighth row of a piece each */
 constexpr int sums_chain = 64;       /* numbers added up in float; these sums in double */
-constexpr int sums_ahead = 4;        /* of them are read before they are added */
+constexpr int sums_resident = 4;     /* blocks on a multiprocessor, for all to be at work */
 constexpr int64_t sums_blocks = 512; /* about as many at work */
 constexpr int square_threads = 256;
+
+/* What becomes of a number besides: nothing; rounded it is written to `rounded`; what ReLU's
+ * backward makes of it is written to `gated` and summed. */
+enum class Besides { nothing, rounds, gates };
 
 template <class E>
 struct ColumnSums {
   const E *x;
   int64_t x_stride, rows, columns, piece_rows;
   float *partials;
-  bf16 *rounded; /* rounds: [rows][rounded_stride(columns)] */
+  bf16 *rounded; /* [rows][rounded_stride(columns)] */
+  ReluBackward gate;
+  E *gated; /* may be x; rows are x_stride apart */
 };
 
+/* ReLU's result where a number has been on its way forward. */
+template <bool wide>
+__device__ inline Four result_of_relu(const ReluBackward &gate, int64_t row, int64_t column,
+                                      int64_t columns, int64_t left) {
+  if (gate.rounded.to == nullptr) return load_four<wide>(gate.a + row * columns + column, left);
+  return load_four<true>(gate.rounded.to + row * gate.rounded.stride + column, left);
+}
+
+/* The quad of dh, as it is read again. */
+template <class E>
+__device__ inline Four gated_four(const Four &forward, float scale, Four d) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) d.x[i] = forward.x[i] <= 0 ? 0.0f : scale * d.x[i];
+  return sizeof(E) == sizeof(float) ? d : rounded_four(d);
+}
+
 /* The sums of one piece of rows over 128 columns. A thread has several rows on their way. */
-template <class E, bool wide, bool rounds>
-__global__ void __launch_bounds__(32 * sums_warps) column_sums_piece(ColumnSums<E> a) {
+template <class E, bool wide, Besides besides>
+__global__ void __launch_bounds__(32 * sums_warps, sums_resident)
+    column_sums_piece(ColumnSums<E> a) {
   __shared__ double sums[sums_warps][4][32];
   const int64_t column = 128 * static_cast<int64_t>(blockIdx.x) + 4 * threadIdx.x;
   const int64_t first = blockIdx.y * a.piece_rows, left = a.columns - column;
   const int64_t end = a.rows - first < a.piece_rows ? a.rows : first + a.piece_rows;
+  constexpr bool rounds = besides == Besides::rounds, gates = besides == Besides::gates;
+  constexpr int sums_ahead = gates ? 2 : rounds ? 4 : 8; /* are read before they are added */
   const int64_t stride = rounds ? rounded_stride(a.columns) : a.columns;
   double total[4] = {0, 0, 0, 0};
   for (int64_t row = first + threadIdx.y; column < stride && row < end;) {
     Four sum = {{0, 0, 0, 0}};
     for (int n = 0; n < sums_chain && row < end; n += sums_ahead) {
-      Four ahead[sums_ahead];
+      Four ahead[sums_ahead], forward[sums_ahead];
 #pragma unroll
       for (int m = 0; m < sums_ahead; m++) {
-        const int64_t at = row + m * sums_warps;
-        ahead[m] = load_four<wide>(a.x + at * a.x_stride + column, at < end ? left : 0);
+        const int64_t at = row + m * sums_warps, there = at < end ? left : 0;
+        ahead[m] = load_four<wide>(a.x + at * a.x_stride + column, there);
+        if (gates) forward[m] = result_of_relu<wide>(a.gate, at, column, a.columns, there);
       }
 #pragma unroll
       for (int m = 0; m < sums_ahead; m++, row += sums_warps) {
         if (rounds && row < end) store_rounded(a.rounded + row * stride + column, ahead[m]);
+        if (gates && row < end) {
+          ahead[m] = gated_four<E>(forward[m], a.gate.scale, ahead[m]);
+          store_four<wide>(a.gated + row * a.x_stride + column, left, ahead[m]);
+        }
 #pragma unroll
         for (int i = 0; i < 4; i++) sum.x[i] += ahead[m].x[i];
       }
@@ -114,8 +145,9 @@ __global__ void blame_parameter(rpi_outcome *outcome, const float *gradients,
   }
 }
 
-template <class E>
-rp_status sum_columns(const rpi_column_sums_args *args, bf16 *to) {
+/* sum NULL: only what becomes of the numbers is wanted. */
+template <class E, Besides besides>
+rp_status sum_columns(const rpi_column_sums_args *args, bf16 *rounded, const ReluBackward &gate) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
   const int64_t blocks = (columns + 127) / 128;
@@ -128,28 +160,36 @@ rp_status sum_columns(const rpi_column_sums_args *args, bf16 *to) {
   const int64_t piece_rows = (rows + pieces - 1) / pieces;
   pieces = (rows + piece_rows - 1) / piece_rows;
   const E *const x = reinterpret_cast<const E *>(args->x);
-  ColumnSums<E> a = {x, args->x_stride, rows, columns, piece_rows, nullptr, to};
+  E *const gated = reinterpret_cast<E *>(gate.dh);
+  ColumnSums<E> a = {x, args->x_stride, rows, columns, piece_rows, nullptr, rounded, gate, gated};
   RPI_TRY(scratch(pieces * columns, &a.partials));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces));
-  const bool wide = is_wide(a.x, a.x_stride);
-  void (*kernel)(ColumnSums<E>) =
-      wide ? column_sums_piece<E, true, false> : column_sums_piece<E, false, false>;
-  if constexpr (sizeof(E) == sizeof(float)) {
-    if (to != nullptr) {
-      kernel = wide ? column_sums_piece<E, true, true> : column_sums_piece<E, false, true>;
-    }
-  }
-  CUDA_TRY(launch(kernel, {grid, dim3(32, sums_warps), 0, context().stream}, a));
-  return launch_add_partials(a.partials, columns, pieces, columns, args->sum);
+  const bool wide =
+      is_wide(a.x, a.x_stride) && is_wide(a.gated, a.x_stride) && is_wide(a.gate.a, a.columns);
+  CUDA_TRY(launch(wide ? column_sums_piece<E, true, besides> : column_sums_piece<E, false, besides>,
+                  {grid, dim3(32, sums_warps), 0, context().stream}, a));
+  if (args->sum == nullptr) return RP_OK;
+  return launch_add_partials(a.partials, columns, pieces, columns, {{args->sum}});
 }
 
 }  // namespace
 
 rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
-  return sum_columns<float>(args, to);
+  return to != nullptr ? sum_columns<float, Besides::rounds>(args, to, {})
+                       : sum_columns<float, Besides::nothing>(args, nullptr, {});
 }
 
-rp_status sum_rounded(const rpi_column_sums_args *args) { return sum_columns<bf16>(args, nullptr); }
+rp_status sum_rounded(const rpi_column_sums_args *args) {
+  return sum_columns<bf16, Besides::nothing>(args, nullptr, {});
+}
+
+rp_status sum_behind_relu(const rpi_activation_backward_args *args, float scale) {
+  const rpi_column_sums_args sums = {args->rows, args->columns, args->da, args->columns,
+                                     args->dbias};
+  const ReluBackward gate = {args->a, rounded_rows(args->rounded, args->columns), args->dh, scale};
+  return args->element == RP_BF16 ? sum_columns<bf16, Besides::gates>(&sums, nullptr, gate)
+                                  : sum_columns<float, Besides::gates>(&sums, nullptr, gate);
+}
 
 rp_status column_sums(const rpi_column_sums_args *args) {
   scratch_begin();

@@ -47,8 +47,6 @@ const rp_ops ops = {
     Entry<scatter>::call,
     Entry<embed>::call,
     Entry<embed_backward>::call,
-    Entry<residual>::call,
-    Entry<residual_backward>::call,
     Entry<norm>::call,
     Entry<norm_backward>::call,
     Entry<activation>::call,

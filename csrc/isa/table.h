@@ -29,6 +29,9 @@
 #endif
 #include "ops/rotate.c"
 
+#include "ops/residual.c"
+#include "ops/sums.c"
+
 #include "ops/activation.c"
 #include "ops/adam.c"
 #include "ops/cross_entropy.c"
@@ -37,8 +40,6 @@
 
 #include "ops/embed.c"
 #include "ops/norm.c"
-#include "ops/residual.c"
-#include "ops/sums.c"
 
 #include "ops/linear.c"
 
@@ -68,8 +69,6 @@
       .scatter = scatter,                                                                          \
       .embed = embed,                                                                              \
       .embed_backward = embed_backward,                                                            \
-      .residual = residual,                                                                        \
-      .residual_backward = residual_backward,                                                      \
       .norm = norm,                                                                                \
       .norm_backward = norm_backward,                                                              \
       .activation = activation,                                                                    \

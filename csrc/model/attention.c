@@ -294,6 +294,7 @@ rpi_layer_linear rpi_attention_out_of(const rpi_run *run, const rpi_stored *stor
                             .out = run->model->config.width,
                             .weight = self ? at->self.out : at->cross.out,
                             .bias = self ? at->self.out_bias : at->cross.out_bias,
+                            .summed = true,
                             .x = z_at(run, stored),
                             .x_stride = HD,
                             .kept = stored->kept_in,

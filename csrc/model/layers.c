@@ -18,6 +18,57 @@ static const rpi_norm_params *norm_of(const rpi_run *run, int64_t s) {
   return &stack->layers[s / parts].norm[rpi_part_of(parts, s)];
 }
 
+/* Where sublayer s adds to the stream: dropout's mask, and the bias of the layer that makes what is
+ * added. */
+static rpi_dropout added_by(const rpi_run *run, int64_t s) {
+  static const enum rpi_site sites[] = {RPI_SITE_SELF_ADDED, RPI_SITE_CROSS_ADDED,
+                                        RPI_SITE_FEED_FORWARD_ADDED};
+  const int parts = run->model->stack[run->stack].parts;
+  const enum rpi_site site = sites[rpi_part_of(parts, s)];
+  rpi_dropout dropout = rpi_dropout_at(run, run->model->config.dropout, site);
+  dropout.site = rpi_site_of(run->stack, s / parts, site);
+  return dropout;
+}
+
+static int64_t out_bias_of(const rpi_run *run, int64_t s) {
+  const int parts = run->model->stack[run->stack].parts;
+  const rpi_layer_params *const at = rpi_layer_params_of(run, s / parts);
+  switch (rpi_part_of(parts, s)) {
+    case RPI_SELF: return at->self.out_bias;
+    case RPI_CROSS: return at->cross.out_bias;
+    default: return at->feed_forward.out_bias;
+  }
+}
+
+/* Has a device left n rounded alone, of which products are all that reads it? The result of a stack
+ * is read by others. */
+static bool is_rounded_alone(const rp_model *m, const rpi_stored *stored, const real *to) {
+  return stored->kept_n && to == m->scratch.normed;
+}
+
+/* Where n of stream s is left rounded. Of those who are given one, the output projection alone has
+ * no bias. */
+static rpi_operand operand_of(const rpi_run *run, int64_t s) {
+  const rp_model *const m = run->model;
+  const rpi_stack_memory *const stack = &m->stack[run->stack];
+  const bool last = s == rpi_stack_of(&m->config, run->stack)->layers * stack->parts;
+  return (rpi_operand){.memory = stack->stored[s].kept_n,
+                       .bias = m->config.bias && !(last && run->stack == rpi_last_stack(m))};
+}
+
+/* What sublayer s adds to, n being what it read. */
+static rpi_base base_of(const rpi_run *run, int64_t s, const real *n) {
+  const rp_model *const m = run->model;
+  const rpi_norm_params *const norm = norm_of(run, s);
+  const rpi_stored *const stored = &m->stack[run->stack].stored[s];
+  if (m->config.norm == RP_NORM_PRE) return (rpi_base){.x = stored->stream};
+  if (!norm || !is_rounded_alone(m, stored, n)) return (rpi_base){.x = n};
+  return (rpi_base){.x = stored->stream,
+                    .stats = stored->stats,
+                    .gain = rpi_weight_at(m, norm->gain),
+                    .shift = rpi_weight_at(m, norm->shift)};
+}
+
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   rp_model *const m = run->model;
   const rpi_norm_params *const norm = norm_of(run, s);
@@ -25,21 +76,32 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   *n = norm ? to : stored->stream;
   if (!norm) return RP_OK;
   const int64_t rows = run->side[run->stack].rows, C = m->config.width;
-  const bool multiplied = stored->kept_n && to == m->scratch.normed; /* it is no stack's result */
   const rpi_norm_args args = {.rows = rows,
                               .columns = C,
                               .x = stored->stream,
+                              .base = run->base,
+                              .dropout = run->added,
                               .gain = rpi_weight_at(m, norm->gain),
                               .shift = rpi_weight_at(m, norm->shift),
                               .epsilon = m->config.norm_epsilon,
-                              .y = multiplied && m->config.norm == RP_NORM_PRE ? NULL : to,
-                              .rounded = rpi_operand_at(m, stored->kept_n),
+                              .y = is_rounded_alone(m, stored, to) ? NULL : to,
+                              .rounded = operand_of(run, s),
                               .stats = stored->stats,
                               .note = rpi_note_of(run, s)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->norm(&args));
-  rpi_note_cost(run, "norm", run->again, began, 8 * (double)(rows * C), 2 * rows * C);
+  run->base = (rpi_base){.x = NULL};
+  const bool adds = args.base.x != NULL;
+  rpi_note_cost(run, "norm", run->again, began, (adds ? 10 : 8) * (double)(rows * C),
+                (adds ? 4 : 2) * rows * C);
+  if (adds) RPI_TRY(rpi_hunt(run, stored->stream, s, false));
   return rpi_hunt(run, to, s, true);
+}
+
+/* What sublayers add is an operand of products backward; its gradient is the stream's itself where
+ * nothing was dropped and nothing is rounded. */
+static real *df_of(const rp_model *m, const rpi_dropout *added) {
+  return added->rate == 0 && rpi_operand_element(m) == RP_F32 ? NULL : m->scratch.df;
 }
 
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
@@ -48,57 +110,28 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
   const rpi_norm_params *const norm = norm_of(run, s);
   const rpi_stored *const stored = &m->stack[run->stack].stored[s];
   const int64_t rows = run->side[run->stack].rows, C = m->config.width;
-  const rpi_norm_backward_args args = {.rows = rows,
-                                       .columns = C,
-                                       .x = stored->stream,
-                                       .gain = rpi_weight_at(m, norm->gain),
-                                       .stats = stored->stats,
-                                       .dy = dn,
-                                       .dstream = dstream,
-                                       .dx = to,
-                                       .dgain = rpi_gradient_at(m, norm->gain),
-                                       .dshift = rpi_gradient_at(m, norm->shift),
-                                       .workspace = m->scratch.norm,
-                                       .workspace_bytes = m->scratch.norm_bytes};
+  rpi_norm_backward_args args = {.rows = rows,
+                                 .columns = C,
+                                 .x = stored->stream,
+                                 .gain = rpi_weight_at(m, norm->gain),
+                                 .stats = stored->stats,
+                                 .dy = dn,
+                                 .dstream = dstream,
+                                 .dx = to,
+                                 .dgain = rpi_gradient_at(m, norm->gain),
+                                 .dshift = rpi_gradient_at(m, norm->shift),
+                                 .workspace = m->scratch.norm,
+                                 .workspace_bytes = m->scratch.norm_bytes};
+  if (s > 0) {
+    args.dropout = added_by(run, s - 1);
+    args.df = df_of(m, &args.dropout);
+    args.df_element = rpi_operand_element(m);
+    args.dbias = rpi_gradient_at(m, out_bias_of(run, s - 1));
+  }
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->norm_backward(&args, NULL));
-  rpi_note_cost(run, "norm", true, began, 12 * (double)(rows * C), 4 * rows * C);
-  return RP_OK;
-}
-
-/* u_{s+1} = base + keep(f), f being where u_{s+1} shall be. */
-static rp_status add_to_stream(rpi_run *run, enum rpi_site site, const real *base, real *next) {
-  rp_model *const m = run->model;
-  const int64_t rows = run->side[run->stack].rows, C = m->config.width;
-  const rpi_residual_args args = {.rows = rows,
-                                  .columns = C,
-                                  .x = base,
-                                  .f = next,
-                                  .dropout = rpi_dropout_at(run, m->config.dropout, site),
-                                  .out = next};
-  const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->residual(&args));
-  rpi_note_cost(run, "add", run->again, began, 2 * (double)(rows * C), 3 * rows * C);
-  return RP_OK;
-}
-
-/* df of what was added, an operand; *df is the stream's gradient itself where nothing was dropped
- * and nothing is rounded. */
-static rp_status add_to_stream_backward(rpi_run *run, enum rpi_site site, const real **df) {
-  rp_model *const m = run->model;
-  const int64_t rows = run->side[run->stack].rows, C = m->config.width;
-  const rpi_residual_backward_args args = {.rows = rows,
-                                           .columns = C,
-                                           .dout = m->stack[run->stack].dstream,
-                                           .dropout = rpi_dropout_at(run, m->config.dropout, site),
-                                           .df = m->scratch.df,
-                                           .df_element = rpi_operand_element(m)};
-  *df = args.dout;
-  if (args.dropout.rate == 0 && args.df_element == RP_F32) return RP_OK;
-  *df = m->scratch.df;
-  const double began = rpi_profile_now(&m->profile);
-  RPI_TRY(m->ops->residual_backward(&args));
-  rpi_note_cost(run, "add", true, began, (double)(rows * C), 2 * rows * C);
+  rpi_note_cost(run, "norm", true, began, (args.df ? 13 : 12) * (double)(rows * C),
+                (args.df ? 5 : 4) * rows * C);
   return RP_OK;
 }
 
@@ -114,6 +147,7 @@ static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, 
                             .out = rpi_hidden(config),
                             .weight = at->in,
                             .bias = at->in_bias,
+                            .summed = true,
                             .x = n,
                             .x_stride = config->width,
                             .kept = stored->kept_n,
@@ -137,6 +171,7 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored
                             .out = config->width,
                             .weight = at->out,
                             .bias = at->out_bias,
+                            .summed = true,
                             .x = act_of(run->model, stored),
                             .x_stride = config->feed_forward,
                             .kept = stored->kept_in,
@@ -192,7 +227,8 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
       .da = m->scratch.dact,
       .dropout = rpi_dropout_at(run, config->activation_dropout, RPI_SITE_ACTIVATION),
       .dh = m->scratch.dhidden,
-      .element = rpi_operand_element(m)};
+      .element = rpi_operand_element(m),
+      .dbias = rpi_gradient_at(m, rpi_layer_params_of(run, run->layer)->feed_forward.in_bias)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation_backward(&args));
   rpi_note_cost(run, "activation", true, began, (double)(rows * F), 3 * rows * F);
@@ -201,9 +237,6 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
 }
 
 /* ---- a sublayer ------------------------------------------------------------ */
-
-static const enum rpi_site ADDED[] = {RPI_SITE_SELF_ADDED, RPI_SITE_CROSS_ADDED,
-                                      RPI_SITE_FEED_FORWARD_ADDED};
 
 rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
   rp_model *const m = run->model;
@@ -222,11 +255,9 @@ rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last) {
     out = rpi_attention_out_of(run, stored, part);
   }
   if (!last) return RP_OK;
-  real *const next = stack->stored[s + 1].stream;
-  RPI_TRY(rpi_layer_linear_forward(run, &out, next, m->config.width));
-  const real *const base = m->config.norm == RP_NORM_PRE ? stored->stream : n;
-  RPI_TRY(add_to_stream(run, ADDED[part], base, next));
-  return rpi_hunt(run, next, s + 1, false);
+  run->base = base_of(run, s, n);
+  run->added = added_by(run, s);
+  return rpi_layer_linear_forward(run, &out, stack->stored[s + 1].stream, m->config.width);
 }
 
 /* Norm before: du_s = du_{s+1} + norm'(dn). Norm after: n takes both, du_s = norm'(du_{s+1} + dn),
@@ -237,11 +268,12 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s) {
   const rpi_stored *const stored = &stack->stored[s];
   const int part = rpi_part_of(stack->parts, s);
   const bool before = m->config.norm == RP_NORM_PRE;
-  real *const dn = before ? m->scratch.df : stack->dstream;
-  const real *n = NULL, *df;
+  real *const dn = before ? m->scratch.dn : stack->dstream;
+  const rpi_dropout added = added_by(run, s);
+  const real *const made = df_of(m, &added), *const df = made ? made : stack->dstream;
+  const real *n = NULL;
   run->layer = s / stack->parts;
   if (!stored->kept_n) RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));
-  RPI_TRY(add_to_stream_backward(run, ADDED[part], &df));
   if (part == RPI_FEED_FORWARD) {
     RPI_TRY(feed_forward_backward(run, stored, n, df, dn, !before));
   } else {

@@ -46,7 +46,7 @@ typedef struct rpi_stored {
   real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it; NULL: in
                     kept_in, in place */
   void *kept_n;  /* n as its product had it (rpi_linear), which is then not made again; or NULL; of
-                    the encoder's last: out as its decoder's layers have it */
+                    a stack's last: out as its decoder's layers have it, or the output projection */
   void *kept_in; /* so what makes f: z, or the activation; there where kept_n is */
 } rpi_stored;
 
@@ -60,7 +60,8 @@ typedef struct rpi_stack_memory {
 
 typedef struct rpi_scratch {
   real *normed;     /* n [rows][C] */
-  real *df;         /* of what a sublayer adds, in bf16 where products are, then of n [rows][C] */
+  real *df;         /* of what a sublayer adds [rows][C], in bf16 where products are */
+  real *dn;         /* norm before: of n [rows][C]; df itself where that is f32 */
   real *dz;         /* [rows][H D], as z; decoding's z where a device rounds */
   real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv; as qkv; decoding's qkv, as z */
   real *act;        /* after the activation [rows][F]; RELU, or where it is kept_in: not there */
@@ -164,6 +165,9 @@ typedef struct rpi_run {
   bool shape_only;      /* tables are named, not made */
   const rpi_kept *kept; /* NULL but in decoding */
   int64_t *hunt;        /* where the first number that is not finite shall be told; or NULL */
+  rpi_base base;        /* stream s + 1, which comes next, is still to become this and what sublayer
+                           s adds, which lies there; none: it is whole */
+  rpi_dropout added;    /* of what is added */
   bool again;           /* what was computed before: backward's share of the profile */
   int stack;            /* where it is, for the profile and dropout's sites */
   int64_t layer;
@@ -232,13 +236,14 @@ rp_status rpi_cross_keys(rpi_run *run, int64_t layer, real *kv);
 
 /* ---- layers.c: one sublayer, forward and backward -------------------------- */
 
-/* Everything of sublayer s from its stream to the next; without `last` it stops before what only
- * the next stream needs. */
+/* Everything of sublayer s from its stream to what it adds to the next, which it is added to when
+ * that is read; without `last` it stops before what only the next stream needs. */
 rp_status rpi_sublayer_forward(rpi_run *run, int64_t s, bool last);
 /* From the gradient of stream s + 1 to that of stream s, both in dstream. */
 rp_status rpi_sublayer_backward(rpi_run *run, int64_t s);
 
-/* n of stream s: the stored stream itself where it has no norm, else in `to`. */
+/* n of stream s: the stored stream itself where it has no norm, else in `to`. Backward, to the
+ * gradient of the stream, in `to`, and of what sublayer s - 1 added to it. */
 rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n);
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
                                    real *to);

@@ -94,8 +94,7 @@ static void carve_stack(rp_model *m, int number, plan *p) {
     rpi_stored stored = shared[part];
     if (s == sublayers) {
       stored = (rpi_stored){.stats = matrix(&p->step, rows, 2)};
-      const bool read = number == RPI_ENCODER && config->decoder.layers != 0;
-      if (read && rpi_rounds_operands(m)) stored.kept_n = kept(&p->step, rows, C);
+      if (rpi_rounds_operands(m)) stored.kept_n = kept(&p->step, rows, C);
     } else if (all) {
       carve_sublayer(m, number, part, &p->step, &stored);
     }
@@ -131,7 +130,9 @@ static void carve_scratch(rp_model *m, plan *p) {
   }
   if (!m->limits.training) return;
   const int element = rpi_operand_element(m);
-  to->df = matrix(arena, rows, C);
+  to->df = matrix_of(element, arena, rows, C);
+  to->dn = to->df;
+  if (element != RP_F32 && config->norm == RP_NORM_PRE) to->dn = matrix(arena, rows, C);
   to->dhidden = matrix_of(element, arena, rows, hidden);
   to->dact = config->activation == RP_SWIGLU ? matrix_of(element, arena, rows, F) : to->dhidden;
   const rpi_norm_backward_args norm = {.rows = rows, .columns = C};

@@ -49,7 +49,7 @@ rp_status rpi_layer_linear_backward(const rpi_run *run, const rpi_layer_linear *
                                          .dy_stride = dy_stride,
                                          .dy_element = l->dy_element,
                                          .dweight = rpi_gradient_at(m, l->weight),
-                                         .dbias = rpi_gradient_at(m, l->bias),
+                                         .dbias = l->summed ? NULL : rpi_gradient_at(m, l->bias),
                                          .dx = dx,
                                          .dx_element = l->dx_element,
                                          .add = add,

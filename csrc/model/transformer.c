@@ -139,16 +139,29 @@ static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
 }
 
 /* logits = x . Eᵀ of one block of rows */
-rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
-  rp_model *const m = run->model;
-  const rpi_linear output = output_of(m, x, rows);
+static rp_status logits_of(rp_model *m, const rpi_linear *output, real *logits) {
   const rpi_gemm_args g =
-      rpi_linear_forward(&output, logits, output.out, RP_F32, m->limits.precision);
+      rpi_linear_forward(output, logits, output->out, RP_F32, m->limits.precision);
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->gemm(&g));
-  note_output(m, "output", false, began, rpi_linear_operations(&output),
-              rpi_linear_numbers(&output));
+  note_output(m, "output", false, began, rpi_linear_operations(output), rpi_linear_numbers(output));
   return RP_OK;
+}
+
+rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
+  const rpi_linear output = output_of(run->model, x, rows);
+  return logits_of(run->model, &output, logits);
+}
+
+/* The same of rows of the last stack's result, which a device has left rounded. */
+static rpi_linear output_of_rows(const rp_model *m, int64_t row, int64_t rows) {
+  const int stack = rpi_last_stack(m);
+  const int64_t C = m->config.width;
+  rpi_linear output = output_of(m, m->stack[stack].out + row * C, rows);
+  char *const kept = m->stack[stack].stored[sublayers_of(m, stack)].kept_n;
+  output.given = kept != NULL;
+  if (kept) output.kept = kept + row * rpi_operand_stride(C, false) * rpi_element_bytes(RP_BF16);
+  return output;
 }
 
 /* Are the gradients of logits in bf16? Who multiplies them would round them, and half of the memory
@@ -158,21 +171,19 @@ static bool leaves_rounded(const rp_model *m) {
 }
 
 /* dx = dlogits . E,  dE += dlogitsᵀ . x */
-static rp_status block_backward(rpi_run *run, const real *x, int64_t rows, real *dx) {
-  rp_model *const m = run->model;
-  const rpi_linear output = output_of(m, x, rows);
+static rp_status block_backward(rp_model *m, const rpi_linear *output, real *dx) {
   const bool rounded = leaves_rounded(m); /* each row from where that of logits starts */
-  const rpi_linear_backward_args args = {.forward = output,
+  const rpi_linear_backward_args args = {.forward = *output,
                                          .dy = m->scratch.logits,
-                                         .dy_stride = rounded ? 2 * output.out : output.out,
+                                         .dy_stride = rounded ? 2 * output->out : output->out,
                                          .dy_element = rounded ? RP_BF16 : RP_F32,
                                          .dweight = m->gradients + m->layout.output,
                                          .dx = dx,
                                          .precision = m->limits.precision};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->linear_backward(&args));
-  note_output(m, "output", true, began, 2 * rpi_linear_operations(&output),
-              2 * rpi_linear_numbers(&output));
+  note_output(m, "output", true, began, 2 * rpi_linear_operations(output),
+              2 * rpi_linear_numbers(output));
   return RP_OK;
 }
 
@@ -184,8 +195,8 @@ static rp_status loss_of(rpi_run *run) {
   const int64_t rows = run->side[stack].rows, C = m->config.width;
   for (int64_t row = 0; row < rows; row += m->loss_rows) {
     const int64_t count = rows - row < m->loss_rows ? rows - row : m->loss_rows;
-    const real *const x = m->stack[stack].out + row * C;
-    RPI_TRY(rpi_output_logits(run, x, count, m->scratch.logits));
+    const rpi_linear output = output_of_rows(m, row, count);
+    RPI_TRY(logits_of(m, &output, m->scratch.logits));
     const rpi_cross_entropy_args args = {.rows = count,
                                          .classes = m->classes,
                                          .logits = m->scratch.logits,
@@ -202,7 +213,7 @@ static rp_status loss_of(rpi_run *run) {
     RPI_TRY(m->ops->cross_entropy(&args));
     const int64_t numbers = count * m->classes;
     note_output(m, "loss", false, began, 4 * (double)numbers, 2 * numbers);
-    if (run->backward) RPI_TRY(block_backward(run, x, count, m->stack[stack].dstream + row * C));
+    if (run->backward) RPI_TRY(block_backward(m, &output, m->stack[stack].dstream + row * C));
   }
   return RP_OK;
 }

@@ -144,5 +144,11 @@ static void activation_backward_block(void *context, int64_t task, int worker) {
 static rp_status activation_backward(const rpi_activation_backward_args *args) {
   packed_job job = packed_job_of(args, &args->dropout, args->rows, args->columns, args->columns);
   packed_run_all(&job, args->columns, activation_backward_block);
-  return RP_OK;
+  if (args->dbias == NULL) return RP_OK;
+  const int64_t columns = args->kind == RP_SWIGLU ? 2 * args->columns : args->columns;
+  return column_sums(&(rpi_column_sums_args){.rows = args->rows,
+                                             .columns = columns,
+                                             .x = args->dh,
+                                             .x_stride = columns,
+                                             .sum = args->dbias});
 }

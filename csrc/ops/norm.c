@@ -14,7 +14,8 @@
  *
  *   [blocks][2][columns, rounded up to whole vectors]
  *
- * which are added in the order of the blocks.
+ * which are added in the order of the blocks. What is added to a stream before, and its gradient
+ * behind, is a pass over all rows of its own (residual.c).
  */
 #include <assert.h>
 #include <math.h>
@@ -95,6 +96,8 @@ static void norm_block(void *context, int64_t task, int worker) {
 
 static rp_status norm(const rpi_norm_args *args) {
   if (args->columns == 0) return RP_OK;
+  assert(args->base.stats == NULL);
+  if (args->base.x != NULL) residual(args);
   norm_job job = {.args = args, .block = rpi_max(NORM_BLOCK / args->columns, 1)};
   const bool alone = args->rows < NORM_ALONE / args->columns;
   rpi_parallel_for(rpi_divide_up(args->rows, job.block), alone ? 1 : rpi_threads_get(), norm_block,
@@ -211,5 +214,11 @@ static rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *byte
   rpi_parallel_for(job.blocks, workers, norm_backward_block, &job);
   rpi_parallel_for(rpi_divide_up(args->columns, NORM_COLUMNS), workers, norm_backward_columns,
                    &job);
-  return RP_OK;
+  if (args->df != NULL) residual_backward(args);
+  if (args->dbias == NULL) return RP_OK;
+  return column_sums(&(rpi_column_sums_args){.rows = args->rows,
+                                             .columns = args->columns,
+                                             .x = args->df != NULL ? args->df : args->dx,
+                                             .x_stride = args->columns,
+                                             .sum = args->dbias});
 }

@@ -242,27 +242,20 @@ typedef struct rpi_embed_backward_args {
   real *dpositions; /* NULL: not wanted */
 } rpi_embed_backward_args;
 
-/* out = x + keep(f); out may be x, f or neither. Backward: df = keep(dout), which may be dout
- * (x takes dout itself). */
-typedef struct rpi_residual_args {
-  int64_t rows, columns;
-  const real *x, *f;
-  rpi_dropout dropout;
-  real *out;
-} rpi_residual_args;
+/* What something is added to: x itself, or, with stats, what a norm has made of x and not left. */
+typedef struct rpi_base {
+  const real *x;                    /* NULL: there is none */
+  const real *stats, *gain, *shift; /* of a device; shift: or NULL */
+} rpi_base;
 
-typedef struct rpi_residual_backward_args {
-  int64_t rows, columns;
-  const real *dout;
-  rpi_dropout dropout;
-  real *df;
-  int df_element;
-} rpi_residual_backward_args;
-
-/* y = (x - mean) * rstd * gain + shift, over the columns of each row. */
+/* y = (x - mean) * rstd * gain + shift, over the columns of each row; with a base, of a stream to
+ * which something is added, which lies at x, so that x becomes base + keep(x) first. */
 typedef struct rpi_norm_args {
   int64_t rows, columns;
-  const real *x, *gain;
+  real *x;
+  rpi_base base; /* its x may be y */
+  rpi_dropout dropout;
+  const real *gain;
   const real *shift; /* or NULL */
   double epsilon;
   real *y;     /* NULL: only rounded is wanted */
@@ -271,13 +264,17 @@ typedef struct rpi_norm_args {
   rpi_operand rounded;
 } rpi_norm_args;
 
-/* dx = dstream + the gradient through the norm. */
+/* dx = dstream + the gradient through the norm; it is the base's, and df = keep(dx) that of what
+ * was added, by a linear layer, whose bias has the sums of df's columns. */
 typedef struct rpi_norm_backward_args {
   int64_t rows, columns;
   const real *x, *gain, *stats, *dy;
-  const real *dstream;  /* or NULL; may be dx */
-  real *dx;             /* may be dy */
-  real *dgain, *dshift; /* dshift NULL: there is none */
+  const real *dstream; /* or NULL; may be dx */
+  real *dx;            /* may be dy */
+  rpi_dropout dropout;
+  real *df; /* may be dy; NULL: it is dx, or not wanted */
+  int df_element;
+  real *dgain, *dshift, *dbias; /* dshift, dbias: NULL where there is none */
   void *workspace;
   int64_t workspace_bytes;
 } rpi_norm_backward_args;
@@ -303,6 +300,7 @@ typedef struct rpi_activation_backward_args {
   real *dh;
   int element;         /* of da and dh */
   rpi_operand rounded; /* in place of a, where a was left there */
+  real *dbias;         /* += the sums of dh's columns; or NULL */
 } rpi_activation_backward_args;
 
 /* Of every row: loss = -sum_c y_c log softmax(logits)_c with the smoothed y, nll = -log softmax at
@@ -456,8 +454,6 @@ typedef struct rp_ops {
 
   rp_status (*embed)(const rpi_embed_args *args);
   rp_status (*embed_backward)(const rpi_embed_backward_args *args);
-  rp_status (*residual)(const rpi_residual_args *args);
-  rp_status (*residual_backward)(const rpi_residual_backward_args *args);
   rp_status (*norm)(const rpi_norm_args *args);
   rp_status (*norm_backward)(const rpi_norm_backward_args *args, int64_t *bytes); /* as above */
   rp_status (*activation)(const rpi_activation_args *args);

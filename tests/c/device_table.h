@@ -179,25 +179,13 @@ static inline rp_status there_embed_backward(const rpi_embed_backward_args *args
   return there_end(there.ops->embed_backward(&b));
 }
 
-static inline rp_status there_residual(const rpi_residual_args *args) {
-  rpi_residual_args a = *args;
-  const int64_t count = a.rows * a.columns;
-  a.x = there_numbers(a.x, count);
-  a.f = there_numbers(a.f, count);
-  a.out = there_numbers(a.out, count);
-  return there_end(there.ops->residual(&a));
-}
-
-static inline rp_status there_residual_backward(const rpi_residual_backward_args *args) {
-  rpi_residual_backward_args a = *args;
-  a.dout = there_numbers(a.dout, a.rows * a.columns);
-  a.df = there_elements(a.df, a.df_element, a.rows, a.columns, a.columns);
-  return there_end(there.ops->residual_backward(&a));
-}
-
 static inline rp_status there_norm(const rpi_norm_args *args) {
   rpi_norm_args a = *args;
   a.x = there_numbers(a.x, a.rows * a.columns);
+  a.base.x = there_numbers(a.base.x, a.rows * a.columns);
+  a.base.stats = there_numbers(a.base.stats, 2 * a.rows);
+  a.base.gain = there_numbers(a.base.gain, a.columns);
+  a.base.shift = there_numbers(a.base.shift, a.columns);
   a.gain = there_numbers(a.gain, a.columns);
   a.shift = there_numbers(a.shift, a.columns);
   a.y = there_numbers(a.y, a.rows * a.columns);
@@ -216,6 +204,8 @@ static inline rp_status there_norm_backward(const rpi_norm_backward_args *args, 
   a.dy = there_numbers(a.dy, count);
   a.dstream = there_numbers(a.dstream, count);
   a.dx = there_numbers(a.dx, count);
+  a.df = there_elements(a.df, a.df_element, a.rows, a.columns, a.columns);
+  a.dbias = there_numbers(a.dbias, a.columns);
   a.dgain = there_numbers(a.dgain, a.columns);
   a.dshift = there_numbers(a.dshift, a.columns);
   a.workspace = there_at(a.workspace, a.workspace_bytes);
@@ -240,6 +230,7 @@ static inline rp_status there_activation_backward(const rpi_activation_backward_
   a.rounded.memory = there_whole(a.rounded.memory, rpi_linear_kept(a.rows, a.columns));
   a.da = there_elements(a.da, a.element, 1, 0, count);
   a.dh = there_elements(a.dh, a.element, 1, 0, wide);
+  a.dbias = there_numbers(a.dbias, a.kind == RP_SWIGLU ? 2 * a.columns : a.columns);
   return there_end(there.ops->activation_backward(&a));
 }
 
@@ -439,8 +430,6 @@ static const rp_ops there_table = {
     .scatter = there_scatter,
     .embed = there_embed,
     .embed_backward = there_embed_backward,
-    .residual = there_residual,
-    .residual_backward = there_residual_backward,
     .norm = there_norm,
     .norm_backward = there_norm_backward,
     .activation = there_activation,

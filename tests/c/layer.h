@@ -212,6 +212,30 @@ static inline bool has_same_bits(const rp_ops *ops, void (*run)(const rp_ops *op
   return same;
 }
 
+typedef struct layer_shape {
+  int64_t rows, columns;
+} layer_shape;
+
+/* ---- sums over rows --------------------------------------------------------------- */
+
+/* Are they `before` and the sums of the columns of x[rows][columns], rows `stride` apart? 64 rows
+ * are added in `real`, these sums in double, the whole to what is there. */
+static inline bool are_sums(const rp_ops *ops, const array *before, const array *sums,
+                            const real *x, layer_shape s, int64_t stride) {
+  bool right = true;
+  for (int64_t c = 0; c < s.columns; c++) {
+    long double expected = before->data[c], size = 0;
+    for (int64_t row = 0; row < s.rows; row++) {
+      const long double one = x[row * stride + c];
+      expected += one;
+      size += fabsl(one);
+    }
+    const long double allowed = 1.01L * UNIT * (64 * size + 2 * fabsl(expected) + 1);
+    right = right && is_close(ops, sums->name, c, sums->data[c], expected, allowed);
+  }
+  return right;
+}
+
 /* ---- derivatives ------------------------------------------------------------------ */
 
 /* Is gradient[i] the derivative of f by x[i], for every i? By the four-point formula,
@@ -247,10 +271,6 @@ static inline double weighted_sum(const array *x, const array *weights) {
 }
 
 /* ---- shapes ----------------------------------------------------------------------- */
-
-typedef struct layer_shape {
-  int64_t rows, columns;
-} layer_shape;
 
 /* Empty and odd ones; a small run leaves out the last two, a tiny one three. */
 static const layer_shape layer_shapes[] = {

@@ -13,7 +13,7 @@
 typedef struct layer {
   rpi_activation_args forward;
   rpi_activation_backward_args backward;
-  array h, a, da, dh;
+  array h, a, da, dh, dbias;
   packing p;
 } layer;
 
@@ -36,6 +36,7 @@ static void layer_create(layer *l, layer_shape s, int kind, double rate, double 
   l->a = array_of("a", count, (real)NAN);
   l->da = array_random("da", count, 1);
   l->dh = array_of("dh", wide, (real)NAN);
+  l->dbias = array_random("dbias", kind == RP_SWIGLU ? 2 * s.columns : s.columns, 1);
   l->forward = (rpi_activation_args){s.rows,       s.columns, kind,         l->h.data,
                                      l->p.dropout, l->a.data, {NULL, false}};
   l->backward = (rpi_activation_backward_args){.rows = s.rows,
@@ -45,7 +46,8 @@ static void layer_create(layer *l, layer_shape s, int kind, double rate, double 
                                                .a = kind == RP_RELU ? l->a.data : NULL,
                                                .da = l->da.data,
                                                .dropout = l->p.dropout,
-                                               .dh = l->dh.data};
+                                               .dh = l->dh.data,
+                                               .dbias = l->dbias.data};
 }
 
 static void layer_free(layer *l) {
@@ -53,6 +55,7 @@ static void layer_free(layer *l) {
   array_free(&l->a);
   array_free(&l->da);
   array_free(&l->dh);
+  array_free(&l->dbias);
 }
 
 /* f, its derivatives, and the error that each may have. */
@@ -127,16 +130,19 @@ static bool is_right(const rp_ops *ops, const layer *l, const array *h, const ar
 static void test_shape(const rp_ops *ops, layer_shape s, int kind, double rate, bool in_place) {
   layer l;
   layer_create(&l, s, kind, rate, 6);
-  array h = array_copy(&l.h), da = array_copy(&l.da);
+  const layer_shape wide = {s.rows, l.dbias.count};
+  array h = array_copy(&l.h), da = array_copy(&l.da), dbias = array_copy(&l.dbias);
   if (in_place && kind == RP_RELU) l.backward.a = l.forward.a = l.h.data;
   if (in_place && kind != RP_SWIGLU) l.backward.dh = l.da.data;
-  CHECK(has_same_bits(ops, run, &l, (array[]){l.h, l.a, l.da, l.dh}, 4));
+  CHECK(has_same_bits(ops, run, &l, (array[]){l.h, l.a, l.da, l.dh, l.dbias}, 5));
+  CHECK(are_sums(ops, &dbias, &l.dbias, l.backward.dh, wide, wide.columns));
   if (!CHECK(is_right(ops, &l, &h, &da))) {
     printf("\n  kind %d, %lld x %lld, rate %g", kind, (long long)s.rows, (long long)s.columns,
            rate);
   }
   array_free(&h);
   array_free(&da);
+  array_free(&dbias);
   layer_free(&l);
 }
 
@@ -163,7 +169,7 @@ static void test_rounded(const rp_ops *ops, layer_shape s, int kind, double rate
   l.backward.da = da.data;
   l.backward.dh = dh.data;
   l.backward.element = RP_BF16;
-  array before = array_copy(&l.dh);
+  array before = array_copy(&l.dh), dbias = array_copy(&l.dbias);
   run(ops, &l);
   bool right = true;
   for (int64_t i = 0; i < l.a.count; i++) {
@@ -177,8 +183,11 @@ static void test_rounded(const rp_ops *ops, layer_shape s, int kind, double rate
   for (int64_t i = 0; i < before.count; i++) {
     right = right && has_rounded(dh.data, i, before.data[i]);
   }
+  array_round(&before);
+  right = right && are_sums(ops, &dbias, &l.dbias, before.data,
+                            (layer_shape){s.rows, l.dbias.count}, l.dbias.count);
   if (!CHECK(right)) printf("\n  kind %d in bf16, %lld columns", kind, (long long)s.columns);
-  array *const all[] = {&da, &wide, &kept, &before};
+  array *const all[] = {&da, &wide, &kept, &before, &dbias};
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
   layer_free(&l);
 }
@@ -237,8 +246,8 @@ static void test_not_finite(const rp_ops *ops) {
     real h[6] = {(real)NAN, (real)INFINITY, 2, 1, 1, 1}, a[3] = {0}, dh[6] = {0};
     const real da[3] = {1, 1, (real)NAN};
     const rpi_activation_args forward = {1, 3, kind, h, none, a, {NULL, false}};
-    const rpi_activation_backward_args backward = {1,  3,    kind, h,      a,
-                                                   da, none, dh,   RP_F32, {NULL, false}};
+    const rpi_activation_backward_args backward = {1,  3,      kind,          h,   a, da, none,
+                                                   dh, RP_F32, {NULL, false}, NULL};
     CHECK_INT(ops->activation(&forward), RP_OK);
     CHECK(isnan(a[0]) && isinf(a[1]) && isfinite(a[2]));
     CHECK_INT(ops->activation_backward(&backward), RP_OK);

@@ -44,9 +44,14 @@ static void layer_create(const rp_ops *ops, layer *l, layer_shape s, int options
   l->dgain = array_random("dgain", s.columns, 1);
   l->dshift = array_random("dshift", s.columns, 1);
   const bool shift = (options & WITH_SHIFT) != 0, stream = (options & WITH_STREAM) != 0;
-  l->forward =
-      (rpi_norm_args){s.rows, s.columns, l->x.data,     l->gain.data, shift ? l->shift.data : NULL,
-                      1e-3,   l->y.data, l->stats.data, {NULL, 0, 0}, {NULL, false}};
+  l->forward = (rpi_norm_args){.rows = s.rows,
+                               .columns = s.columns,
+                               .x = l->x.data,
+                               .gain = l->gain.data,
+                               .shift = shift ? l->shift.data : NULL,
+                               .epsilon = 1e-3,
+                               .y = l->y.data,
+                               .stats = l->stats.data};
   l->backward = (rpi_norm_backward_args){.rows = s.rows,
                                          .columns = s.columns,
                                          .x = l->x.data,
@@ -202,7 +207,8 @@ static void test_derivatives(const rp_ops *ops, int options) {
 static void test_values(const rp_ops *ops) {
   real x[3][4] = {{1, 2, 3, 6}, {7, 7, 7, 7}, {0, 0, (real)INFINITY, 0}}, y[3][4];
   const real gain[4] = {1, 1, 1, 2}, shift[4] = {0, 0, 0, 1};
-  const rpi_norm_args a = {3, 4, x[0], gain, shift, 0.5, y[0], NULL, {NULL, 0, 0}, {NULL, false}};
+  const rpi_norm_args a = {
+      .rows = 3, .columns = 4, .x = x[0], .gain = gain, .shift = shift, .epsilon = 0.5, .y = y[0]};
   CHECK_INT(ops->norm(&a), RP_OK); /* mean 3, variance 3.5 */
   CHECK(y[0][0] == -1 && y[0][1] == (real)-0.5 && y[0][2] == 0 && y[0][3] == 4);
   CHECK(y[1][0] == 0 && y[1][1] == 0 && y[1][2] == 0 && y[1][3] == 1);
