@@ -102,6 +102,7 @@ rp_status post(void **letter, const void *from, int64_t bytes);
 rp_status collect(void *letter, void *to, int64_t bytes);
 bool arrived(void *letter);
 void discard(void *letter);
+rp_status round_weights(const rpi_rounding *list, int64_t count);
 rp_status gemm(const rpi_gemm_args *args);
 rp_status linear_backward(const rpi_linear_backward_args *args);
 rp_status attention_workspace(const rp_attention *shape, int workers, int64_t *forward_bytes,

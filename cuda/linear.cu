@@ -16,9 +16,9 @@
  * bytes: each is read and written once, which is little beside a product by tensor cores that
  * finds its operands as it likes them; norms, activations and attention leave their results so
  * (rpi_operand), and a result that only products read is bf16 from the start (c_element).
- * A model's weights are packed once a call (rpi_rounded): by their first product, for all others
- * and the way back. The way back packs dy once for both products, unless it is bf16 already, and
- * adds up its columns as it passes. Sums are f32 in any case, and never TF32.
+ * A model's weights are packed once a call, all at once (round_weights), for the way back too,
+ * which packs dy once for both products, unless it is bf16 already, and adds up its columns as it
+ * passes. Sums are f32 in any case, and never TF32.
  */
 #include "blas.h"
 #include "ops/linear.h"
@@ -27,7 +27,8 @@
 namespace rpc {
 namespace {
 
-constexpr int pack_threads = 256;
+constexpr int pack_threads = 256, pack_ahead = 4; /* quads that a thread has on their way */
+constexpr int most_packs = 48;                    /* of a launch: parameters take 4 KB at most */
 
 /* One operand as stored: `rows` of `columns` numbers. */
 struct Operand {
@@ -63,8 +64,8 @@ struct Pack {
   int64_t stride, rows, columns;
   bf16 *to;
   int64_t to_stride;
-  unsigned blocks; /* of pack_threads: several rows, or one that threads go along */
-  int across;      /* 2 to this power threads have a row, what stands behind it at last */
+  unsigned begin, blocks; /* of pack_threads: several rows, or some that threads go along */
+  int across;             /* 2 to this power threads have a row, what stands behind it at last */
   bool wide;
   const float *behind; /* [rows], whose parts follow each row's columns; or NULL */
   bool ones;           /* ones follow */
@@ -90,23 +91,50 @@ __device__ void put_behind(const Pack &p, int64_t row, int64_t left, Four &four)
   }
 }
 
-__device__ void pack_block(const Pack &p, unsigned block) {
+__device__ void pack_block(const Pack &p) {
   const unsigned down = pack_threads >> p.across, apart = 4u << p.across;
-  const int64_t row = static_cast<int64_t>(block) * down + (threadIdx.x >> p.across);
-  if (row >= p.rows) return;
-  const float *const x = p.x + row * p.stride;
+  const int64_t first =
+      static_cast<int64_t>(blockIdx.x - p.begin) * pack_ahead * down + (threadIdx.x >> p.across);
   for (int64_t at = 4 * threadIdx.x & (apart - 1); at < p.to_stride; at += apart) {
     const int64_t left = p.columns - at;
-    Four four = p.wide ? load_four<true>(x + at, left) : load_four<false>(x + at, left);
-    if (left < 4 && (p.ones || p.behind != nullptr)) put_behind(p, row, left, four);
-    store_rounded(p.to + row * p.to_stride + at, four);
+    Four ahead[pack_ahead];
+#pragma unroll
+    for (int m = 0; m < pack_ahead; m++) {
+      const int64_t row = first + m * down, there = row < p.rows ? left : 0;
+      const float *const x = p.x + row * p.stride + at;
+      ahead[m] = p.wide ? load_four<true>(x, there) : load_four<false>(x, there);
+    }
+#pragma unroll
+    for (int m = 0; m < pack_ahead; m++) {
+      const int64_t row = first + m * down;
+      if (row >= p.rows) break;
+      if (left < 4 && (p.ones || p.behind != nullptr)) put_behind(p, row, left, ahead[m]);
+      store_rounded(p.to + row * p.to_stride + at, ahead[m]);
+    }
   }
 }
 
 /* The blocks of one, then those of the other. */
 __global__ void __launch_bounds__(pack_threads) pack_rows(Pack first, Pack second) {
-  if (blockIdx.x < first.blocks) pack_block(first, blockIdx.x);
-  else pack_block(second, blockIdx.x - first.blocks);
+  if (blockIdx.x < second.begin) pack_block(first);
+  else pack_block(second);
+}
+
+/* The blocks of one after the other. */
+struct Packs {
+  Pack of[most_packs];
+  int count;
+};
+static_assert(sizeof(Packs) <= 4096);
+
+__global__ void __launch_bounds__(pack_threads) pack_all(const __grid_constant__ Packs packs) {
+  int first = 0, last = packs.count - 1;
+  while (first < last) {
+    const int middle = (first + last + 1) / 2;
+    if (packs.of[middle].begin <= blockIdx.x) first = middle;
+    else last = middle - 1;
+  }
+  pack_block(packs.of[first]);
 }
 
 rp_status start_with_bias(const rpi_gemm_args &g) {
@@ -144,7 +172,7 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   p->to_stride = rounded_stride(x->columns + more);
   p->wide = is_wide(p->x, p->stride);
   while (4 << p->across < p->columns && 1 << p->across < pack_threads) p->across++;
-  const int64_t down = pack_threads >> p->across;
+  const int64_t down = pack_ahead * (pack_threads >> p->across);
   p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
   p->to = static_cast<bf16 *>(to);
   if (to == nullptr) RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
@@ -153,8 +181,9 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
 }
 
 /* What is to be packed, of one operand or two, by one launch. */
-rp_status launch_packs(const Pack &first, const Pack &second) {
+rp_status launch_packs(const Pack &first, Pack second) {
   const unsigned blocks = first.blocks + second.blocks;
+  second.begin = first.blocks;
   if (blocks == 0) return RP_OK;
   CUDA_TRY(
       launch(pack_rows, {dim3(blocks), dim3(pack_threads), 0, context().stream}, first, second));
@@ -172,17 +201,14 @@ rp_status pack(Operand *x, Operand *y = nullptr) {
  * and their columns are more. */
 rp_status pack_product(const rpi_gemm_args &g, const float *bias, Operand *a, Operand *b) {
   const int more = bias != nullptr ? bias_parts : 0;
-  rpi_rounded *const r = g.rounded;
   Pack first = {}, second = {};
   first.ones = bias != nullptr;
   second.behind = bias;
   if (g.given) *a = rounded_at(*a, more, g.kept);
   else RPI_TRY(begin_pack(a, more, g.kept, &first));
-  if (r != nullptr && r->made) *b = rounded_at(*b, more, r->memory);
-  else RPI_TRY(begin_pack(b, more, r != nullptr ? r->memory : nullptr, &second));
-  RPI_TRY(launch_packs(first, second));
-  if (r != nullptr) r->made = true;
-  return RP_OK;
+  if (g.rounded != nullptr) *b = rounded_at(*b, more, g.rounded);
+  else RPI_TRY(begin_pack(b, more, nullptr, &second));
+  return launch_packs(first, second);
 }
 
 /* One, unless it is packed already; and the sums of its columns are added to `sum`. */
@@ -211,6 +237,26 @@ rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
 }
 
 }  // namespace
+
+rp_status round_weights(const rpi_rounding *list, int64_t count) {
+  for (int64_t i = 0; i < count;) {
+    Packs packs = {};
+    unsigned blocks = 0;
+    for (; i < count && packs.count < most_packs; i++) {
+      const rpi_rounding &r = list[i];
+      if (r.to == nullptr) continue;
+      Operand weight = {r.weight, r.out, r.in, r.in, CUDA_R_32F};
+      Pack &p = packs.of[packs.count++];
+      p.behind = r.bias;
+      p.begin = blocks;
+      RPI_TRY(begin_pack(&weight, r.bias != nullptr ? bias_parts : 0, r.to, &p));
+      blocks += p.blocks;
+    }
+    if (blocks == 0) continue;
+    CUDA_TRY(launch(pack_all, {dim3(blocks), dim3(pack_threads), 0, context().stream}, packs));
+  }
+  return RP_OK;
+}
 
 rp_status gemm(const rpi_gemm_args *args) {
   rpi_gemm_args g = *args;
@@ -249,9 +295,8 @@ rp_status linear_backward(const rpi_linear_backward_args *args) {
     if (args->dbias != nullptr) RPI_TRY(pack_and_sum(&dy, args->dbias));
     else if (dy.type == CUDA_R_32F) RPI_TRY(pack(&dy));
     const int more = l->bias != nullptr ? bias_parts : 0;
-    const bool made = l->rounded != nullptr && l->rounded->made;
-    Operand *const other = to_x && !made ? &weight : nullptr;
-    if (made) weight = rounded_at(weight, more, l->rounded->memory);
+    Operand *const other = to_x && l->rounded == nullptr ? &weight : nullptr;
+    if (l->rounded != nullptr) weight = rounded_at(weight, more, l->rounded);
     if (l->kept != nullptr) x = rounded_at(x, more, l->kept);
     if (l->kept == nullptr) RPI_TRY(pack(&x, other));
     else if (other != nullptr) RPI_TRY(pack(other));

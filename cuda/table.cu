@@ -34,6 +34,7 @@ const rp_ops ops = {
     Entry<collect>::call,
     Entry<arrived>::call,
     discard, /* as release */
+    Entry<round_weights>::call,
     Entry<gemm>::call,
     Entry<linear_backward>::call,
     Entry<attention_workspace>::call,

@@ -44,16 +44,31 @@ def f32(libraries: dict[str, Path], emulated_device: Path) -> Core:
     return core_by_name(libraries, "f32")
 
 
-def waits() -> int:
+def counted(what: str) -> int:
     if os.environ.get("RELPOS_TEST_CUDA") == "gpu":
-        pytest.skip("a GPU counts no waits")
-    return counters(Path(os.environ["RELPOS_CUDA_LIBRARY"]))["waits"]
+        pytest.skip(f"a GPU counts no {what}")
+    return counters(Path(os.environ["RELPOS_CUDA_LIBRARY"]))[what]
 
 
 def told(result: Any) -> dict[str, Any]:
     names = ("tokens", "loss", "nll", "accuracy", "gradient_norm", "learning_rate")
     names += ("step", "attempt", "finite", "first_bad")
     return {name: getattr(result, name) for name in names}
+
+
+# ---------------------------------------------------------------------------------- launches
+
+
+def test_all_weights_are_rounded_by_one_launch(f32: Core) -> None:
+    """Beside it, without biases, what the output projection is given is all that bf16 adds."""
+    changes = TRAINED | {"bias": 0}
+    batch, launches = batch_for(changes), []
+    for precision in (0, 1):
+        with on_device(f32, changes, precision=precision) as model:
+            before = counted("launches")
+            model.forward(batch)
+            launches.append(counted("launches") - before)
+    assert launches[1] == launches[0] + 2
 
 
 # ---------------------------------------------------------------------------------- waiting
@@ -66,10 +81,10 @@ def test_a_step_waits_for_nothing(f32: Core, kind: str, limits: dict[str, int]) 
     batches = [batch_for(KINDS[kind], seed) for seed in range(4)]
     with on_device(f32, KINDS[kind], **limits) as model:
         model.begin(*batches[:2])
-        before = waits()
+        before = counted("waits")
         for t in range(6):
             model.begin(*batches[t % 3 : t % 3 + 2])
-        assert waits() == before
+        assert counted("waits") == before
         assert model.results() == (7, 7)
 
 

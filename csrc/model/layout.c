@@ -173,6 +173,7 @@ static void start_one(const rp_config *config, const rpi_parameter *p, rp_real *
       switch (p->start) {
         case RPI_ZEROS: value = 0; break;
         case RPI_ONES: value = 1; break;
+        case RPI_LINEAR:
         case RPI_GLOROT: value = bound * (2 * (double)rpi_uniform(bits.word[c]) - 1); break;
         case RPI_EMBEDDING: value = deviation * normals[c]; break;
         case RPI_SLOPES: value = rpi_alibi_slope(i + c, config->heads); break;

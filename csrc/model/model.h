@@ -20,8 +20,8 @@
  *                a model that was opened lie in its file, mapped, or in a block of their own
  *   step         streams and what sublayers store | scratch | losses | ledger
  *   workspace    of attention: grows where a batch needs more than was planned
- *   rounded      on a device, in bf16: weights as products have them; where there is no memory for
- *                them, each product rounds its own
+ *   rounded      on a device, in bf16: weights as products have them, made by the first in a call;
+ *                where there is no memory for them, each product rounds its own
  */
 #ifndef RPI_MODEL_H
 #define RPI_MODEL_H
@@ -106,7 +106,8 @@ struct rp_model {
   bool bare;           /* its weights lie elsewhere: in the mapping, or in own_weights */
   rpi_mapping mapping; /* of the file that they lie in */
   real *own_weights;
-  rpi_rounded *rounded; /* of the parameters; memory NULL: of none such */
+  rpi_rounding *rounded; /* of the parameters; to NULL: of none such */
+  bool is_rounded;       /* all of them, of weights that have not changed since */
   void *fixed, *numbers, *step_memory, *workspace, *rounded_memory;
   int64_t fixed_bytes, numbers_bytes, workspace_bytes, rounded_bytes;
   int64_t step, attempt;      /* step: see rpi_model_settle */
@@ -218,7 +219,7 @@ rp_status rpi_model_own_weights(rp_model *m);
 void rpi_model_free(rp_model *model);
 
 /* From here on weights may be others: none is rounded yet. */
-void rpi_model_weights_changed(rp_model *m);
+static inline void rpi_model_weights_changed(rp_model *m) { m->is_rounded = false; }
 
 /* Makes attention's workspace as large as this batch needs it. */
 rp_status rpi_model_reserve(rpi_run *run);

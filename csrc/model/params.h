@@ -24,32 +24,33 @@
 #define RPI_ABSENT (-1)
 #define RPI_PARAMETER_NAME 64
 
-/* How a parameter begins: GLOROT is uniform within sqrt(6 / (rows + columns)), EMBEDDING normal
- * with deviation C^-0.5, SLOPES those of ALiBi. */
-enum rpi_start { RPI_ZEROS, RPI_ONES, RPI_GLOROT, RPI_EMBEDDING, RPI_SLOPES };
+/* How a parameter begins: GLOROT is uniform within sqrt(6 / (rows + columns)), and so is LINEAR,
+ * the weight of a linear layer, whose bias follows it; EMBEDDING normal with deviation C^-0.5,
+ * SLOPES those of ALiBi. */
+enum rpi_start { RPI_ZEROS, RPI_ONES, RPI_GLOROT, RPI_LINEAR, RPI_EMBEDDING, RPI_SLOPES };
 
 #define RPI_NORM_PARAMETERS(X)                                                                     \
   X(gain, "gain", RPI_ONES, false, true, 0, 0, C)                                                  \
   X(shift, "shift", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 #define RPI_SELF_PARAMETERS(X)                                                                     \
-  X(qkv, "qkv.weight", RPI_GLOROT, true, true, 0, 3 * HD, C)                                       \
+  X(qkv, "qkv.weight", RPI_LINEAR, true, true, 0, 3 * HD, C)                                       \
   X(qkv_bias, "qkv.bias", RPI_ZEROS, false, config->bias, 0, 0, 3 * HD)                            \
-  X(out, "out.weight", RPI_GLOROT, true, true, 0, C, HD)                                           \
+  X(out, "out.weight", RPI_LINEAR, true, true, 0, C, HD)                                           \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 #define RPI_CROSS_PARAMETERS(X)                                                                    \
-  X(q, "q.weight", RPI_GLOROT, true, true, 0, HD, C)                                               \
+  X(q, "q.weight", RPI_LINEAR, true, true, 0, HD, C)                                               \
   X(q_bias, "q.bias", RPI_ZEROS, false, config->bias, 0, 0, HD)                                    \
-  X(kv, "kv.weight", RPI_GLOROT, true, true, 0, 2 * HD, C)                                         \
+  X(kv, "kv.weight", RPI_LINEAR, true, true, 0, 2 * HD, C)                                         \
   X(kv_bias, "kv.bias", RPI_ZEROS, false, config->bias, 0, 0, 2 * HD)                              \
-  X(out, "out.weight", RPI_GLOROT, true, true, 0, C, HD)                                           \
+  X(out, "out.weight", RPI_LINEAR, true, true, 0, C, HD)                                           \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 #define RPI_FEED_FORWARD_PARAMETERS(X)                                                             \
-  X(in, "in.weight", RPI_GLOROT, true, true, 0, rpi_hidden(config), C)                             \
+  X(in, "in.weight", RPI_LINEAR, true, true, 0, rpi_hidden(config), C)                             \
   X(in_bias, "in.bias", RPI_ZEROS, false, config->bias, 0, 0, rpi_hidden(config))                  \
-  X(out, "out.weight", RPI_GLOROT, true, true, 0, C, F)                                            \
+  X(out, "out.weight", RPI_LINEAR, true, true, 0, C, F)                                            \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 /* Tables of a layer's positions, or of all layers of a stack. T, heads and the questions are

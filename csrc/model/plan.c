@@ -140,9 +140,9 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->norm = rpi_arena_take(arena, to->norm_bytes, 1);
 }
 
-/* Is it the weight of a linear layer? Tables of a few relations may look like one. */
+/* Is it the weight of a linear layer, or the output projection's? */
 static bool is_multiplied(const rpi_layout *layout, const rpi_parameter *p) {
-  return p->at == layout->output || (p->dimensions == 2 && p->start == RPI_GLOROT);
+  return p->start == RPI_LINEAR || p->at == layout->output;
 }
 
 /* Shapes are known once the layout is there, after the first count. */
@@ -151,14 +151,12 @@ static void carve_rounded(rp_model *m, plan *p) {
   m->rounded = rpi_arena_take(&p->fixed, layout->count, sizeof *m->rounded);
   for (int64_t i = 0; m->rounded && i < layout->count; i++) {
     const rpi_parameter *const of = &layout->parameters[i];
-    m->rounded[i] = (rpi_rounded){.memory = NULL};
+    m->rounded[i] = (rpi_rounding){.to = NULL};
     if (!rpi_rounds_operands(m) || !is_multiplied(layout, of)) continue;
-    m->rounded[i].memory = kept(&p->rounded, of->shape[0], of->shape[1]);
+    m->rounded[i].out = of->shape[0];
+    m->rounded[i].in = of->shape[1];
+    m->rounded[i].to = kept(&p->rounded, of->shape[0], of->shape[1]);
   }
-}
-
-void rpi_model_weights_changed(rp_model *m) {
-  for (int64_t i = 0; i < m->layout.count; i++) m->rounded[i].made = false;
 }
 
 /* Everything, from arenas that may only count; bytes as they are known by then. */

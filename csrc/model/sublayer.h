@@ -51,8 +51,9 @@ static inline rpi_dropout rpi_dropout_at(const rpi_run *run, double rate, enum r
 
 /* ---- linear layers: sublayer.c --------------------------------------------- */
 
-/* The weight that lies there as products have it, or NULL. */
-rpi_rounded *rpi_rounded_of(const rp_model *m, int64_t weight);
+/* *rounded = the weight that lies there as products have it, or NULL. All are rounded at once where
+ * they may have changed. */
+rp_status rpi_rounded_of(rp_model *m, int64_t weight, const void **rounded);
 
 /* One of a layer, y = x . Wᵀ + b, by where its parameters lie. */
 typedef struct rpi_layer_linear {

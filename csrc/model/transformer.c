@@ -128,14 +128,14 @@ static void note_output(rp_model *m, const char *operation, bool backward, doubl
                   rpi_bytes_of(numbers));
 }
 
-static rpi_linear output_of(const rp_model *m, const real *x, int64_t rows) {
-  return (rpi_linear){.rows = rows,
-                      .in = m->config.width,
-                      .out = m->classes,
-                      .x = x,
-                      .x_stride = m->config.width,
-                      .weight = m->weights + m->layout.output,
-                      .rounded = rpi_rounded_of(m, m->layout.output)};
+static rp_status output_of(rp_model *m, const real *x, int64_t rows, rpi_linear *to) {
+  *to = (rpi_linear){.rows = rows,
+                     .in = m->config.width,
+                     .out = m->classes,
+                     .x = x,
+                     .x_stride = m->config.width,
+                     .weight = m->weights + m->layout.output};
+  return rpi_rounded_of(m, m->layout.output, &to->rounded);
 }
 
 /* logits = x . Eᵀ of one block of rows */
@@ -149,19 +149,20 @@ static rp_status logits_of(rp_model *m, const rpi_linear *output, real *logits) 
 }
 
 rp_status rpi_output_logits(rpi_run *run, const real *x, int64_t rows, real *logits) {
-  const rpi_linear output = output_of(run->model, x, rows);
+  rpi_linear output;
+  RPI_TRY(output_of(run->model, x, rows, &output));
   return logits_of(run->model, &output, logits);
 }
 
 /* The same of rows of the last stack's result, which a device has left rounded. */
-static rpi_linear output_of_rows(const rp_model *m, int64_t row, int64_t rows) {
+static rp_status output_of_rows(rp_model *m, int64_t row, int64_t rows, rpi_linear *to) {
   const int stack = rpi_last_stack(m);
   const int64_t C = m->config.width;
-  rpi_linear output = output_of(m, m->stack[stack].out + row * C, rows);
   char *const kept = m->stack[stack].stored[sublayers_of(m, stack)].kept_n;
-  output.given = kept != NULL;
-  if (kept) output.kept = kept + row * rpi_operand_stride(C, false) * rpi_element_bytes(RP_BF16);
-  return output;
+  RPI_TRY(output_of(m, m->stack[stack].out + row * C, rows, to));
+  to->given = kept != NULL;
+  if (kept) to->kept = kept + row * rpi_operand_stride(C, false) * rpi_element_bytes(RP_BF16);
+  return RP_OK;
 }
 
 /* Are the gradients of logits in bf16? Who multiplies them would round them, and half of the memory
@@ -195,7 +196,8 @@ static rp_status loss_of(rpi_run *run) {
   const int64_t rows = run->side[stack].rows, C = m->config.width;
   for (int64_t row = 0; row < rows; row += m->loss_rows) {
     const int64_t count = rows - row < m->loss_rows ? rows - row : m->loss_rows;
-    const rpi_linear output = output_of_rows(m, row, count);
+    rpi_linear output;
+    RPI_TRY(output_of_rows(m, row, count, &output));
     RPI_TRY(logits_of(m, &output, m->scratch.logits));
     const rpi_cross_entropy_args args = {.rows = count,
                                          .classes = m->classes,

@@ -42,12 +42,14 @@
 #define RPI_QUERY_CHUNK 1024 /* that one packing of keys serves */
 #define RPI_KEY_CHUNK 512    /* 128 KiB packed at D = 64: a part of any second cache */
 
-/* A weight and its bias as a device's products in bf16 have them. The first to need them makes
- * them; whoever changes the weight says that they are not made. */
-typedef struct rpi_rounded {
-  void *memory; /* rpi_linear_kept bytes */
-  bool made;
-} rpi_rounded;
+/* A linear layer's weight [out, in] and its bias, which a device's products in bf16 are to have as
+ * they read them. */
+typedef struct rpi_rounding {
+  int64_t out, in;
+  const real *weight;
+  const real *bias; /* or NULL */
+  void *to;         /* rpi_linear_kept bytes; NULL: nothing is wanted */
+} rpi_rounding;
 
 /* Where who makes x writes it as a linear layer's product has it (rpi_linear.kept): on a device, in
  * bf16. memory NULL: it is not wanted. */
@@ -73,7 +75,7 @@ typedef struct rpi_gemm_args {
   int precision; /* RP_F32, RP_BF16 */
   void *kept;    /* this and what follows: rpi_linear's */
   bool given;
-  rpi_rounded *rounded;
+  const void *rounded;
 } rpi_gemm_args;
 
 /* Rows in bf16 of what products are given begin on borders of so many numbers, and have place for
@@ -87,10 +89,10 @@ typedef struct rpi_linear {
   const real *x;
   int64_t x_stride;
   const real *weight;
-  const real *bias;     /* or NULL */
-  void *kept;           /* rpi_linear_kept bytes, or NULL */
-  bool given;           /* x was left there, and is not read */
-  rpi_rounded *rounded; /* of the weight; NULL: it is rounded for every product */
+  const real *bias;    /* or NULL */
+  void *kept;          /* rpi_linear_kept bytes, or NULL */
+  bool given;          /* x was left there, and is not read */
+  const void *rounded; /* the weight by round_weights; NULL: it is rounded for every product */
 } rpi_linear;
 
 /* Its way back, of which a device reads dy once: dW += dyᵀ . x, db += the sums of dy's columns, and
@@ -438,6 +440,7 @@ typedef struct rp_ops {
   bool (*arrived)(void *letter); /* collect would not wait */
   void (*discard)(void *letter);
 
+  rp_status (*round_weights)(const rpi_rounding *list, int64_t count); /* of a device alone */
   rp_status (*gemm)(const rpi_gemm_args *args);
   rp_status (*linear_backward)(const rpi_linear_backward_args *args);
   rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,

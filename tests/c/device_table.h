@@ -23,7 +23,7 @@
 #include "isa/devices.h"
 #include "ops/linear.h"
 
-enum { THERE_MOST = 64 };
+enum { THERE_MOST = 256 };
 
 /* One array, on both sides. */
 typedef struct there_array {
@@ -116,6 +116,21 @@ static inline real *there_elements(const real *host, int element, int64_t rows, 
 
 /* ---- entries that have matrices -------------------------------------------------- */
 
+enum { THERE_WEIGHTS = 64 };
+
+static inline rp_status there_round_weights(const rpi_rounding *list, int64_t count) {
+  rpi_rounding there_list[THERE_WEIGHTS];
+  if (count > THERE_WEIGHTS) abort();
+  for (int64_t i = 0; i < count; i++) {
+    rpi_rounding *const r = &there_list[i];
+    *r = list[i];
+    r->weight = there_numbers(r->weight, r->out * r->in);
+    r->bias = there_numbers(r->bias, r->out);
+    r->to = there_whole(r->to, rpi_linear_kept(r->out, r->in));
+  }
+  return there_end(there.ops->round_weights(there_list, count));
+}
+
 static inline rp_status there_gemm(const rpi_gemm_args *args) {
   rpi_gemm_args g = *args;
   const int64_t in = g.inner, rows = g.rows, columns = g.columns;
@@ -124,6 +139,7 @@ static inline rp_status there_gemm(const rpi_gemm_args *args) {
   g.c = there_elements(g.c, g.c_element, rows, g.c_stride, columns);
   g.bias = there_numbers(g.bias, columns);
   g.kept = there_whole(g.kept, rpi_linear_kept(rows, in));
+  g.rounded = there_whole(g.rounded, rpi_linear_kept(columns, in));
   return there_end(there.ops->gemm(&g));
 }
 
@@ -134,6 +150,7 @@ static inline rp_status there_linear_backward(const rpi_linear_backward_args *ar
   l->weight = there_numbers(l->weight, l->in * l->out);
   l->bias = there_numbers(l->bias, l->out);
   l->kept = there_whole(l->kept, rpi_linear_kept(l->rows, l->in));
+  l->rounded = there_whole(l->rounded, rpi_linear_kept(l->out, l->in));
   a.dy = there_elements(a.dy, a.dy_element, l->rows, a.dy_stride, l->out);
   a.dweight = there_numbers(a.dweight, l->in * l->out);
   a.dbias = there_numbers(a.dbias, l->out);
@@ -421,6 +438,7 @@ static inline void there_report(void) { printf("bits %016llx\n", (unsigned long 
 
 static const rp_ops there_table = {
     .name = "device",
+    .round_weights = there_round_weights,
     .gemm = there_gemm,
     .linear_backward = there_linear_backward,
     .rotate = there_rotate,

@@ -164,6 +164,68 @@ static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, 
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
 
+/* Weights of all shapes, more than one launch takes. */
+enum { WEIGHTS = 60 };
+
+static array array_kept(int64_t rows, int64_t in) {
+  return array_of("rounded", (rpi_linear_kept(rows, in) + 3) / 4, 0);
+}
+
+/* A product finds what it would have rounded itself: the same bits, but where rows lie further
+ * apart, on the way back of a layer with a bias. */
+static void test_rounded_weight(const rp_ops *ops, const rpi_rounding *weight) {
+  enum { ROWS = 3 };
+  const int64_t in = weight->in, out = weight->out;
+  array x = array_random("x", ROWS * in, 1), dy = array_random("dy", ROWS * out, 1);
+  array dweight = array_of("dweight", in * out, 0);
+  array y[2], dx[2];
+  for (int i = 0; i < 2; i++) {
+    y[i] = array_of("y", ROWS * out, 0);
+    dx[i] = array_of("dx", ROWS * in, 0);
+    const rpi_linear_backward_args a = {
+        .forward = {ROWS, in, out, x.data, in, i == 0 ? weight->weight : NULL, weight->bias, NULL,
+                    false, i == 0 ? NULL : weight->to},
+        .dy = dy.data,
+        .dy_stride = out,
+        .dweight = dweight.data,
+        .dx = dx[i].data,
+        .precision = RP_BF16};
+    const rpi_gemm_args g = rpi_linear_forward(&a.forward, y[i].data, out, RP_F32, RP_BF16);
+    CHECK_INT(ops->gemm(&g), RP_OK);
+    CHECK_INT(ops->linear_backward(&a), RP_OK);
+  }
+  CHECK(same(ops, &y[1], &y[0]));
+  CHECK(near(ops, &dx[1], &dx[0], out));
+  array *const all[] = {&x, &dy, &dweight, &y[0], &y[1], &dx[0], &dx[1]};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
+}
+
+static void test_rounded_weights(const rp_ops *ops) {
+  static const int64_t shapes[][2] = {{1, 1},  {96, 32},  {13, 7}, {130, 64},
+                                      {70, 9}, {5, 1040}, {33, 20}};
+  const int count = (int)(sizeof shapes / sizeof shapes[0]);
+  rpi_rounding list[WEIGHTS] = {{0}};
+  array weight[WEIGHTS], bias[WEIGHTS], to[WEIGHTS];
+  for (int i = 0; i < WEIGHTS; i++) {
+    const int64_t out = shapes[i % count][0], in = shapes[i % count][1];
+    weight[i] = array_random("weight", out * in, 1);
+    bias[i] = array_random("bias", out, 1);
+    to[i] = array_kept(out, in);
+    list[i] = (rpi_rounding){out, in, weight[i].data, i % 2 == 0 ? bias[i].data : NULL,
+                             i % 5 != 4 ? to[i].data : NULL};
+  }
+  CHECK_INT(ops->round_weights(list, WEIGHTS), RP_OK);
+  for (int i = 0; i < WEIGHTS; i++) {
+    const bool first = i < 2 * count; /* all shapes, with a bias and without */
+    if (list[i].to != NULL && (first || i >= WEIGHTS - count)) test_rounded_weight(ops, &list[i]);
+  }
+  for (int i = 0; i < WEIGHTS; i++) {
+    array_free(&weight[i]);
+    array_free(&bias[i]);
+    array_free(&to[i]);
+  }
+}
+
 int main(void) {
   static const int64_t shapes[][4] = {{0, 3, 5, 0},    {1, 1, 1, 0},     {7, 8, 12, 0},
                                       {70, 20, 9, 4},  {33, 17, 130, 3}, {600, 5, 40, 0},
@@ -177,6 +239,7 @@ int main(void) {
       test_in_bf16(table_at(t), 300, 7, 13);
       test_kept(table_at(t), 37, 24, 10, true);
       test_kept(table_at(t), 9, 6, 10, false);
+      test_rounded_weights(table_at(t));
     }
     for (int i = 0; i < count; i++) {
       const int64_t *const s = shapes[i];
