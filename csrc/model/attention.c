@@ -357,6 +357,7 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
     return rpi_layer_linear_backward(run, &qkv, dq, 3 * HD, dn, add);
   }
   const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
-  RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, 2 * HD, m->stack[RPI_ENCODER].dstream, true));
+  const bool adds = run->layer < m->config.decoder.layers - 1; /* the last comes first */
+  RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, 2 * HD, m->stack[RPI_ENCODER].dstream, adds));
   return rpi_layer_linear_backward(run, &q, dq, HD, dn, add);
 }

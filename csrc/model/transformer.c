@@ -251,12 +251,6 @@ rp_status rpi_transformer(rpi_run *run) {
   RPI_TRY(loss_of(run));
   RPI_TRY(losses_of(run));
   if (!run->backward) return RP_OK;
-  if (last == RPI_DECODER) {
-    if (encoder) {
-      RPI_TRY(m->ops->zero(m->stack[RPI_ENCODER].dstream,
-                           run->side[RPI_ENCODER].rows * m->config.width));
-    }
-    RPI_TRY(stack_backward(run, RPI_DECODER));
-  }
+  if (last == RPI_DECODER) RPI_TRY(stack_backward(run, RPI_DECODER));
   return encoder ? stack_backward(run, RPI_ENCODER) : RP_OK;
 }
