@@ -7,7 +7,8 @@
  *   queries_kernel   dq, and of every block the sums for each distance, in lines of its own
  *   keys_kernel      dk, dv
  *   totals_kernel    the lines of a head's blocks, added up in order
- *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order
+ *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order, of all
+ *                    tables at once
  */
 #include "backward_keys.h"
 #include "backward_queries.h"
@@ -233,29 +234,52 @@ __global__ void __launch_bounds__(kThreads)
   totals[head * numbers + number] = sum;
 }
 
-/* Of one term: a thread has one number of the table. */
+/* The gradient of one term's tables, and where the totals of its kind lie. */
+struct Term {
+  Part part;
+  const float *totals;
+  int32_t low, columns, rows, width;
+  float factor;
+  float *gradient;
+
+  __host__ __device__ int64_t tables(int32_t heads) const {
+    return part.head_stride != 0 ? heads : 1;
+  }
+  __host__ __device__ int64_t size(int32_t heads) const { return tables(heads) * rows * width; }
+  /* Behind the last number. */
+  const float *end(int32_t heads) const {
+    return gradient + (tables(heads) - 1) * part.head_stride + (rows - 1) * part.row_stride + width;
+  }
+};
+
+struct Terms {
+  Term of[3 * RP_TERMS];
+  int32_t count;
+};
+
+/* A thread has one number of the tables of a term, which is the grid's y. */
 __global__ void __launch_bounds__(kThreads)
-    rows_kernel(Part part, int rows, int width, int low, int columns, const float *totals,
-                int64_t numbers, int heads, float factor, float *gradient) {
-  const int64_t size = int64_t{rows} * width, tables = part.head_stride != 0 ? heads : 1;
+    rows_kernel(const __grid_constant__ Terms terms, int64_t numbers, int32_t heads) {
+  const Term &t = terms.of[blockIdx.y];
+  const Part &part = t.part;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (at >= tables * size) return;
-  const int64_t table = at / size;
-  const int row = static_cast<int>(at % size / width), number = static_cast<int>(at % width);
+  if (at >= t.size(heads)) return;
+  const int64_t tables = t.tables(heads), table = at / (int64_t{t.rows} * t.width);
+  const int row = static_cast<int>(at / t.width % t.rows), number = static_cast<int>(at % t.width);
   const int64_t first = table, end = tables > 1 ? table + 1 : heads;
   float sum = 0;
-  int begin = 0, stop = columns;
+  int begin = 0, stop = t.columns;
   if (!part.buckets) { /* distance and row go together, but for what an end stands for */
-    if (row > 0) begin = row - part.left - low;
-    if (row < rows - 1) stop = row - part.left - low + 1;
+    if (row > 0) begin = row - part.left - t.low;
+    if (row < t.rows - 1) stop = row - part.left - t.low + 1;
   }
   for (int column = begin; column < stop; column++) {
-    if (part_row(part, low + column) != row) continue;
+    if (part_row(part, t.low + column) != row) continue;
     for (int64_t head = first; head < end; head++) {
-      sum += totals[head * numbers + int64_t{column} * width + number];
+      sum += t.totals[head * numbers + int64_t{column} * t.width + number];
     }
   }
-  gradient[table * part.head_stride + row * part.row_stride + number] += factor * sum;
+  t.gradient[table * part.head_stride + row * part.row_stride + number] += t.factor * sum;
 }
 
 /* ---- passes -------------------------------------------------------------------------- */
@@ -332,28 +356,43 @@ rp_status run_width(const BandBackward &f, const Sizes &sizes) {
   return run<BandShape<Operand, Storage, 128>>(f, sizes);
 }
 
-/* Where the totals of one kind of terms lie, and what their columns are. */
-struct Totals {
-  const float *numbers;
-  int32_t low, columns, width;
-  float factor;
-};
+/* The totals into the gradients of all these terms, of which there are none then. */
+rp_status add_terms(Terms *terms, const BandBackward &f) {
+  const int32_t heads = f.c.call.H;
+  int64_t most = 0;
+  for (int i = 0; i < terms->count; i++) {
+    const int64_t size = terms->of[i].size(heads);
+    most = size > most ? size : most;
+  }
+  const dim3 grid(static_cast<unsigned>(divided(most, kThreads)),
+                  static_cast<unsigned>(terms->count));
+  if (most > 0) {
+    CUDA_TRY(launch(rows_kernel, {grid, dim3(kThreads), 0, context().stream}, *terms,
+                    f.line_numbers, heads));
+  }
+  terms->count = 0;
+  return RP_OK;
+}
 
-/* The sums of the blocks into the gradients of one kind of tables. */
-rp_status add_tables(const rp_attention *s, const rp_relation *terms, float *const *gradients,
-                     const Band &band, const BandBackward &f, const Totals &totals) {
+/* Terms of one kind, which are like `term`. Tied tables share their gradient: one of them comes
+ * after the other. */
+rp_status take_terms(const rp_relation *relations, float *const *gradients, const Band &band,
+                     Term term, const BandBackward &f, Terms *terms) {
+  const int32_t heads = f.c.call.H;
   int parts = 0;
   for (int i = 0; i < RP_TERMS; i++) {
-    if (!terms[i].table) continue;
-    const Part &part = band.parts[parts++];
-    const int64_t rows = terms[i].buckets ? terms[i].rows : terms[i].left + 1 + terms[i].right;
-    const int64_t size = (part.head_stride ? s->H : 1) * rows * totals.width;
-    if (!gradients[i] || size == 0) continue;
-    CUDA_TRY(launch(
-        rows_kernel,
-        {dim3(static_cast<unsigned>(divided(size, kThreads))), dim3(kThreads), 0, context().stream},
-        part, static_cast<int>(rows), totals.width, totals.low, totals.columns, totals.numbers,
-        f.line_numbers, f.c.call.H, totals.factor, gradients[i]));
+    const rp_relation &r = relations[i];
+    if (!r.table) continue;
+    term.part = band.parts[parts++];
+    term.rows = static_cast<int32_t>(r.buckets ? r.rows : r.left + 1 + r.right);
+    term.gradient = gradients[i];
+    if (!term.gradient || term.size(heads) == 0) continue;
+    for (int j = 0; j < terms->count; j++) {
+      const Term &other = terms->of[j];
+      if (term.gradient >= other.end(heads) || other.gradient >= term.end(heads)) continue;
+      RPI_TRY(add_terms(terms, f));
+    }
+    terms->of[terms->count++] = term;
   }
   return RP_OK;
 }
@@ -365,12 +404,14 @@ rp_status add_lines(const rp_attention *s, const BandBackward &f, float *totals,
                   static_cast<unsigned>(s->H));
   CUDA_TRY(launch(totals_kernel, {grid, dim3(kThreads), 0, context().stream}, f.lines,
                   f.line_numbers, f.blocks, totals));
-  const Totals keys = {totals, f.low, f.columns, call.D, f.c.scale};
-  const Totals values = {totals + f.value_offset, f.low, f.columns, call.Dv, 1};
-  const Totals biases = {totals + f.bias_offset, call.bias.low, f.bias_columns, 1, 1};
-  RPI_TRY(add_tables(s, s->key, g->key, call.key, f, keys));
-  RPI_TRY(add_tables(s, s->bias, g->bias, call.bias, f, biases));
-  return add_tables(s, s->value, g->value, call.value, f, values);
+  const Term key = {{}, totals, f.low, f.columns, 0, call.D, f.c.scale, nullptr};
+  const Term value = {{}, totals + f.value_offset, f.low, f.columns, 0, call.Dv, 1, nullptr};
+  const Term bias = {{}, totals + f.bias_offset, call.bias.low, f.bias_columns, 0, 1, 1, nullptr};
+  Terms terms = {};
+  RPI_TRY(take_terms(s->key, g->key, call.key, key, f, &terms));
+  RPI_TRY(take_terms(s->bias, g->bias, call.bias, bias, f, &terms));
+  RPI_TRY(take_terms(s->value, g->value, call.value, value, f, &terms));
+  return add_terms(&terms, f);
 }
 
 }  // namespace

@@ -487,6 +487,18 @@ def test_short_sequences_are_read_once(libraries: dict[str, Path], emulated_devi
         assert cost["bank_conflicts"] == 0
 
 
+def test_gradients_of_tables_take_one_launch(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """But tied ones, of which one comes after the other."""
+    library = library_of(emulated_device)
+    keys = Case(N=25, M=25, D=64, Dv=64, key=Band(16, 16))
+    both = replace(keys, value=Band(16, 16))
+    cases = (keys, both, replace(both, tied=True))
+    launches = [counted(libraries, library, case)["launches"] for case in cases]
+    assert launches == [launches[0], launches[0], launches[0] + 1]
+
+
 def test_the_general_way_multiplies_on_tensor_cores(
     libraries: dict[str, Path], emulated_device: Path
 ) -> None:
