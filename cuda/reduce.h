@@ -20,6 +20,15 @@ __device__ inline T warp_sum(T x) {
   return x;
 }
 
+/* The highest of all lanes, to all lanes; a NaN is passed over. */
+__device__ inline float warp_highest(float x) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(whole_warp, x, apart));
+  }
+  return x;
+}
+
 /* Of all threads of a block of whole warps along x, to all threads. shared: one T for each warp; it
  * may be used again at once. */
 template <class T>
@@ -38,10 +47,7 @@ __device__ inline T block_sum(T x, T *shared) {
 /* The highest of all threads, to all threads; a NaN is passed over. */
 __device__ inline float block_highest(float x, float *shared) {
   const unsigned warp = threadIdx.x / 32, warps = blockDim.x / 32;
-#pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(whole_warp, x, apart));
-  }
+  x = warp_highest(x);
   if (warps == 1) return x;
   if (threadIdx.x % 32 == 0) shared[warp] = x;
   __syncthreads();

@@ -42,6 +42,7 @@ static void layer_create(layer *l, int64_t rows, int64_t classes, double scale, 
   if (l->labels == NULL || l->hit == NULL) abort();
   for (int64_t row = 0; row < rows; row++) {
     l->labels[row] = row % 5 == 3 ? -1 : (int32_t)(draw() % (uint32_t)classes);
+    if (row % 7 == 4) l->labels[row] = (int32_t)classes - 1;
     l->hit[row] = -9;
     if (row % 3 == 0 && l->labels[row] >= 0) { /* a hit, in every other row of these by a tie */
       l->logits.data[row * stride + l->labels[row]] = (real)scale;
@@ -210,48 +211,66 @@ static void test_derivatives(const rp_ops *ops, double smoothing, int rule) {
   }
 }
 
+/* Rows without smoothing, each with the same label. */
+static void rows_create(layer *l, int64_t rows, int64_t classes, int32_t label) {
+  layer_create(l, rows, classes, 1, 0, RP_SMOOTH_ALL);
+  for (int64_t row = 0; row < rows; row++) l->labels[row] = label;
+}
+
 /* A uniform row costs log V whatever the smoothing, far away from 0 too. */
-static void test_values(const rp_ops *ops) {
-  real logits[32768], loss, nll;
-  int8_t hit;
+static void test_values(const rp_ops *ops, int64_t rows) {
   for (int rule = 0; rule < 2; rule++) {
-    for (int i = 0; i < 32768; i++) logits[i] = 1000;
-    const int32_t label = rule == 0 ? 0 : 700;
-    const rpi_cross_entropy_args a = {1,    32768, logits, 32768, &label, 0.1,
-                                      rule, true,  false,  &loss, &nll,   &hit};
-    CHECK_INT(ops->cross_entropy(&a), RP_OK);
-    CHECK_NEAR((double)loss, log(32768), 2 * UNIT);
-    CHECK_NEAR((double)nll, log(32768), 2 * UNIT);
-    CHECK_INT(hit, rule == 0); /* the first of equals */
-    long double sum = 0;
-    for (int i = 0; i < 32768; i++) sum += logits[i];
-    CHECK_NEAR((double)sum, 0, 4 * UNIT); /* of probabilities and of targets, each rounded twice */
+    layer l;
+    rows_create(&l, rows, 32768, rule == 0 ? 0 : 700);
+    rpi_cross_entropy_args *const a = &l.args;
+    for (int64_t i = 0; i < l.logits.count; i++) l.logits.data[i] = 1000;
+    a->smoothing = 0.1;
+    a->rule = rule;
+    a->gradient = true;
+    CHECK_INT(ops->cross_entropy(a), RP_OK);
+    for (int64_t row = 0; row < rows; row++) {
+      CHECK_NEAR((double)a->loss[row], log(32768), 2 * UNIT);
+      CHECK_NEAR((double)a->nll[row], log(32768), 2 * UNIT);
+      CHECK_INT(a->hit[row], rule == 0); /* the first of equals */
+      long double sum = 0;
+      for (int i = 0; i < 32768; i++) sum += a->logits[row * a->stride + i];
+      CHECK_NEAR((double)sum, 0, 4 * UNIT); /* of probabilities and targets, each rounded twice */
+    }
+    layer_free(&l);
   }
 }
 
 /* No loss is made up where there is none: NaN or infinity, and every hit is a bit. A class with
  * -infinity is out of the game where it weighs nothing. */
-static void test_not_finite(const rp_ops *ops) {
+static void test_not_finite(const rp_ops *ops, int64_t rows, int64_t classes) {
   for (int what = 0; what < 4; what++) {
     for (int gradient = 0; gradient < 2; gradient++) {
-      real x[70], loss, nll;
-      int8_t hit = -9;
-      const int32_t label = 2;
-      for (int c = 0; c < 70; c++) x[c] = what == 2 ? (real)-INFINITY : (real)c / 70;
-      if (what == 0) x[66] = (real)NAN;
-      if (what == 1) x[3] = (real)INFINITY;
-      if (what == 3) x[3] = (real)-INFINITY;
-      const rpi_cross_entropy_args a = {
-          1, 70, x, 70, &label, 0, RP_SMOOTH_ALL, gradient != 0, false, &loss, &nll, &hit};
-      CHECK_INT(ops->cross_entropy(&a), RP_OK);
-      CHECK(hit == 0 || hit == 1);
-      if (what == 3) {
-        CHECK(isfinite(loss) && isfinite(nll));
-        if (gradient != 0) CHECK(x[3] == 0 && isfinite(x[0]));
-      } else {
-        CHECK(isnan(loss) && isnan(nll));
-        if (gradient != 0) CHECK(isnan(x[0]) && isnan(x[69]));
+      layer l;
+      rows_create(&l, rows, classes, 2);
+      l.args.gradient = gradient != 0;
+      for (int64_t row = 0; row < rows; row++) {
+        real *const x = l.logits.data + row * l.args.stride;
+        for (int64_t c = 0; c < classes; c++) {
+          x[c] = what == 2 ? (real)-INFINITY : (real)c / (real)classes;
+        }
+        if (what == 0) x[classes - 4] = (real)NAN;
+        if (what == 1) x[3] = (real)INFINITY;
+        if (what == 3) x[3] = (real)-INFINITY;
       }
+      CHECK_INT(ops->cross_entropy(&l.args), RP_OK);
+      for (int64_t row = 0; row < rows; row++) {
+        const real *const x = l.logits.data + row * l.args.stride;
+        const real loss = l.args.loss[row], nll = l.args.nll[row];
+        CHECK(l.hit[row] == 0 || l.hit[row] == 1);
+        if (what == 3) {
+          CHECK(isfinite(loss) && isfinite(nll));
+          if (gradient != 0) CHECK(x[3] == 0 && isfinite(x[0]));
+        } else {
+          CHECK(isnan(loss) && isnan(nll));
+          if (gradient != 0) CHECK(isnan(x[0]) && isnan(x[classes - 1]));
+        }
+      }
+      layer_free(&l);
     }
   }
 }
@@ -317,6 +336,28 @@ static void test_losses(const rp_ops *ops) {
   }
 }
 
+/* Rows, more than the device has multiprocessors: the emulated one has 4. */
+static int64_t many_rows(void) {
+  rp_device device = {.struct_size = sizeof device};
+  CHECK_INT(rp_device_get(1, &device), RP_OK);
+  return strcmp(device.title, "Emulated GPU") == 0 ? 9 : 200;
+}
+
+/* A multiprocessor has one of them at a time: of quads that are whole, of others, and longer than
+ * registers hold. */
+static void test_long_rows(const rp_ops *ops) {
+  const int64_t rows = many_rows();
+  test_shape(ops, 150, 30001, 3, 0.1, RP_SMOOTH_ALL, true);
+  test_shape(ops, rows, 30004, 20, 0.1, RP_SMOOTH_OTHERS, true);
+  test_shape(ops, rows, 32768, 3, 0.1, RP_SMOOTH_ALL, true);
+  test_shape(ops, rows, 32768, 100, 0, RP_SMOOTH_ALL, false);
+  test_rounded(ops, rows, 30004);
+  test_rounded(ops, rows, 32768);
+  test_rounded(ops, rows, 40004);
+  test_values(ops, rows);
+  test_not_finite(ops, rows, 29004);
+}
+
 int main(void) {
   for (int t = 0; table_at(t) != NULL; t++) {
     const rp_ops *const ops = table_at(t);
@@ -328,12 +369,10 @@ int main(void) {
       test_rounded(ops, 9, 40);
       test_rounded(ops, 5, 2100);
       test_rounded(ops, 2, 60000);
-      /* long rows, more than a GPU has multiprocessors, and longer than what is asked for ahead */
-      test_shape(ops, 150, 30001, 3, 0.1, RP_SMOOTH_ALL, true);
-      test_rounded(ops, 9, 40004);
+      test_long_rows(ops);
     }
-    test_values(ops);
-    test_not_finite(ops);
+    test_values(ops, 1);
+    test_not_finite(ops, 1, 70);
     test_losses(ops);
   }
   return check_report();
