@@ -377,7 +377,7 @@ def step_sides(model: str, tokens: int, dry: bool) -> Json:
 def flops_of(config: Any, tokens: int) -> float:
     """Of a step's products: weights six a number and token, attention in the same ratio."""
     C, F, n = config.width, config.feed_forward, SENTENCE
-    wide = config.heads * config.head_width
+    wide = config.heads * (config.head_width or C // config.heads)
     encoder = 4 * C * wide + 2 * C * F + 2 * n * wide
     decoder = 8 * C * wide + 2 * C * F + 3 * n * wide
     layers = config.encoder.layers * encoder + config.decoder.layers * decoder
