@@ -15,6 +15,8 @@
  *             out += weights . wV is one small product.
  *             A long band is met tile by tile: the same for the diagonals of a tile (general).
  *
+ *             Of sequences that are one tile see forward_single.h.
+ *
  *   bias      a number for every diagonal of a tile, beside its keys and values
  *
  *   lookups   (general) of a short table queries meet all rows at once, and weights are summed by
@@ -22,7 +24,7 @@
  *
  * Every sum has one order: the same bits every time.
  */
-#include "forward_block.h"
+#include "forward_single.h"
 
 namespace rpc {
 namespace {
@@ -30,8 +32,29 @@ namespace {
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     forward_kernel(const __grid_constant__ Forward forward) {
-  ForwardBlock<S> block(forward);
-  block.run();
+  const Tiles &tiles = forward.tiles;
+  Deal deal = deal_of(tiles, forward.call.H, forward.blocks);
+  if constexpr (S::kSingle) {
+    SingleForward<S> block(forward, deal.head);
+    while (deal.tile() < tiles.count) {
+      const Tile tile = tiles.list[deal.tile()];
+      deal.next(forward.blocks);
+      block.run(tile, deal.tile() < tiles.count ? tiles.list + deal.tile() : nullptr);
+    }
+  } else {
+    ForwardBlock<S> block(forward, deal.head);
+    block.run(tiles.list[deal.own]);
+  }
+}
+
+/* Of a head: a block for every tile, or those that the GPU has at once where they go on. */
+template <class S>
+int32_t blocks_of(const Forward &f) {
+  if (!S::kSingle) return f.tiles.count;
+  const int64_t fit = (context().shared_bytes + 1024) / (f.shared_bytes + 1024);
+  const int64_t all = context().multiprocessors * (fit < S::kBlocks ? fit : S::kBlocks);
+  const int64_t heads = all / f.call.H;
+  return static_cast<int32_t>(heads < 1 ? 1 : heads < f.tiles.count ? heads : f.tiles.count);
 }
 
 template <class S>
@@ -54,11 +77,12 @@ rp_status launch_shape(Forward *f, const rp_attention *shape) {
                 f->call.D, f->call.Dv, static_cast<long long>(f->shared_bytes));
   }
   RPI_TRY(make_tiles(shape, false, S::kQueries, &f->tiles));
-  const int64_t blocks = f->tiles.count * shape->H;
-  if (blocks == 0) return RP_OK;
-  const Launch blocks_of = {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
-                            static_cast<size_t>(f->shared_bytes), context().stream};
-  CUDA_TRY(launch(forward_kernel<S>, blocks_of, *f));
+  if (f->tiles.count == 0 || shape->H == 0) return RP_OK;
+  f->blocks = blocks_of<S>(*f);
+  const int64_t blocks = f->blocks * shape->H;
+  const Launch grid = {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads),
+                       static_cast<size_t>(f->shared_bytes), context().stream};
+  CUDA_TRY(launch(forward_kernel<S>, grid, *f));
   return RP_OK;
 }
 
@@ -69,9 +93,9 @@ bool is_general(const Forward &f) {
          (f.banded && int64_t{f.high} - f.low + 1 > kShortBand);
 }
 
-/* Short where that halves the pairs of tiles; tall where sequences are long enough for 128 queries,
- * and many enough to fill the GPU with them. */
-Size size_of(const rp_attention *shape) {
+/* Single where a block can have all of a sequence; short where that halves the pairs of tiles; tall
+ * where sequences are long enough for 128 queries, and many enough to fill the GPU with them. */
+Size size_of(const Forward &f, const rp_attention *shape) {
   int64_t tiles = 0, tall = 0, pairs = 0, longest = 0;
   for (int64_t b = 0; b < shape->B; b++) {
     const Sequence seq = sequence_of(shape, b);
@@ -82,6 +106,8 @@ Size size_of(const rp_attention *shape) {
     if (queries > longest) longest = queries;
     if (keys > longest) longest = keys;
   }
+  const bool held = !f.banded || int64_t{f.high} - f.low < kSingleBand;
+  if (longest <= 32 && held && !f.call.position_bias) return SIZE_SINGLE;
   if (longest <= 64 && pairs <= 2 * tiles) return SIZE_SHORT;
   const bool fills = tall * shape->H >= 2 * context().multiprocessors;
   return fills && 16 * tall <= 9 * tiles ? SIZE_TALL : SIZE_TILE;
@@ -95,9 +121,12 @@ rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
       return launch_shape<Shape<Operand, Storage, 32, false>>(f, shape);
     }
     if (!general && width <= 64) {
-      const Size size = f->aligned ? size_of(shape) : SIZE_TILE;
+      const Size size = f->aligned ? size_of(*f, shape) : SIZE_TILE;
       if (size == SIZE_TALL) {
         return launch_shape<Shape<Operand, Storage, 64, false, SIZE_TALL>>(f, shape);
+      }
+      if (size == SIZE_SINGLE) {
+        return launch_shape<Shape<Operand, Storage, 64, false, SIZE_SINGLE>>(f, shape);
       }
       if (size == SIZE_SHORT) {
         return launch_shape<Shape<Operand, Storage, 64, false, SIZE_SHORT>>(f, shape);
@@ -114,12 +143,13 @@ rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
 }
 
 template <class Storage>
-bool arrays_aligned(const rpi_attention_args *args) {
+void find_aligned(const rpi_attention_args *args, Forward *f) {
   const rp_attention *const s = args->shape;
   const int64_t element = static_cast<int64_t>(sizeof(Storage));
   const int64_t step = 8; /* columns are read eight at a time, whatever they are stored as */
-  return s->D % step == 0 && s->Dv % step == 0 && rows_aligned(args->q, s->D, element) &&
-         rows_aligned(args->k, s->D, element) && rows_aligned(args->v, s->Dv, element);
+  f->aligned = s->D % step == 0 && s->Dv % step == 0 && rows_aligned(args->q, s->D, element) &&
+               rows_aligned(args->k, s->D, element) && rows_aligned(args->v, s->Dv, element);
+  f->out_aligned = rows_aligned(args->out, s->Dv, element);
 }
 
 }  // namespace
@@ -144,10 +174,10 @@ rp_status attention_forward(const rpi_attention_args *args) {
   read_band(&f);
   const bool general = is_general(f);
   if (placement.element == RP_BF16) {
-    f.aligned = arrays_aligned<bf16>(args);
+    find_aligned<bf16>(args, &f);
     return launch_width<bf16, bf16>(&f, shape, general);
   }
-  f.aligned = arrays_aligned<float>(args);
+  find_aligned<float>(args, &f);
   if (placement.precision == RP_BF16) return launch_width<bf16, float>(&f, shape, general);
   return launch_width<float, float>(&f, shape, general);
 }

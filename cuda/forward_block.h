@@ -23,6 +23,7 @@ constexpr int kScarce = 0;
 
 template <class S>
 class ForwardBlock {
+ protected:
   using Storage = typename S::Storage;
   using Left = LeftRows<Operand<S>, S::kWidth, S::kKept>[S::kFolds];
   static constexpr int kOwn = 4 * S::kFolds;  /* numbers of a thread in eight columns, */
@@ -32,33 +33,23 @@ class ForwardBlock {
   using Rows = float[kRows];
 
  public:
-  __device__ explicit ForwardBlock(const Forward &forward)
+  __device__ ForwardBlock(const Forward &forward, int the_head)
       : f(forward),
         call(forward.call),
         s(*reinterpret_cast<Shared<S> *>(dynamic_smem())),
         lane(lane_of()),
         warp_row(warp_of() * S::kWarpRows),
         row(warp_row + lane_of() / 4),
-        t(lane_of() % 4 * 2) {
-    const Deal deal = deal_of(f.tiles, call.H, f.tiles.count);
-    const Tile tile = f.tiles.list[deal.own];
-    head = deal.head;
-    batch = tile.sequence;
-    q0 = tile.row;
-    seq = call.sequences[batch];
-    key_rows = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row);
-    value_rows = row_of<Storage>(call.v, seq.key_batch, head, seq.key_row);
-    dropout = dropout_at(call, head);
-  }
+        t(lane_of() % 4 * 2),
+        head(the_head),
+        dropout(dropout_at(forward.call, the_head)) {}
 
-  __device__ void run() {
+  __device__ void run(const Tile &tile) {
+    begin_at(tile);
     const int last = (q0 + S::kQueries < seq.queries ? q0 + S::kQueries : seq.queries) - 1;
     begin = q0 + seq.nearest > 0 ? (q0 + seq.nearest) / S::kKeys * S::kKeys : 0;
     end = last + seq.farthest + 1 < seq.keys ? last + seq.farthest + 1 : seq.keys;
     const bool any = q0 < seq.queries && begin < end;
-    if constexpr (sizeof(Storage) == sizeof(bf16)) {
-      if (f.ones && head == call.H - 1) write_ones();
-    }
     if (any) open();
     clear();
     if (any) {
@@ -68,16 +59,17 @@ class ForwardBlock {
     write_rows();
   }
 
- private:
+ protected:
   const Forward &f;
   const Call &call;
   Shared<S> &s;
   const int lane, warp_row, row, t; /* the warp's first row; row: of h = 0 */
-  int head, batch, q0;
+  const int head;
+  int batch, q0;
   int begin, end; /* keys that some query of the tile may see */
   Sequence seq;
   const Storage *key_rows, *value_rows; /* its first */
-  Dropout dropout;
+  const Dropout dropout;
 
   Left left;
   float out[S::kFolds][S::kOut][4];
@@ -111,6 +103,17 @@ class ForwardBlock {
   __device__ int column_of(int n, int e) const { return n * 8 + t + e % 2; }
 
   /* ---- getting ready -------------------------------------------------------------- */
+
+  __device__ void begin_at(const Tile &tile) {
+    batch = tile.sequence;
+    q0 = tile.row;
+    seq = call.sequences[batch];
+    key_rows = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row);
+    value_rows = row_of<Storage>(call.v, seq.key_batch, head, seq.key_row);
+    if constexpr (sizeof(Storage) == sizeof(bf16)) {
+      if (f.ones && head == call.H - 1) write_ones();
+    }
+  }
 
   /* The queries, with position_bias where it is given. */
   __device__ void load_queries(Operand<S> *to, const float *bias) {
@@ -544,16 +547,22 @@ class ForwardBlock {
     Rows top;
     bool ahead = false;
     for (int h = 0; h < kRows; h++) {
-      float highest = fmaxf(number(x, 0, 2 * h), number(x, 0, 2 * h + 1));
-#pragma unroll
-      for (int n = 1; n < S::kTiles; n++) {
-        highest = fmaxf(highest, fmaxf(number(x, n, 2 * h), number(x, n, 2 * h + 1)));
-      }
-      top[h] = fmaxf(most[h], quad_max(highest) * scale + shift[h]);
+      top[h] = fmaxf(most[h], highest_of(x, h) * scale + shift[h]);
       ahead |= top[h] > most[h] + kAhead;
       rescaled[h] = 1;
     }
     if (__any_sync(~0u, ahead)) rescale(top);
+    make_weights(x, scale, shift, added);
+  }
+  static __device__ float highest_of(Scores &x, int h) {
+    float highest = fmaxf(number(x, 0, 2 * h), number(x, 0, 2 * h + 1));
+#pragma unroll
+    for (int n = 1; n < S::kTiles; n++) {
+      highest = fmaxf(highest, fmaxf(number(x, n, 2 * h), number(x, n, 2 * h + 1)));
+    }
+    return quad_max(highest);
+  }
+  __device__ void make_weights(Scores &x, float scale, const Rows &shift, Rows &added) {
     for (int h = 0; h < kRows; h++) {
       const float from = shift[h] - base_of(most[h]);
 #pragma unroll
@@ -689,10 +698,21 @@ class ForwardBlock {
     }
   }
 
-  /* Divides by the sums; rows that see nothing, and padding, are zeros. Of the lanes that share a
-   * row each has one row's factor and log-sum-exp to find. */
+  /* Divides by the sums; rows that see nothing, and padding, are zeros. */
   __device__ void write_rows() {
     const Sequence place = call.sequences[batch]; /* read again: registers are scarce till here */
+    const float my_factor = close_rows(place);
+    Storage *const to =
+        row_of<Storage>(f.out, place.query_batch, head, place.query_row + query_of(0)) + t;
+#pragma unroll
+    for (int h = 0; h < kRows; h++) {
+      const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
+      if (query_of(h) < place.query_rows) write_row(h, to + 8 * h * f.out.row_stride, factor);
+    }
+  }
+
+  /* Of the lanes that share a row each has one row's log-sum-exp to find, and its factor. */
+  __device__ float close_rows(const Sequence &place) {
     const int mine = lane % 4 < kRows ? lane % 4 : 0, i = query_of(mine);
     float my_sum = sum[0], my_most = most[0];
 #pragma unroll
@@ -702,7 +722,6 @@ class ForwardBlock {
       my_most = most[h];
     }
     const bool live = i < place.queries && my_sum != 0; /* a NaN is not 0 and goes on */
-    const float my_factor = live ? dropout.scale / my_sum : 0.0f;
     if (f.lse && mine == lane % 4 && i < place.query_rows) {
       const double log2_sum = static_cast<double>(my_most) + static_cast<double>(log2f(my_sum));
       f.lse[lse_of(call, place, head) + i] =
@@ -713,13 +732,7 @@ class ForwardBlock {
     for (int h = 0; lives != ~0u && h < kRows; h++) {
       if ((lives >> (lane / 4 * 4 + h) & 1) == 0) clear_row(h);
     }
-    Storage *const to =
-        row_of<Storage>(f.out, place.query_batch, head, place.query_row + query_of(0)) + t;
-#pragma unroll
-    for (int h = 0; h < kRows; h++) {
-      const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
-      if (query_of(h) < place.query_rows) write_row(h, to + 8 * h * f.out.row_stride, factor);
-    }
+    return live ? dropout.scale / my_sum : 0.0f;
   }
 
   __device__ void write_row(int h, Storage *to, float factor) {

@@ -13,6 +13,7 @@ namespace rpc {
 
 constexpr int64_t kShortBand = 192;  /* columns of a band that a block keeps whole */
 constexpr int64_t kShortTable = 256; /* rows of a table that is looked up, the same */
+constexpr int64_t kSingleBand = 64;  /* columns of a band that a block keeps as operands */
 
 struct Forward {
   Call call;
@@ -20,7 +21,9 @@ struct Forward {
   bool ones;  /* behind the heads of its rows */
   float *lse; /* or NULL */
   Tiles tiles;
-  bool aligned; /* q, k and v: see load_rows */
+  int32_t blocks; /* that share the tiles of a head */
+  bool aligned;   /* q, k and v: see load_rows */
+  bool out_aligned;
 
   /* The bands of keys and values, as one: constant up to low, and from high on. */
   bool banded;
@@ -28,7 +31,7 @@ struct Forward {
   int32_t low, high;
 
   /* Dynamic shared memory: bytes from its beginning; 0 where the call has no such thing. */
-  int32_t related_at, line;         /* [queries][line]: scores or cells */
+  int32_t related_at, line;         /* [queries][line]: scores or cells; single: [rows][operands] */
   int32_t chunk_at;                 /* [keys][operands]: rows of tables, while tiles are walked */
   int32_t biased_at;                /* [queries][operands]: queries with position_bias, or 0: they
                                        take turns with the others in Shared<S> */
@@ -59,8 +62,9 @@ struct Source {
 
 /* What a block takes: 64 queries, or fewer where rows are wide; or 128 of a long sequence, 32 rows
  * a warp: what it reads of keys and values serves twice as many products; or 32 of a short one, and
- * tiles of 32 keys: less is padding. The latter two are for rows that are aligned. */
-enum Size { SIZE_TILE, SIZE_TALL, SIZE_SHORT };
+ * tiles of 32 keys: less is padding; or, one after the other, all of several sequences that are no
+ * longer than that (forward_single.h). The latter three are for rows that are aligned. */
+enum Size { SIZE_TILE, SIZE_TALL, SIZE_SHORT, SIZE_SINGLE };
 
 /* Sizes of an instantiation. kGeneral: everything that is not plain attention, short bands, bias
  * bands and dropout. */
@@ -71,7 +75,8 @@ struct Shape {
   using Storage = StorageType;
   static constexpr bool kBf16 = sizeof(Operand) == 2, kGeneral = kIsGeneral;
   static constexpr int kWidth = kTheWidth; /* of keys and of values, padded */
-  static constexpr bool kTall = kTheSize == SIZE_TALL, kShort = kTheSize == SIZE_SHORT;
+  static constexpr bool kTall = kTheSize == SIZE_TALL, kSingle = kTheSize == SIZE_SINGLE;
+  static constexpr bool kShort = kTheSize == SIZE_SHORT || kSingle;
   /* so that every term fits into 99 KiB */
   static constexpr int kKeys =
       kBf16 && !kShort ? (kWidth <= (kGeneral ? 64 : 128) ? 64 : 32) : (kWidth <= 64 ? 32 : 16);
@@ -79,9 +84,10 @@ struct Shape {
   static constexpr int kFolds = kTall ? 2 : 1, kWarpRows = 16 * kFolds;
   static constexpr int kQueries = kWarpRows * kWarps, kThreads = 32 * kWarps;
   static constexpr int kBlocks = kTall ? 2 : kShort ? 8 : !kGeneral && kWidth <= 64 ? 3 : 1;
-  static constexpr int kStages = kBf16 && !kGeneral ? 2 : 1; /* tiles of keys in memory */
-  static constexpr bool kKept =                              /* queries in registers */
-      kBf16 && kTheSize == SIZE_TILE && kWidth <= (kGeneral ? 64 : 128);
+  static constexpr int kStages =
+      kBf16 && !kGeneral && !kSingle ? 2 : 1; /* tiles of keys in memory */
+  static constexpr bool kKept =               /* queries in registers */
+      kBf16 && (kTheSize == SIZE_TILE || kSingle) && kWidth <= (kGeneral ? 64 : 128);
   static constexpr int kLine = row_stride<Operand, kWidth>;
   static constexpr int kTiles = kKeys / 8, kOut = kWidth / 8; /* of eight columns */
   static constexpr int kChunk = kShort ? 64 : kKeys;          /* rows of a table at a time */
@@ -95,7 +101,7 @@ using Operand = typename S::Operand;
 template <class S>
 struct Shared {
   Operand<S> tiles[S::kStages][2 * S::kKeys * S::kLine]; /* of keys, and of values */
-  Operand<S> queries[S::kKept ? 16 : S::kQueries * S::kLine];
+  Operand<S> queries[S::kKept && !S::kSingle ? 16 : S::kQueries * S::kLine];
   float bias[S::kStages][S::kDiagonals + 1];
   float share[S::kWarps][shared_weights<Operand<S>, S::kTiles> + 4];
 };
@@ -152,6 +158,16 @@ void lay_out_pairs(Forward *f, Room *room, int64_t operands) {
   }
 }
 
+/* Rows of operands that blocks of single sequences keep: the vectors of keys, and behind them those
+ * of values, up to whole products of the latter. */
+__host__ __device__ inline int single_values(const Forward &f) {
+  return f.call.key.count > 0 && f.call.value.count > 0 ? f.high - f.low + 1 : 0;
+}
+__host__ __device__ inline int single_whole(const Forward &f) {
+  return (f.high - f.low + 16) / 16 * 16;
+}
+inline int64_t single_rows(const Forward &f) { return single_values(f) + single_whole(f); }
+
 /* Where everything lies; false where that is too much. */
 template <class S>
 bool lay_out(Forward *f, int64_t most) {
@@ -159,6 +175,11 @@ bool lay_out(Forward *f, int64_t most) {
   Room room(static_cast<int64_t>(sizeof(Shared<S>)), most);
   const int64_t operands = S::kLine * static_cast<int64_t>(sizeof(Operand<S>));
   const bool paired = call.lookup_count > 0 || call.query.count > 0;
+  if constexpr (S::kSingle) {
+    f->related_at = room.take(f->banded ? single_rows(*f) : 0, operands);
+    f->shared_bytes = room.used();
+    return room.used() <= most;
+  }
   const int64_t pairs = paired ? S::kQueries * (S::kPairLine + S::kFetchedLine) * 4 : 0;
   if (f->banded) {
     int64_t columns = int64_t{f->high} - f->low + 1;

@@ -43,6 +43,7 @@ LONG = Case(N=150, M=150, D=64, Dv=64, key=Band(149, 149), value=Band(149, 149))
 LOOK = Case(H=2, N=70, M=140, D=16, Dv=16, gap=1)
 TALL = Case(B=1, H=4, N=250, M=200, D=64, Dv=64)  # tiles of 128 queries
 SHORT = Case(B=3, H=2, N=25, M=25, D=64, Dv=64, lengths=(25, 9, 0))  # and of 32
+MANY = replace(SHORT, B=70, lengths=tuple(n % 33 for n in range(70)), N=32, M=32)  # block by block
 EARLY = {"starts": (70,), "causal": True}
 PATHS = {
     # bands of more columns than a block keeps, which are met tile by tile
@@ -124,6 +125,21 @@ PATHS = {
     "short, two tiles of queries": replace(
         SHORT, N=50, M=20, lengths=None, key=Band(3, 3, "none"), value=Band(3, 3), dropout=DROPOUT
     ),
+    "short, clip 0": replace(SHORT, key=Band(0, 0), value=Band(0, 0), dropout=DROPOUT),
+    "short, one column before": replace(
+        SHORT, key=Band(0, 0), value=Band(0, 0), causal=True, starts=(7, 7, 7)
+    ),
+    "short, beyond the band": replace(
+        SHORT, N=20, M=32, lengths=None, key=Band(4, 4), value=Band(20, 6), starts=(40, 9, 27)
+    ),
+    "short, 64 columns": replace(
+        SHORT, N=32, M=32, lengths=None, key=Band(40, 23), value=Band(1, 1), scale=-0.2
+    ),
+    "short, keys alone": replace(SHORT, key=Band(16, 16), bias=Band(8, 8), window=(9, 9)),
+    "short, values alone": replace(SHORT, value=Band(2, 30, "none"), dropout=DROPOUT, gap=8),
+    "short, position_bias": replace(SHORT, key=Band(16, 16), position_bias=True),
+    "short, many": replace(MANY, key=Band(16, 16), value=Band(16, 16), per_head=True),
+    "short, many, plain": replace(MANY, dropout=DROPOUT, bias=Band(9, 9)),
     "one row": replace(SHAW, N=1, M=129, starts=(128,), causal=True),
     "whole tiles": replace(SHAW, N=128, M=192, causal=True, key=Band(1, 1)),
 }
@@ -277,6 +293,7 @@ CHILD_NAMES = (
     "mask",
     "tall, causal, dropped",
     "short, band",
+    "short, many",
 )
 WIDE = ("width 200, long", "width 200, long, labels")
 CROWDED = (
@@ -419,6 +436,22 @@ def test_short_sequences_are_padded_to_32(
     longer = counted(libraries, library, Case(B=8, N=40, M=40, D=64, Dv=64))
     assert longer["mma"] == 8 * 2 * TILE * 3 // 4  # the fourth warp has no queries
     assert short["mma"] == 8 * 2 * TILE // 4
+
+
+def test_short_sequences_meet_32_columns_of_a_band(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """A warp's queries and keys are 47 distances, 32 of them within 16. Blocks go on to the next
+    sequence with the vectors that they have: three barriers each, and one to begin with."""
+    library = library_of(emulated_device)
+    plain = Case(B=200, H=2, N=25, M=25, D=64, Dv=64)
+    costs = [counted(libraries, library, plain)]
+    costs += [counted(libraries, library, replace(plain, key=Band(16, 16), value=Band(16, 16)))]
+    blocks = 4 * 8  # of as many multiprocessors
+    assert costs[1]["mma"] - costs[0]["mma"] == 400 * 2 * (2 + 2) * 16 * 64 * 16 // (16 * 8 * 16)
+    assert costs[0]["bank_conflicts"] == costs[1]["bank_conflicts"] == 0
+    assert costs[0]["barriers"] == 2 * 400
+    assert costs[1]["barriers"] == 3 * 400 + blocks
 
 
 def test_what_position_hides_costs_nothing(
