@@ -376,6 +376,8 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   c.aligned = s->D % 8 == 0 && s->Dv % 8 == 0 && rows_aligned(c.call.q, s->D, element) &&
               rows_aligned(c.call.k, s->D, element) && rows_aligned(c.call.v, s->Dv, element) &&
               rows_aligned(c.dout, s->Dv, element);
+  c.gradients_aligned = rows_aligned(c.dq, s->D, element) && rows_aligned(c.dk, s->D, element) &&
+                        rows_aligned(c.dv, s->Dv, element);
   c.scale = static_cast<float>(s->scale == 0 ? 1 / sqrt(static_cast<double>(s->D)) : s->scale);
   c.rows = static_cast<RowNumbers *>(args->workspace);
   unsigned char *const behind = static_cast<unsigned char *>(args->workspace) + rows_bytes(s);

@@ -26,9 +26,10 @@ struct Backward {
   const float *lse; /* natural, as forward left it */
   RowNumbers *rows; /* laid out as lse */
   Tiles query_tiles, key_tiles;
-  int32_t tile; /* rows of one of them */
-  float scale;  /* of products, natural */
-  bool aligned; /* q, k, v and dout: see load_rows */
+  int32_t tile;           /* rows of one of them */
+  float scale;            /* of products, natural */
+  bool aligned;           /* q, k, v and dout: see load_rows */
+  bool gradients_aligned; /* dq, dk and dv: see put_pieces */
 
   float *met[4 * RP_TERMS]; /* of Call.lookups: [rows][T], products of a row of queries (of keys for
                                query terms) with a short table; or NULL */

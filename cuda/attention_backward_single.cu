@@ -9,8 +9,9 @@
  *   delta_i = sum_j p~_ij dp_ij
  *
  * p~ and ds go through shared memory, where v was, to be the left side of the products that sum
- * over queries. Cells (backward_band.h) become operands where they lie, and each warp sums one half
- * of one table in its registers, until the block's last sequences:
+ * over queries, and gradients on their way out, where k was. Cells (backward_band.h) become
+ * operands where they lie, and each warp sums one half of one table in its registers, until the
+ * block's last sequences:
  *
  *   warp   queries, then keys      table
  *   0      0 to 15 of the first    keys, columns 0 to 31
@@ -96,9 +97,12 @@ class SingleBlock : BandBlock<S> {
       Scores p = {}, ds = {};
       weigh(p, ds);
       if (biases) add_biases(ds);
-      put_queries(p, ds);
+      Sums dq = {};
+      sum_queries(p, ds, dq);
       __syncthreads();
       ask_for(2 * (b + f.blocks));
+      put(f.c.dq, seq->query_batch, seq->query_row, seq->queries, seq->query_rows, call.D,
+          f.c.scale, dq);
       put_keys();
       if (S::kBanded && f.lines) {
 #pragma unroll
@@ -120,20 +124,27 @@ class SingleBlock : BandBlock<S> {
   /* Sums of ds by distance. */
   __device__ float *distances() const { return lines() + f.bias_offset; }
 
-  /* Sequences b and b + 1. */
+  /* Sequences b and b + 1, each by the warps that have it. */
   __device__ void load(int b) {
-#pragma unroll 1
-    for (int x = 0; x < 2; x++) {
-      seq = b + x < call.B ? call.sequences + b + x : &s.none;
-      this->template load_queries<kRows>(s.own[x][0], s.own[x][1], 0);
-      this->template load_keys<kRows>(s.other[x][0], s.other[x][1], 0);
-      if (f.biased) this->load_bias(s.bias[x], 1 - kRows - seq->start, kDiagonals);
+    seq = b + pair < call.B ? call.sequences + b + pair : &s.none;
+    load_half(s.own[pair][0], call.q, seq->query_batch, seq->query_row, seq->queries, call.D);
+    load_half(s.own[pair][1], f.c.dout, seq->query_batch, seq->query_row, seq->queries, call.Dv);
+    load_half(s.other[pair][0], call.k, seq->key_batch, seq->key_row, seq->keys, call.D);
+    load_half(s.other[pair][1], call.v, seq->key_batch, seq->key_row, seq->keys, call.Dv);
+    for (int x = static_cast<int>(threadIdx.x) % 64; f.biased && x < kDiagonals; x += 64) {
+      s.bias[pair][x] = kLog2E * band_at(call.bias, head, 1 - kRows - seq->start + x, 0);
     }
     cp_async_commit();
-    seq = b + pair < call.B ? call.sequences + b + pair : &s.none;
     if (call.dropout.threshold) make_keep();
     cp_async_wait<0>();
     __syncthreads();
+  }
+  __device__ void load_half(bf16 *to, const rp_rows &from, int64_t batch, int64_t row_0, int count,
+                            int width) const {
+    constexpr int kHalf = S::kThreads / 2;
+    load_rows<kRows, kSingleWidth, kHalf>(to, row_of<Storage>(from, batch, head, row_0),
+                                          from.row_stride, count, width, f.c.aligned,
+                                          threadIdx.x % kHalf);
   }
 
   /* The next sequences come as far as the second-level cache: a thread asks for 128 bytes of a row
@@ -191,34 +202,63 @@ class SingleBlock : BandBlock<S> {
       }
       __syncwarp();
     }
-    const int from = seq->nearest, to = seq->farthest, keys = seq->keys, origin = origin_of();
-    float delta[2] = {};
-#pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int h = e / 2, i = first + row + 8 * h, j = n * 8 + t + e % 2;
-        float score = -level[h], &weight = p[n][e], &dp = ds[n][e];
-        if (S::kBanded) {
-          const int at = this->cell_at(i, j - i - origin);
-          score += call.scale * cells_of(2 * pair, kRows)[at];
-          dp += cells_of(2 * pair + 1, kRows)[at];
-        }
-        if (f.biased) score += s.bias[pair][j - i + kRows - 1];
-        weight = exp2_approx(at_most_zero(call.scale * weight + score));
-        if (j >= keys || j - i < from || j - i > to) weight = dp = 0;
-        if (call.dropout.threshold) dp *= kept(row + 8 * h, j);
-        delta[h] += weight * dp;
-      }
+    if (S::kBanded) add_cells(p, ds);
+    float scale = call.scale;
+    if (f.biased) {
+      each(p, [&](int n, int e, float &x) { x = scale * x + s.bias[pair][bias_at(n, e)]; });
+      scale = 1;
     }
+    each(p, [&](int, int e, float &x) { x = exp2_approx(at_most_zero(scale * x - level[e / 2])); });
+    hide(p, ds);
+    if (call.dropout.threshold) {
+      each(ds, [&](int n, int e, float &x) { x *= kept(row + e / 2 * 8, n * 8 + t + e % 2); });
+    }
+    float delta[2] = {};
+    each(p, [&](int n, int e, float x) { delta[e / 2] += x * ds[n][e]; });
 #pragma unroll
     for (int h = 0; h < 2; h++) delta[h] = quad_sum(delta[h]);
+    each(ds, [&](int n, int e, float &x) { x = this->slope_of(p[n][e], x - delta[e / 2]); });
+    if (call.dropout.threshold) {
+      each(p, [&](int n, int e, float &x) { x *= kept(row + e / 2 * 8, n * 8 + t + e % 2); });
+    }
+  }
+
+  /* Calls take(n, e, x[n][e]). */
+  template <class Take>
+  static __device__ void each(Scores &x, Take take) {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        ds[n][e] = this->slope_of(p[n][e], ds[n][e] - delta[e / 2]);
-        if (call.dropout.threshold) p[n][e] *= kept(row + e / 2 * 8, n * 8 + t + e % 2);
+      for (int e = 0; e < 4; e++) take(n, e, x[n][e]);
+    }
+  }
+  __device__ int bias_at(int n, int e) const {
+    return n * 8 + t + e % 2 - (first + row + e / 2 * 8) + kRows - 1;
+  }
+
+  __device__ void add_cells(Scores &p, Scores &ds) const {
+    const float *const of_keys = cells_of(2 * pair, kRows);
+    const float *const of_values = cells_of(2 * pair + 1, kRows);
+    const int origin = origin_of();
+    each(p, [&](int n, int e, float &x) {
+      const int i = first + row + e / 2 * 8;
+      const int at = this->cell_at(i, n * 8 + t + e % 2 - i - origin);
+      x += of_keys[at];
+      ds[n][e] += of_values[at];
+    });
+  }
+
+  /* What is not seen has neither weight nor slope. */
+  __device__ void hide(Scores &p, Scores &ds) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = first + row + 8 * h - t, keys = seq->keys - t;
+      const int from = seq->nearest + i;
+      const int beyond = seq->farthest + i + 1 < keys ? seq->farthest + i + 1 : keys;
+#pragma unroll
+      for (int x = 0; x < 2 * S::kTiles; x++) {
+        const int column = x / 2 * 8 + x % 2, e = 2 * h + x % 2;
+        if (column < from || column >= beyond) p[x / 2][e] = ds[x / 2][e] = 0;
       }
     }
   }
@@ -232,7 +272,7 @@ class SingleBlock : BandBlock<S> {
   }
 
   /* dq; and what both warps are to read of p~ and ds. */
-  __device__ void put_queries(const Scores &p, const Scores &ds) {
+  __device__ void sum_queries(const Scores &p, const Scores &ds, Sums &dq) {
 #pragma unroll
     for (int n = 0; n < S::kTiles; n++) {
 #pragma unroll
@@ -243,7 +283,6 @@ class SingleBlock : BandBlock<S> {
       }
     }
     if (S::kBanded) fill_cells(ds, p);
-    Sums dq = {};
     add_weighted<S::kWidth>(dq, ds, s.other[pair][0], nullptr);
     if (S::kBanded) {
 #pragma unroll 1
@@ -253,9 +292,20 @@ class SingleBlock : BandBlock<S> {
         add_fragment<kSingleWidth>(dq, a, table + begin * S::kLine);
       }
     }
-    Storage *const to = row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row);
-    this->put_rows(to, f.c.dq.row_stride, first, seq->queries, seq->query_rows, call.D, f.c.scale,
-                   dq);
+  }
+
+  /* The warp's sixteen rows of a gradient; the keys have been read. */
+  __device__ void put(const rp_rows_out &to, int64_t batch, int64_t row_0, int in_use, int there,
+                      int width, float factor, const Sums &sums) {
+    Storage *const rows = row_of<Storage>(to, batch, head, row_0);
+    if constexpr (sizeof(Storage) == sizeof(bf16)) {
+      if (f.c.gradients_aligned) {
+        put_pieces(rows + first * to.row_stride, to.row_stride, in_use - first, there - first,
+                   width, {factor, factor}, sums, s.other[pair][0] + first * S::kLine);
+        return;
+      }
+    }
+    this->put_rows(rows, to.row_stride, first, in_use, there, width, factor, sums);
   }
 
   /* Of the warp's queries ds and p~ by column; what lies beyond the ends is added up. */
@@ -328,9 +378,8 @@ class SingleBlock : BandBlock<S> {
       Sums sums = {};
       add_transposed(sums, shared + which * kRows + first, S::kLine, s.own[pair][which]);
       const rp_rows_out &to = which == 0 ? f.c.dk : f.c.dv;
-      this->put_rows(row_of<Storage>(to, seq->key_batch, head, seq->key_row), to.row_stride, first,
-                     seq->keys, seq->key_rows, which == 0 ? call.D : call.Dv,
-                     which == 0 ? f.c.scale : 1.0f, sums);
+      put(to, seq->key_batch, seq->key_row, seq->keys, seq->key_rows, which == 0 ? call.D : call.Dv,
+          which == 0 ? f.c.scale : 1.0f, sums);
     }
   }
 

@@ -251,28 +251,12 @@ class SingleForward : ForwardBlock<S> {
   /* write_rows, 16 bytes at a time: by way of shared memory of which no other warp reads. */
   __device__ void write_pieces() {
     const float my_factor = this->close_rows(seq);
-    bf16 *const rows = f.banded ? cells() : s.queries + warp_row * S::kLine;
-    __syncwarp(); /* cells have been read */
-#pragma unroll
-    for (int h = 0; h < kRows; h++) {
-      const float factor = __shfl_sync(~0u, my_factor, lane / 4 * 4 + h);
-#pragma unroll
-      for (int n = 0; n < S::kOut; n++) {
-        put_pair(rows + (lane / 4 + 8 * h) * S::kLine + 8 * n + t, number(out, n, 2 * h) * factor,
-                 number(out, n, 2 * h + 1) * factor);
-      }
-    }
-    __syncwarp();
-    const int r = lane / 8, c = lane % 8 * 8;
-    Storage *const to =
-        row_of<Storage>(f.out, seq.query_batch, head, seq.query_row + warp_row + r) + c;
-    const int count = c < call.Dv ? seq.query_rows - warp_row - r : 0;
-#pragma unroll
-    for (int i = 0; i < S::kWarpRows; i += 4) {
-      if (i >= count) continue;
-      *reinterpret_cast<uint4 *>(to + i * f.out.row_stride) =
-          *reinterpret_cast<const uint4 *>(rows + (r + i) * S::kLine + c);
-    }
+    const float factor[2] = {__shfl_sync(~0u, my_factor, lane / 4 * 4),
+                             __shfl_sync(~0u, my_factor, lane / 4 * 4 + 1)};
+    const int there = seq.query_rows - warp_row;
+    put_pieces(row_of<bf16>(f.out, seq.query_batch, head, seq.query_row + warp_row),
+               f.out.row_stride, there, there, call.Dv, factor, out[0],
+               f.banded ? cells() : s.queries + warp_row * S::kLine);
   }
 };
 

@@ -133,18 +133,18 @@ __device__ inline void put_numbers(bf16 *to, const float (&x)[8]) {
 }
 
 /* kRows rows, the first `valid` of them from memory and the others 0, columns from `width` on 0
- * too. By all threads of the block; what is copied is there after cp_async_wait and a barrier.
- * aligned: rows_aligned of the array. */
+ * too. By all threads of the block, or by kThreads of them, `thread` of which the caller is; what
+ * is copied is there after cp_async_wait and a barrier. aligned: rows_aligned of the array. */
 template <int kRows, int kWidth, int kThreads, class Operand, class Storage>
 __device__ inline void load_rows(Operand *to, const Storage *from, int64_t stride, int valid,
-                                 int width, bool aligned) {
+                                 int width, bool aligned, unsigned thread = threadIdx.x) {
   constexpr int kLine = row_stride<Operand, kWidth>;
   if (aligned) {
     constexpr int kPiece = 16 / int{sizeof(Operand)}, kPieces = kWidth / kPiece;
     constexpr int kRowStep = kThreads / kPieces; /* a thread's pieces are in one column */
     static_assert(kThreads % kPieces == 0 && kRows % kRowStep == 0, "every thread has as many");
-    const int first = static_cast<int>(threadIdx.x / kPieces);
-    const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
+    const int first = static_cast<int>(thread / kPieces);
+    const int column = static_cast<int>(thread % kPieces) * kPiece;
     const int count = column < width ? valid - first : 0;
     from += first * stride + column;
 #pragma unroll 4
@@ -155,7 +155,7 @@ __device__ inline void load_rows(Operand *to, const Storage *from, int64_t strid
     return;
   }
 #pragma unroll 1
-  for (unsigned i = threadIdx.x; i < kRows * kWidth; i += kThreads) {
+  for (unsigned i = thread; i < kRows * kWidth; i += kThreads) {
     const int row = static_cast<int>(i / kWidth), column = static_cast<int>(i % kWidth);
     const bool there = row < valid && column < width;
     put_number(to[row * kLine + column], there ? number_of(from[row * stride + column]) : 0.0f);
@@ -192,6 +192,40 @@ __device__ inline void load_two(Operand *to, const RowsFrom<Storage> &x, Operand
     const bool x_there = row < x_count, y_there = row < y_count;
     load_piece(to + at, x_there ? x.rows + i * x.stride + column : x.rows, x_there);
     load_piece(to_too + at, y_there ? y.rows + i * y.stride + column : y.rows, y_there);
+  }
+}
+
+/* ---- rows from registers to memory ------------------------------------------------------ */
+
+/* Sixteen rows of a warp's sums, a thread's two multiplied by `factor`, by way of shared memory:
+ * `stage` has sixteen rows for the warp alone. Rows from in_use on are zeros, those from `there` on
+ * are not written. The array is one of rows_aligned. */
+template <int kOut>
+__device__ inline void put_pieces(bf16 *to, int64_t stride, int in_use, int there, int width,
+                                  const float (&factor)[2], const float (&sums)[kOut][4],
+                                  bf16 *stage) {
+  constexpr int kLine = row_stride<bf16, 8 * kOut>, kPieces = kOut, kStep = 32 / kPieces;
+  const int lane = lane_of();
+  __syncwarp(); /* what was there has been read */
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+#pragma unroll
+    for (int n = 0; n < kOut; n++) {
+      put_pair(stage + (lane / 4 + 8 * h) * kLine + 8 * n + lane % 4 * 2,
+               sums[n][2 * h] * factor[h], sums[n][2 * h + 1] * factor[h]);
+    }
+  }
+  __syncwarp();
+  const int row = lane / kPieces, column = lane % kPieces * 8;
+  to += row * stride + column;
+  stage += row * kLine + column;
+  if (column >= width) there = 0;
+#pragma unroll
+  for (int i = 0; i < 16; i += kStep) {
+    uint4 piece = *reinterpret_cast<const uint4 *>(stage + i * kLine);
+    if (row + i >= in_use) piece = make_uint4(0, 0, 0, 0);
+    if (row + i < there) *reinterpret_cast<uint4 *>(to) = piece;
+    to += kStep * stride;
   }
 }
 
