@@ -318,36 +318,44 @@ class SingleBlock : BandBlock<S> {
       reinterpret_cast<uint4 *>(rows + apart)[x] = make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
-    const int origin = origin_of() + first;
-    float ends[2][4] = {}; /* of a row: ds before the band and behind it, then p~ */
-#pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const int h = e / 2, r = row + 8 * h, column = n * 8 + t + e % 2 - r - origin;
-        const bool low = column <= 0, high = !low && column >= last;
-        ends[h][0] += low ? ds[n][e] : 0.0f;
-        ends[h][1] += high ? ds[n][e] : 0.0f;
-        ends[h][2] += low ? p[n][e] : 0.0f;
-        ends[h][3] += high ? p[n][e] : 0.0f;
-        if (low || high) continue;
-        put_number(rows[r * line + column], ds[n][e]);
-        put_number(rows[apart + r * line + column], p[n][e]);
-      }
-    }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      const int column = column_of(h);
+      bf16 *const own = rows + (row + 8 * h) * line + column;
 #pragma unroll
-      for (int x = 0; x < 4; x++) ends[h][x] = quad_sum(ends[h][x]);
-      if (t != 0) continue;
-      bf16 *const start = rows + (row + 8 * h) * line;
-#pragma unroll
-      for (int x = 0; x < 4; x += 2) { /* one column: the same relation */
-        put_number(start[x / 2 * apart], last == 0 ? ends[h][x] + ends[h][x + 1] : ends[h][x]);
-        if (last > 0) put_number(start[x / 2 * apart + last], ends[h][x + 1]);
+      for (int x = 0; x < 2 * S::kTiles; x++) {
+        const int further = x / 2 * 8 + x % 2, e = 2 * h + x % 2;
+        if (column + further <= 0 || column + further >= last) continue;
+        put_number(own[further], ds[x / 2][e]);
+        put_number(own[apart + further], p[x / 2][e]);
       }
     }
+    put_ends(ds, rows);
+    put_ends(p, rows + apart);
     __syncwarp();
+  }
+
+  /* Of the band, that of a thread's first key in row h. */
+  __device__ int column_of(int h) const { return t - (first + row + 8 * h) - origin_of(); }
+
+  /* What lies before the band and behind it; of one column both. */
+  __device__ void put_ends(const Scores &x, bf16 *rows) const {
+    const int nearest = -(first + 15) - origin_of(), last = f.columns - 1;
+    const int behind = last > 0 ? last : 1;
+    float low[2] = {}, high[2] = {};
+    if (nearest <= 0) {
+      for (int h = 0; h < 2; h++) low[h] = sum_columns(x, h, 0, 1 - column_of(h));
+    }
+    if (nearest + 15 + kRows - 1 >= behind) {
+      for (int h = 0; h < 2; h++) high[h] = sum_columns(x, h, behind - column_of(h), kRows);
+    }
+    if (t != 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      bf16 *const start = rows + (row + 8 * h) * 2 * f.line;
+      put_number(start[0], last == 0 ? low[h] + high[h] : low[h]);
+      if (last > 0) put_number(start[last], high[h]);
+    }
   }
 
   /* sums += of all queries of a sequence: left transposed . right */

@@ -22,7 +22,6 @@ namespace rpc {
 template <class S>
 class SingleForward : ForwardBlock<S> {
   using Base = ForwardBlock<S>;
-  using Base::behind_sum;
   using Base::call;
   using Base::dropout;
   using Base::f;
@@ -216,36 +215,27 @@ class SingleForward : ForwardBlock<S> {
   }
 
   /* A band of one column has both ends there. */
-  __device__ void put_ends(const Scores &x) {
+  __device__ void put_ends(const Scores &x) const {
     const int last = f.high - f.low;
-    Rows before_sum = {};
+    Rows before = {}, behind = {};
     if (nearest <= f.low) {
-      for (int h = 0; h < kRows; h++) before_sum[h] = quad_sum(sum_before(x, h));
+      for (int h = 0; h < kRows; h++) {
+        before[h] = sum_columns(x[0], h, 0, f.low + 1 - this->distance_of(h, -seq.start));
+      }
     }
     if (farthest >= tail()) {
-      this->sum_behind(x, -seq.start);
-      for (int h = 0; h < kRows; h++) behind_sum[h] = quad_sum(behind_sum[h]);
+      for (int h = 0; h < kRows; h++) {
+        behind[h] = sum_columns(x[0], h, tail() - this->distance_of(h, -seq.start), S::kKeys);
+      }
     }
     if (t != 0) return;
 #pragma unroll
     for (int h = 0; h < kRows; h++) {
       bf16 *const own = cells() + (lane / 4 + 8 * h) * S::kLine - first;
-      const float start = last == 0 ? before_sum[h] + behind_sum[h] : before_sum[h];
+      const float start = last == 0 ? before[h] + behind[h] : before[h];
       if (nearest <= f.low || last == 0) put_number(own[0], start);
-      if (farthest >= tail() && last > 0) put_number(own[last], behind_sum[h]);
+      if (farthest >= tail() && last > 0) put_number(own[last], behind[h]);
     }
-  }
-  __device__ float sum_before(const Scores &x, int h) const {
-    const int columns_before = f.low - this->distance_of(h, -seq.start) + 1;
-    float before_sum = 0;
-#pragma unroll
-    for (int n = 0; n < S::kTiles; n++) {
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (8 * n + e < columns_before) before_sum += number(x, n, 2 * h + e);
-      }
-    }
-    return before_sum;
   }
 
   /* write_rows, 16 bytes at a time: by way of shared memory of which no other warp reads. */

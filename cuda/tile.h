@@ -57,6 +57,19 @@ __device__ inline void put_pair(bf16 *to, float x, float y) {
   *reinterpret_cast<uint32_t *>(to) = pack_bf16(x, y);
 }
 
+/* Over the four lanes too: of row h those of columns from `from` to before `end`, which are counted
+ * from the lane's first. */
+template <int kTiles>
+__device__ inline float sum_columns(const float (&x)[kTiles][4], int h, int from, int end) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < 2 * kTiles; k++) {
+    const int column = k / 2 * 8 + k % 2;
+    if (column >= from && column < end) sum += x[k / 2][2 * h + k % 2];
+  }
+  return quad_sum(sum);
+}
+
 /* ---- rows to shared memory ------------------------------------------------------ */
 
 /* 16 bytes of operands. */
