@@ -55,13 +55,8 @@ rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to);
 rp_status sum_rounded(const rpi_column_sums_args *args);
 
 /* ReLU's backward, and the sums of its result, from one look at da: dh = 0 where a <= 0, else
- * scale * da. scale: dropout's, of what was kept. Takes scratch. */
-struct ReluBackward {
-  const float *a; /* NULL: it is rounded */
-  RoundedRows rounded;
-  float *dh;
-  float scale;
-};
+ * scale * da, all bf16 where a was left rounded. scale: dropout's, of what was kept. Takes scratch.
+ */
 rp_status sum_behind_relu(const rpi_activation_backward_args *args, float scale);
 
 }  // namespace rpc

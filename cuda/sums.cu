@@ -30,16 +30,34 @@ struct ColumnSums {
   int64_t x_stride, rows, columns, piece_rows;
   float *partials;
   bf16 *rounded; /* [rows][rounded_stride(columns)] */
-  ReluBackward gate;
+  const E *gate; /* ReLU's result where a number has been on its way forward */
+  int64_t gate_stride;
+  float scale;
   E *gated; /* may be x; rows are x_stride apart */
 };
 
-/* ReLU's result where a number has been on its way forward. */
-template <bool wide>
-__device__ inline Four result_of_relu(const ReluBackward &gate, int64_t row, int64_t column,
-                                      int64_t columns, int64_t left) {
-  if (gate.rounded.to == nullptr) return load_four<wide>(gate.a + row * columns + column, left);
-  return load_four<true>(gate.rounded.to + row * gate.rounded.stride + column, left);
+/* Quads of so many rows, from the thread's next one on. */
+template <class E, bool wide, bool gates, int quads>
+__device__ inline void look_ahead(const ColumnSums<E> &a, int64_t row, int64_t end, int64_t column,
+                                  Four (&ahead)[quads], Four (&gate)[quads]) {
+  const int64_t left = a.columns - column;
+  const E *const x = a.x + row * a.x_stride + column;
+  const E *const y = gates ? a.gate + row * a.gate_stride + column : nullptr;
+  if (wide && left >= 4 && row + (quads - 1) * sums_warps < end) {
+    /* No branch between them: all are on their way at once. */
+#pragma unroll
+    for (int m = 0; m < quads; m++) {
+      ahead[m] = load_four<true>(x + m * sums_warps * a.x_stride, 4);
+      if (gates) gate[m] = load_four<true>(y + m * sums_warps * a.gate_stride, 4);
+    }
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < quads; m++) {
+    const int64_t there = row + m * sums_warps < end ? left : 0;
+    ahead[m] = load_four<wide>(x + m * sums_warps * a.x_stride, there);
+    if (gates) gate[m] = load_four<wide>(y + m * sums_warps * a.gate_stride, there);
+  }
 }
 
 /* The quad of dh, as it is read again. */
@@ -66,17 +84,12 @@ __global__ void __launch_bounds__(32 * sums_warps, sums_resident)
     Four sum = {{0, 0, 0, 0}};
     for (int n = 0; n < sums_chain && row < end; n += sums_ahead) {
       Four ahead[sums_ahead], forward[sums_ahead];
-#pragma unroll
-      for (int m = 0; m < sums_ahead; m++) {
-        const int64_t at = row + m * sums_warps, there = at < end ? left : 0;
-        ahead[m] = load_four<wide>(a.x + at * a.x_stride + column, there);
-        if (gates) forward[m] = result_of_relu<wide>(a.gate, at, column, a.columns, there);
-      }
+      look_ahead<E, wide, gates>(a, row, end, column, ahead, forward);
 #pragma unroll
       for (int m = 0; m < sums_ahead; m++, row += sums_warps) {
         if (rounds && row < end) store_rounded(a.rounded + row * stride + column, ahead[m]);
         if (gates && row < end) {
-          ahead[m] = gated_four<E>(forward[m], a.gate.scale, ahead[m]);
+          ahead[m] = gated_four<E>(forward[m], a.scale, ahead[m]);
           store_four<wide>(a.gated + row * a.x_stride + column, left, ahead[m]);
         }
 #pragma unroll
@@ -147,7 +160,7 @@ __global__ void blame_parameter(rpi_outcome *outcome, const float *gradients,
 
 /* sum NULL: only what becomes of the numbers is wanted. */
 template <class E, Besides besides>
-rp_status sum_columns(const rpi_column_sums_args *args, bf16 *rounded, const ReluBackward &gate) {
+rp_status sum_columns(const rpi_column_sums_args *args, ColumnSums<E> a) {
   const int64_t rows = args->rows, columns = args->columns;
   if (rows == 0 || columns == 0) return RP_OK;
   const int64_t blocks = (columns + 127) / 128;
@@ -159,36 +172,51 @@ rp_status sum_columns(const rpi_column_sums_args *args, bf16 *rounded, const Rel
   if (pieces > wanted) pieces = wanted;
   const int64_t piece_rows = (rows + pieces - 1) / pieces;
   pieces = (rows + piece_rows - 1) / piece_rows;
-  const E *const x = reinterpret_cast<const E *>(args->x);
-  E *const gated = reinterpret_cast<E *>(gate.dh);
-  ColumnSums<E> a = {x, args->x_stride, rows, columns, piece_rows, nullptr, rounded, gate, gated};
+  a.x = reinterpret_cast<const E *>(args->x);
+  a.x_stride = args->x_stride;
+  a.rows = rows;
+  a.columns = columns;
+  a.piece_rows = piece_rows;
   RPI_TRY(scratch(pieces * columns, &a.partials));
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pieces));
   const bool wide =
-      is_wide(a.x, a.x_stride) && is_wide(a.gated, a.x_stride) && is_wide(a.gate.a, a.columns);
+      is_wide(a.x, a.x_stride) && is_wide(a.gated, a.x_stride) && is_wide(a.gate, a.gate_stride);
   CUDA_TRY(launch(wide ? column_sums_piece<E, true, besides> : column_sums_piece<E, false, besides>,
                   {grid, dim3(32, sums_warps), 0, context().stream}, a));
   if (args->sum == nullptr) return RP_OK;
   return launch_add_partials(a.partials, columns, pieces, columns, {{args->sum}});
 }
 
+template <class E>
+rp_status sum_behind(const rpi_activation_backward_args *args, const E *gate, int64_t stride,
+                     float scale) {
+  const rpi_column_sums_args sums = {args->rows, args->columns, args->da, args->columns,
+                                     args->dbias};
+  ColumnSums<E> a = {};
+  a.gate = gate;
+  a.gate_stride = stride;
+  a.scale = scale;
+  a.gated = reinterpret_cast<E *>(args->dh);
+  return sum_columns<E, Besides::gates>(&sums, a);
+}
+
 }  // namespace
 
 rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to) {
-  return to != nullptr ? sum_columns<float, Besides::rounds>(args, to, {})
-                       : sum_columns<float, Besides::nothing>(args, nullptr, {});
+  ColumnSums<float> a = {};
+  a.rounded = to;
+  return to != nullptr ? sum_columns<float, Besides::rounds>(args, a)
+                       : sum_columns<float, Besides::nothing>(args, a);
 }
 
 rp_status sum_rounded(const rpi_column_sums_args *args) {
-  return sum_columns<bf16, Besides::nothing>(args, nullptr, {});
+  return sum_columns<bf16, Besides::nothing>(args, {});
 }
 
 rp_status sum_behind_relu(const rpi_activation_backward_args *args, float scale) {
-  const rpi_column_sums_args sums = {args->rows, args->columns, args->da, args->columns,
-                                     args->dbias};
-  const ReluBackward gate = {args->a, rounded_rows(args->rounded, args->columns), args->dh, scale};
-  return args->element == RP_BF16 ? sum_columns<bf16, Besides::gates>(&sums, nullptr, gate)
-                                  : sum_columns<float, Besides::gates>(&sums, nullptr, gate);
+  if (args->element != RP_BF16) return sum_behind<float>(args, args->a, args->columns, scale);
+  const RoundedRows a = rounded_rows(args->rounded, args->columns);
+  return sum_behind<bf16>(args, a.to, a.stride, scale);
 }
 
 rp_status column_sums(const rpi_column_sums_args *args) {
