@@ -4,9 +4,9 @@
  *
  *   x = base + keep(x),   xhat = (x - mean) * rstd,   y = xhat * gain + shift
  *
- * the variance by a second pass over the row. A warp has a row of up to norm_narrow numbers, which
- * it keeps in registers, a block a wider one, which then lies in the first-level cache. Backward,
- * with g = dy * gain and means over the columns,
+ * the variance by a second pass over the row. A row of up to norm_narrow numbers stays in
+ * registers, of a warp, or of two where it has more than 512; a block has a wider one, which then
+ * lies in the first-level cache. Backward, with g = dy * gain and means over the columns,
  *
  *   dx = dstream + rstd * (g - mean(g) - xhat * mean(g * xhat)),   df = keep(dx)
  *   dgain, dshift, dbias += sums over rows of dy * xhat, of dy, and of df
@@ -24,17 +24,15 @@
 namespace rpc {
 namespace {
 
-constexpr int64_t norm_narrow = 1024; /* columns that a warp takes alone */
+constexpr int64_t norm_narrow = 1024; /* columns that stay in registers */
 constexpr int norm_threads = 256;     /* of a block */
 constexpr int norm_warps = norm_threads / 32;
 constexpr int64_t norm_most = 256; /* pieces of backward, of about norm_rows rows or more */
 constexpr int64_t norm_rows = 16;
 constexpr int norm_sums = 3; /* of a column: dgain, dshift, dbias */
 
-/* A team is a warp, or a whole block of norm_threads. */
-template <int team>
+/* Of a whole block of norm_threads. */
 __device__ inline float team_sum(float x) {
-  if (team == 32) return warp_sum(x);
   __shared__ float shared[norm_warps];
   return block_sum(x, shared);
 }
@@ -46,6 +44,64 @@ __device__ inline float four_sum(const Four &four) {
 __device__ inline float mean_over(float sum, int64_t columns) {
   return static_cast<float>(static_cast<double>(sum) / static_cast<double>(columns));
 }
+
+/* ---- rows that `warps` warps of a block have together -------------------------
+ *
+ * whole: a row fills the quads of its threads, all of 16 bytes. So nothing asks how many numbers
+ * are there, and all loads of a row are on their way before one is waited for.
+ */
+
+/* Where a thread's quad q of a row begins: the warps lie side by side, 128 columns each. */
+template <int warps>
+__device__ inline int64_t shared_column(int q) {
+  return 128 * (warps * q + static_cast<int>(threadIdx.y) % warps) + 4 * threadIdx.x;
+}
+
+template <bool whole>
+__device__ inline int64_t count_of(int64_t columns, int64_t c) {
+  return whole ? 4 : columns - c;
+}
+
+template <int quads, int warps, bool wide, bool whole>
+__device__ inline Strip<quads> load_shared(const float *from, int64_t columns) {
+  Strip<quads> strip;
+#pragma unroll
+  for (int q = 0; q < quads; q++) {
+    const int64_t c = shared_column<warps>(q);
+    strip.quad[q] = load_four<wide>(from + c, count_of<whole>(columns, c));
+  }
+  return strip;
+}
+
+template <int warps>
+__device__ inline StripWords shared_words(const Packing &p, int64_t row) {
+  if (p.dropout.threshold == 0) return {};
+  return strip_words<warps>(p, place_of(p, row), shared_column<warps>(0) - 4 * threadIdx.x);
+}
+
+/* The sums of a row's warps, to all of their threads. turn: 0 and 1 by turns, so that what is read
+ * is not yet written again. */
+template <int warps, int count>
+__device__ inline void sum_shared(float (&sums)[count], int turn) {
+  for (float &sum : sums) sum = warp_sum(sum);
+  if constexpr (warps > 1) {
+    __shared__ float shared[2][norm_warps][count];
+    const int own = static_cast<int>(threadIdx.y), first = own / warps * warps;
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      if (threadIdx.x == 0) shared[turn][own][i] = sums[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+      sums[i] = 0;
+#pragma unroll
+      for (int warp = 0; warp < warps; warp++) sums[i] += shared[turn][first + warp][i];
+    }
+  }
+}
+
+/* ---- forward ------------------------------------------------------------------ */
 
 struct NormRows {
   int64_t rows, columns;
@@ -60,10 +116,8 @@ struct NormRows {
 };
 
 /* 1 / sqrt(variance + epsilon), of the sum of the squares. */
-template <int team>
 __device__ inline float rstd_of(const NormRows &a, float squares) {
-  const double variance =
-      static_cast<double>(team_sum<team>(squares)) / static_cast<double>(a.columns);
+  const double variance = static_cast<double>(squares) / static_cast<double>(a.columns);
   return static_cast<float>(1 / sqrt(variance + a.epsilon));
 }
 
@@ -83,11 +137,10 @@ struct NormRow {
   bool fine_x, fine_y; /* all that was finite so far */
 };
 
-/* y of the quad at column c. */
+/* y of the quad at column c, of which `count` numbers are there. inner: another one follows. */
 template <bool wide>
-__device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, const Four &x,
-                                  NormRow *known) {
-  const int64_t count = a.columns - c;
+__device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, int64_t count,
+                                  bool inner, const Four &x, NormRow *known) {
   const Four gain = load_four<wide>(a.gain + c, count);
   Four shift = {{0, 0, 0, 0}};
   if (a.shift != nullptr) shift = load_four<wide>(a.shift + c, count);
@@ -95,58 +148,68 @@ __device__ inline void put_normed(const NormRows &a, int64_t row, int64_t c, con
   known->fine_x = known->fine_x && four_finite(x, count);
   known->fine_y = known->fine_y && four_finite(y, count);
   if (a.y != nullptr) store_four<wide>(a.y + row * a.columns + c, count, y);
-  if (a.rounded.to != nullptr) put_rounded(a.rounded, row, c, y);
+  if (a.rounded.to == nullptr) return;
+  if (inner) store_rounded(a.rounded.to + row * a.rounded.stride + c, y);
+  else put_rounded(a.rounded, row, c, y);
 }
 
+template <int warps>
 __device__ inline void put_known(const NormRows &a, int64_t row, const NormRow &known) {
   if (!known.fine_x || !known.fine_y) note_code(a.note, known.fine_x ? a.note.out : a.note.in);
-  if (a.stats == nullptr || threadIdx.x != 0) return;
+  if (a.stats == nullptr || threadIdx.x != 0 || threadIdx.y % warps != 0) return;
   a.stats[2 * row] = known.mean;
   a.stats[2 * row + 1] = known.rstd;
 }
 
-/* The row as the stream's, with what is added. */
-template <int quads, bool wide>
+/* Adds what the stream is to get, and leaves the sum there. */
+template <int quads, int warps, bool wide, bool whole>
 __device__ inline void add_row(const NormRows &a, int64_t row, Strip<quads> *x) {
-  const Strip<quads> base = load_strip<quads, wide>(a.base.x + row * a.columns, a.columns);
+  const int64_t start = row * a.columns;
+  const Strip<quads> base = load_shared<quads, warps, wide, whole>(a.base.x + start, a.columns);
   const BaseRow known = base_row(a.base, row);
-  const Place place = place_of(a.packing, row);
+  const StripWords words = shared_words<warps>(a.packing, row);
 #pragma unroll
-  for (int first = 0; first < quads; first += strip_quads) {
-    StripWords words = {};
-    const bool drops = a.packing.dropout.threshold != 0;
-    if (drops) words = strip_words(a.packing, place, 128 * first);
-#pragma unroll
-    for (int q = 0; q < strip_quads && first + q < quads; q++) {
-      if (drops) keep_by_word(a.packing.dropout, words.of[q], x->quad[first + q]);
-      const int64_t c = strip_column(first + q);
-      add_four(x->quad[first + q],
-               base_four<wide>(a.base, known, c, a.columns - c, base.quad[first + q]));
-    }
+  for (int q = 0; q < quads; q++) {
+    Four &own = x->quad[q];
+    if (a.packing.dropout.threshold != 0) keep_by_word(a.packing.dropout, words.of[q], own);
+    const int64_t c = shared_column<warps>(q), count = count_of<whole>(a.columns, c);
+    add_four(own, base_four<wide>(a.base, known, c, count, base.quad[q]));
+    store_four<wide>(a.x + start + c, count, own);
   }
-  store_strip<quads, wide>(a.x + row * a.columns, a.columns, *x);
 }
 
 /* What is added was written from the first row to the last. */
-template <int quads, bool wide, bool adds>
+template <int quads, int warps, bool wide, bool whole, bool adds>
 __global__ void norm_narrow_row(NormRows a) {
-  const int64_t row = adds ? row_from_end(a.rows) : row_of_thread(), columns = a.columns;
-  if (row < 0 || row >= a.rows) return; /* a whole warp */
-  Strip<quads> x = load_strip<quads, wide>(a.x + row * columns, columns);
-  if (adds) add_row<quads, wide>(a, row, &x);
-  float sum = 0;
+  constexpr int teams = norm_warps / warps;
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * teams + threadIdx.y / warps;
+  const int64_t row = adds ? a.rows - 1 - team : team, columns = a.columns;
+  const bool there = team < a.rows; /* the same for a whole warp */
+  if (warps == 1 && !there) return;
+  Strip<quads> x = {};
+  if (there) x = load_shared<quads, warps, wide, whole>(a.x + row * columns, columns);
+  if (there && adds) add_row<quads, warps, wide, whole>(a, row, &x);
+  float sum[] = {0};
 #pragma unroll
-  for (int q = 0; q < quads; q++) sum += four_sum(x.quad[q]);
-  NormRow known = {mean_over(team_sum<32>(sum), columns), 0, true, true};
-  sum = 0;
+  for (int q = 0; q < quads; q++) sum[0] += four_sum(x.quad[q]);
+  sum_shared<warps>(sum, 0);
+  NormRow known = {mean_over(sum[0], columns), 0, true, true};
+  sum[0] = 0;
 #pragma unroll
   for (int q = 0; q < quads; q++) {
-    sum += four_squares(x.quad[q], known.mean, columns - strip_column(q));
+    const int64_t count = count_of<whole>(columns, shared_column<warps>(q));
+    sum[0] += four_squares(x.quad[q], known.mean, count);
   }
-  known.rstd = rstd_of<32>(a, sum);
+  sum_shared<warps>(sum, 1);
+  if (!there) return;
+  known.rstd = rstd_of(a, sum[0]);
 #pragma unroll
-  for (int q = 0; q < quads; q++) put_normed<wide>(a, row, strip_column(q), x.quad[q], &known);
-  put_known(a, row, known);
+  for (int q = 0; q < quads; q++) {
+    const int64_t c = shared_column<warps>(q);
+    const bool inner = whole && q < quads - 1;
+    put_normed<wide>(a, row, c, count_of<whole>(columns, c), inner, x.quad[q], &known);
+  }
+  put_known<warps>(a, row, known);
 }
 
 /* Of wider rows a block has one, and reads it three times. */
@@ -159,27 +222,35 @@ __global__ void norm_broad_row(NormRows a) {
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     sum += four_sum(load_four<wide>(x + c, columns - c));
   }
-  NormRow known = {mean_over(team_sum<team>(sum), columns), 0, true, true};
+  NormRow known = {mean_over(team_sum(sum), columns), 0, true, true};
   sum = 0;
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     sum += four_squares(load_four<wide>(x + c, columns - c), known.mean, columns - c);
   }
-  known.rstd = rstd_of<team>(a, sum);
+  known.rstd = rstd_of(a, team_sum(sum));
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
-    put_normed<wide>(a, row, c, load_four<wide>(x + c, columns - c), &known);
+    put_normed<wide>(a, row, c, columns - c, false, load_four<wide>(x + c, columns - c), &known);
   }
-  put_known(a, row, known);
+  put_known<1>(a, row, known);
+}
+
+template <int quads, int warps, bool wide, bool adds>
+rp_status launch_quads(const NormRows &a) {
+  auto kernel = norm_narrow_row<quads, warps, wide, false, adds>;
+  if (wide && a.columns == 128 * quads * warps) {
+    kernel = norm_narrow_row<quads, warps, wide, wide, adds>;
+  }
+  const RowGrid g = strip_grid(warps * a.rows);
+  CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a));
+  return RP_OK;
 }
 
 template <bool wide, bool adds>
 rp_status launch_narrow(const NormRows &a) {
-  auto kernel = norm_narrow_row<8, wide, adds>;
-  if (a.columns <= 512) kernel = norm_narrow_row<4, wide, adds>;
-  if (a.columns <= 256) kernel = norm_narrow_row<2, wide, adds>;
-  if (a.columns <= 128) kernel = norm_narrow_row<1, wide, adds>;
-  const RowGrid g = strip_grid(a.rows);
-  CUDA_TRY(launch(kernel, {g.grid, g.block, 0, context().stream}, a));
-  return RP_OK;
+  if (a.columns <= 128) return launch_quads<1, 1, wide, adds>(a);
+  if (a.columns <= 256) return launch_quads<2, 1, wide, adds>(a);
+  if (a.columns <= 512) return launch_quads<4, 1, wide, adds>(a);
+  return launch_quads<4, 2, wide, adds>(a);
 }
 
 template <bool wide>
@@ -204,13 +275,6 @@ struct NormBackwardRows {
   Packing packing;    /* of df */
 };
 
-/* Where a thread's quad q of a row begins that `warps` warps of a block have together: they lie
- * side by side, 128 columns each. */
-template <int warps>
-__device__ inline int64_t shared_column(int q) {
-  return 128 * (warps * q + static_cast<int>(threadIdx.y) % warps) + 4 * threadIdx.x;
-}
-
 /* Adds up, in their order, the block's warps that have the same columns: the piece's sums of a quad
  * of each thread. column: of the block's first. */
 template <int warps>
@@ -230,28 +294,6 @@ __device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, in
       a.partials[(norm_sums * piece + which) * a.columns + to] = sum;
     }
     __syncthreads();
-  }
-}
-
-/* The sums of a row's `warps` warps, to all of their threads. turn: 0 and 1 by turns, so that what
- * is read is not yet written again. */
-template <int warps>
-__device__ inline void sum_shared(float *plain, float *weighted, int turn) {
-  *plain = warp_sum(*plain);
-  *weighted = warp_sum(*weighted);
-  if (warps == 1) return;
-  __shared__ float sums[2][norm_warps][2];
-  if (threadIdx.x == 0) {
-    sums[turn][threadIdx.y][0] = *plain;
-    sums[turn][threadIdx.y][1] = *weighted;
-  }
-  __syncthreads();
-  *plain = *weighted = 0;
-  const int first = static_cast<int>(threadIdx.y) / warps * warps;
-#pragma unroll
-  for (int warp = 0; warp < warps; warp++) {
-    *plain += sums[turn][first + warp][0];
-    *weighted += sums[turn][first + warp][1];
   }
 }
 
@@ -287,7 +329,7 @@ __global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBack
     const int64_t right = there ? columns : 0;
     const float mean = there ? a.stats[2 * row] : 0, rstd = there ? a.stats[2 * row + 1] : 0;
     Four xhat[quads], g[quads];
-    float plain = 0, weighted = 0;
+    float sums[] = {0, 0}; /* of g, of g * xhat */
 #pragma unroll
     for (int q = 0; q < quads; q++) {
       const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
@@ -303,16 +345,12 @@ __global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBack
         g[q].x[i] *= gain.x[i];
         gx.x[i] = g[q].x[i] * xhat[q].x[i];
       }
-      plain += four_sum(g[q]);
-      weighted += four_sum(gx);
+      sums[0] += four_sum(g[q]);
+      sums[1] += four_sum(gx);
     }
-    StripWords words = {};
-    if (a.packing.dropout.threshold != 0) {
-      const Place place = place_of(a.packing, there ? row : 0);
-      words = strip_words<warps>(a.packing, place, shared_column<warps>(0) - 4 * threadIdx.x);
-    }
-    sum_shared<warps>(&plain, &weighted, static_cast<int>(turn));
-    const float mean_g = mean_over(plain, columns), mean_gx = mean_over(weighted, columns);
+    const StripWords words = shared_words<warps>(a.packing, there ? row : 0);
+    sum_shared<warps>(sums, static_cast<int>(turn));
+    const float mean_g = mean_over(sums[0], columns), mean_gx = mean_over(sums[1], columns);
 #pragma unroll
     for (int q = 0; q < quads; q++) {
       const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
@@ -372,8 +410,8 @@ __global__ void norm_backward_row(NormBackwardRows a) {
     plain += four_sum(g);
     weighted += four_sum(gx);
   }
-  const float mean_g = mean_over(team_sum<team>(plain), columns);
-  const float mean_gx = mean_over(team_sum<team>(weighted), columns);
+  const float mean_g = mean_over(team_sum(plain), columns);
+  const float mean_gx = mean_over(team_sum(weighted), columns);
   for (int64_t c = 4 * threadIdx.x; c < columns; c += 4 * team) {
     const Four one = load_four<wide>(x + c, columns - c);
     const Four gain = load_four<wide>(a.gain + c, columns - c);
