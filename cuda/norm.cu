@@ -275,26 +275,38 @@ struct NormBackwardRows {
   Packing packing;    /* of df */
 };
 
-/* Adds up, in their order, the block's warps that have the same columns: the piece's sums of a quad
- * of each thread. column: of the block's first. */
-template <int warps>
-__device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, int64_t column,
-                                    const Four &dgain, const Four &dshift, const Four &dbias) {
-  __shared__ float sums[norm_warps][4][32];
-  const int part = static_cast<int>(threadIdx.y) / 4, i = static_cast<int>(threadIdx.y) % 4;
-  const int64_t to = column + 128 * part + 4 * threadIdx.x + i;
-  for (int which = 0; which < (a.sums ? norm_sums : norm_sums - 1); which++) {
-    const Four &own = which == 0 ? dgain : which == 1 ? dshift : dbias;
-#pragma unroll
-    for (int k = 0; k < 4; k++) sums[threadIdx.y][k][threadIdx.x] = own.x[k];
-    __syncthreads();
-    if (part < warps && to < a.columns) {
-      float sum = 0;
-      for (int warp = part; warp < norm_warps; warp += warps) sum += sums[warp][i][threadIdx.x];
-      a.partials[(norm_sums * piece + which) * a.columns + to] = sum;
+/* Sums over a block's rows in shared memory: of each thread's quads, 128 columns of a warp. */
+template <int quads>
+struct BlockSums {
+  alignas(16) float of[quads][norm_warps][128];
+
+  __device__ float *own(int q) { return &of[q][threadIdx.y][4 * threadIdx.x]; }
+};
+
+/* Adds up, in their order, the warps that have the same columns: the piece's sums of one kind.
+ * column: of the block's first. */
+template <int quads, int warps>
+__device__ inline void put_partials(const NormBackwardRows &a, int64_t piece, int kind,
+                                    int64_t column, const BlockSums<quads> &sums) {
+  constexpr int most = 128 * quads * warps;
+  float *const to = a.partials + (norm_sums * piece + kind) * a.columns + column;
+  const int count = static_cast<int>(a.columns - column < most ? a.columns - column : most);
+  __syncthreads();
+  for (int c = static_cast<int>(32 * threadIdx.y + threadIdx.x); c < count; c += norm_threads) {
+    const int strip = c / 128;
+    float sum = 0;
+    for (int warp = strip % warps; warp < norm_warps; warp += warps) {
+      sum += sums.of[strip / warps][warp][c % 128];
     }
-    __syncthreads();
+    to[c] = sum;
   }
+}
+
+/* To a thread's own place in shared memory. */
+__device__ inline void add_shared(float *to, const Four &four) {
+  Four sum = load_four<true>(to, 4);
+  add_four(sum, four);
+  store_four<true>(to, 4, sum);
 }
 
 /* df of a quad of dx, as it is read again. */
@@ -314,60 +326,73 @@ __device__ inline Four put_added(const NormBackwardRows &a, int64_t at, int64_t 
 /* One piece of narrow rows, read once: `warps` warps have every so many'th row, a thread `quads` of
  * its quads and their sums over the rows. Two warps share rows of more than 512 numbers, because
  * what one had to keep of them would leave room for one block alone. */
-template <int quads, int warps, bool wide>
+template <int quads, int warps, bool wide, bool whole>
 __global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBackwardRows a) {
   constexpr int teams = norm_warps / warps;
   const int64_t columns = a.columns, apart = teams * gridDim.x;
-  __shared__ Four dbias[quads][norm_threads]; /* registers would be too many */
-  Four dgain[quads] = {}, dshift[quads] = {};
-  const int own = static_cast<int>(32 * threadIdx.y + threadIdx.x);
+  __shared__ BlockSums<quads> dshift, dbias; /* in registers they would be too many */
+  Four dgain[quads] = {};
 #pragma unroll
-  for (int q = 0; q < quads; q++) dbias[q][own] = {{0, 0, 0, 0}};
+  for (int q = 0; q < quads; q++) {
+    store_four<true>(dshift.own(q), 4, {});
+    store_four<true>(dbias.own(q), 4, {});
+  }
   for (int64_t done = teams * blockIdx.x, turn = 0; done < a.rows; done += apart, turn ^= 1) {
-    const int64_t row = a.rows - 1 - done - threadIdx.y / warps;
-    const bool there = row >= 0; /* else all numbers are 0, as beyond the last column */
-    const int64_t right = there ? columns : 0;
-    const float mean = there ? a.stats[2 * row] : 0, rstd = there ? a.stats[2 * row + 1] : 0;
-    Four xhat[quads], g[quads];
+    const int64_t row = a.rows - 1 - done - threadIdx.y / warps, start = row * columns;
+    const bool there = row >= 0; /* else all numbers are 0 */
+    if (warps == 1 && !there) break;
+    __syncwarp(); /* else nvcc keeps the sums in registers after all */
+    Strip<quads> xhat = {}, g = {}, dx = {};
+    StripWords words = {};
+    float mean = 0, rstd = 0;
+    if (there) {
+      xhat = load_shared<quads, warps, wide, whole>(a.x + start, columns);
+      g = load_shared<quads, warps, wide, whole>(a.dy + start, columns);
+      if (a.dstream != nullptr) {
+        dx = load_shared<quads, warps, wide, whole>(a.dstream + start, columns);
+      }
+      mean = a.stats[2 * row];
+      rstd = a.stats[2 * row + 1];
+      words = shared_words<warps>(a.packing, row);
+    }
     float sums[] = {0, 0}; /* of g, of g * xhat */
 #pragma unroll
     for (int q = 0; q < quads; q++) {
-      const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
-      xhat[q] = load_four<wide>(a.x + at, count);
-      g[q] = load_four<wide>(a.dy + at, count);
-      const Four gain = load_four<wide>(a.gain + c, count);
-      Four gx;
+      const int64_t c = shared_column<warps>(q);
+      const Four gain = load_four<wide>(a.gain + c, count_of<whole>(columns, c));
+      Four &own_x = xhat.quad[q], &own_g = g.quad[q], gx;
+      add_shared(dshift.own(q), own_g);
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        xhat[q].x[i] = (xhat[q].x[i] - mean) * rstd;
-        dgain[q].x[i] += g[q].x[i] * xhat[q].x[i];
-        dshift[q].x[i] += g[q].x[i];
-        g[q].x[i] *= gain.x[i];
-        gx.x[i] = g[q].x[i] * xhat[q].x[i];
+        own_x.x[i] = (own_x.x[i] - mean) * rstd;
+        dgain[q].x[i] += own_g.x[i] * own_x.x[i];
+        own_g.x[i] *= gain.x[i];
+        gx.x[i] = own_g.x[i] * own_x.x[i];
       }
-      sums[0] += four_sum(g[q]);
+      sums[0] += four_sum(own_g);
       sums[1] += four_sum(gx);
     }
-    const StripWords words = shared_words<warps>(a.packing, there ? row : 0);
     sum_shared<warps>(sums, static_cast<int>(turn));
+    if (!there) break; /* the last turn */
     const float mean_g = mean_over(sums[0], columns), mean_gx = mean_over(sums[1], columns);
 #pragma unroll
     for (int q = 0; q < quads; q++) {
-      const int64_t c = shared_column<warps>(q), at = row * columns + c, count = right - c;
-      Four dx = {{0, 0, 0, 0}};
-      if (a.dstream != nullptr) dx = load_four<wide>(a.dstream + at, count);
+      const int64_t c = shared_column<warps>(q), count = count_of<whole>(columns, c);
+      Four &to = dx.quad[q];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        dx.x[i] += rstd * (g[q].x[i] - mean_g - xhat[q].x[i] * mean_gx);
+        to.x[i] += rstd * (g.quad[q].x[i] - mean_g - xhat.quad[q].x[i] * mean_gx);
       }
-      store_four<wide>(a.dx + at, count, dx);
-      add_four(dbias[q][own], put_added<wide>(a, at, count, words.of[q], dx));
+      store_four<wide>(a.dx + start + c, count, to);
+      add_shared(dbias.own(q), put_added<wide>(a, start + c, count, words.of[q], to));
     }
   }
+  put_partials<quads, warps>(a, blockIdx.x, 1, 0, dshift);
+  if (a.sums) put_partials<quads, warps>(a, blockIdx.x, 2, 0, dbias);
+  __syncthreads();
 #pragma unroll
-  for (int q = 0; q < quads; q++) {
-    put_partials<warps>(a, blockIdx.x, 128 * warps * q, dgain[q], dshift[q], dbias[q][own]);
-  }
+  for (int q = 0; q < quads; q++) store_four<true>(dshift.own(q), 4, dgain[q]);
+  put_partials<quads, warps>(a, blockIdx.x, 0, 0, dshift);
 }
 
 /* Of wider rows, what one piece adds to dgain and dshift of 128 columns. */
@@ -388,7 +413,13 @@ __global__ void norm_backward_piece(NormBackwardRows a) {
       dshift.x[i] += d.x[i];
     }
   }
-  put_partials<1>(a, blockIdx.y, 128 * static_cast<int64_t>(blockIdx.x), dgain, dshift, dshift);
+  __shared__ BlockSums<1> sums[2];
+  store_four<true>(sums[0].own(0), 4, dgain);
+  store_four<true>(sums[1].own(0), 4, dshift);
+  const int64_t first = 128 * static_cast<int64_t>(blockIdx.x);
+  for (int kind = 0; kind < 2; kind++) {
+    put_partials<1, 1>(a, blockIdx.y, kind, first, sums[kind]);
+  }
 }
 
 /* And its dx: a block has a row. */
@@ -426,15 +457,23 @@ __global__ void norm_backward_row(NormBackwardRows a) {
   }
 }
 
-template <bool wide>
-rp_status launch_backward_narrow(const NormBackwardRows &a, int64_t pieces) {
-  auto kernel = norm_backward_narrow<4, 2, wide>;
-  if (a.columns <= 512) kernel = norm_backward_narrow<4, 1, wide>;
-  if (a.columns <= 256) kernel = norm_backward_narrow<2, 1, wide>;
-  if (a.columns <= 128) kernel = norm_backward_narrow<1, 1, wide>;
+template <int quads, int warps, bool wide>
+rp_status launch_backward_quads(const NormBackwardRows &a, int64_t pieces) {
+  auto kernel = norm_backward_narrow<quads, warps, wide, false>;
+  if (wide && a.columns == 128 * quads * warps) {
+    kernel = norm_backward_narrow<quads, warps, wide, wide>;
+  }
   const dim3 grid(static_cast<unsigned>(pieces));
   CUDA_TRY(launch(kernel, {grid, dim3(32, norm_warps), 0, context().stream}, a));
   return RP_OK;
+}
+
+template <bool wide>
+rp_status launch_backward_narrow(const NormBackwardRows &a, int64_t pieces) {
+  if (a.columns <= 128) return launch_backward_quads<1, 1, wide>(a, pieces);
+  if (a.columns <= 256) return launch_backward_quads<2, 1, wide>(a, pieces);
+  if (a.columns <= 512) return launch_backward_quads<4, 1, wide>(a, pieces);
+  return launch_backward_quads<4, 2, wide>(a, pieces);
 }
 
 /* dx comes last: it may be dy. */
