@@ -208,6 +208,7 @@ static inline rp_status there_norm(const rpi_norm_args *args) {
   a.shift = there_numbers(a.shift, a.columns);
   a.y = there_numbers(a.y, a.rows * a.columns);
   a.stats = there_numbers(a.stats, 2 * a.rows);
+  a.rounded.memory = there_whole(a.rounded.memory, rpi_linear_kept(a.rows, a.columns));
   a.note.at = there_whole(a.note.at, sizeof *a.note.at);
   return there_end(there.ops->norm(&a));
 }

@@ -6,6 +6,7 @@
  * number goes through L = columns / 8 + 3 additions; the chains are added in double.
  */
 #include "layer.h"
+#include "ops/linear.h"
 
 typedef struct layer {
   rpi_norm_args forward;
@@ -244,6 +245,32 @@ static void test_notes(const rp_ops *ops, int64_t columns) {
   for (int i = 0; i < 4; i++) array_free(all[i]);
 }
 
+/* On a device: what a product is to read, with ones behind each row where a bias goes. */
+static void test_rounded(const rp_ops *ops, layer_shape s, bool bias) {
+  array x = array_random("x", s.rows * s.columns, 1), y = array_of("y", s.rows * s.columns, 0);
+  array gain = array_random("gain", s.columns, 1);
+  array kept = array_of("kept", rpi_linear_kept(s.rows, s.columns) / (int64_t)sizeof(real), 0);
+  const rpi_norm_args a = {.rows = s.rows,
+                           .columns = s.columns,
+                           .x = x.data,
+                           .gain = gain.data,
+                           .epsilon = 1e-5,
+                           .y = y.data,
+                           .rounded = {kept.data, bias}};
+  CHECK_INT(ops->norm(&a), RP_OK);
+  const int64_t stride = rpi_operand_stride(s.columns, bias);
+  bool right = true;
+  for (int64_t i = 0; i < s.rows * stride; i++) {
+    const int64_t row = i / stride, c = i % stride;
+    const real behind = bias && c < s.columns + RPI_BIAS_PARTS ? 1 : 0;
+    right =
+        right && has_rounded(kept.data, i, c < s.columns ? y.data[row * s.columns + c] : behind);
+  }
+  if (!CHECK(right)) printf("\n  rounded, %lld columns", (long long)s.columns);
+  array *const all[] = {&x, &y, &gain, &kept};
+  for (int i = 0; i < 4; i++) array_free(all[i]);
+}
+
 /* A workspace planned for the most rows serves fewer, which may make more blocks. */
 static void test_planned_workspace(const rp_ops *ops) {
   const int64_t most = 2054, rows = 2047;
@@ -288,7 +315,11 @@ int main(void) {
     test_derivatives(ops, WITH_SHIFT | WITH_STREAM);
     if (is_device_run()) {
       test_notes(ops, 8);
+      test_notes(ops, 1024);
       test_notes(ops, 1031);
+      test_rounded(ops, (layer_shape){20, 512}, true);
+      test_rounded(ops, (layer_shape){18, 1024}, false);
+      for (int i = 0; i < layer_shape_count(); i++) test_rounded(ops, layer_shapes[i], i % 2 == 0);
     }
     test_values(ops);
     test_planned_workspace(ops);

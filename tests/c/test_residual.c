@@ -156,6 +156,14 @@ int main(void) {
     for (int i = 0; is_device_run() && i < layer_shape_count(); i++) {
       test_base_again(ops, layer_shapes[i], i % 2 == 0);
     }
+    /* The widths of models, which a device may take in ways of their own. */
+    const layer_shape wide[] = {{20, 512}, {18, 1024}};
+    for (int i = 0; i < 2; i++) {
+      test_shape(ops, wide[i], 0.1, i == 0 ? Y_IS_BASE : DF_IS_DY, RP_F32);
+      if (!is_device_run()) continue;
+      test_shape(ops, wide[i], 0.1, ALL_APART, RP_BF16);
+      test_base_again(ops, wide[i], i == 0);
+    }
     test_not_finite(ops);
   }
   return check_report();
