@@ -54,7 +54,8 @@ __device__ inline float mean_over(float sum, int64_t columns) {
 /* Where a thread's quad q of a row begins: the warps lie side by side, 128 columns each. */
 template <int warps>
 __device__ inline int64_t shared_column(int q) {
-  return 128 * (warps * q + static_cast<int>(threadIdx.y) % warps) + 4 * threadIdx.x;
+  const int64_t first = 128 * (threadIdx.y % warps) + 4 * threadIdx.x;
+  return first + 128 * warps * q;
 }
 
 template <bool whole>
