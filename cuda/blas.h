@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * blas.h: cuBLAS with cuBLASLt, or their shim in tests/emulator; and the context's handle, which is
- * one of both.
+ * blas.h: cuBLAS, or its shim in tests/emulator; and the context's handle.
  */
 #ifndef RPC_BLAS_H
 #define RPC_BLAS_H
 
 #ifdef __CUDACC__
-#include <cublasLt.h>
 #include <cublas_v2.h>
 #else
 #include "cublas_emu.h"

@@ -15,8 +15,7 @@
  * Where operands are to be rounded to bf16, they are packed as such first, rows on borders of 16
  * bytes: each is read and written once, which is little beside a product by tensor cores that
  * finds its operands as it likes them; norms, activations and attention leave their results so
- * (rpi_operand), and a result that only products read is bf16 from the start (c_element); ReLU of
- * it is the product's own.
+ * (rpi_operand), and a result that only products read is bf16 from the start (c_element).
  * A model's weights are packed once a call, all at once (round_weights), for the way back too,
  * which packs dy once for both products, unless it is bf16 already, and adds up its columns as it
  * passes. Sums are f32 in any case, and never TF32.
@@ -225,75 +224,6 @@ rp_status pack_and_sum(Operand *x, float *sum) {
   return sum_and_round(&sums, p.to);
 }
 
-/* ReLU of rows of bf16, where it is still to be done; and what stands behind them. */
-__global__ void finish_rows(RoundedRows c, int64_t rows, bool relu) {
-  const int64_t row = row_of_thread();
-  if (row >= rows) return;
-  for (int64_t at = 4 * threadIdx.x; at < c.columns; at += 128) {
-    const int64_t left = c.columns - at;
-    if (!relu && left > 4) continue;
-    Four four = load_four<true>(c.to + row * c.stride + at, left);
-#pragma unroll
-    for (int i = 0; i < 4; i++) four.x[i] = relu && four.x[i] < 0 ? 0.0f : four.x[i];
-    put_rounded(c, row, at, four);
-  }
-}
-
-template <class T>
-cublasStatus_t set(cublasLtMatmulDesc_t of, cublasLtMatmulDescAttributes_t what, T value) {
-  return cublasLtMatmulDescSetAttribute(of, what, &value, sizeof value);
-}
-
-/* The largest border, of 256 bytes at most, that it lies on: what cuBLASLt may count on. */
-cublasStatus_t set(cublasLtMatmulPreference_t of, cublasLtMatmulPreferenceAttributes_t what,
-                   const void *data) {
-  const uintptr_t at = reinterpret_cast<uintptr_t>(data) | 256;
-  const uint32_t border = static_cast<uint32_t>(at & (~at + 1));
-  return cublasLtMatmulPreferenceSetAttribute(of, what, &border, sizeof border);
-}
-
-cublasStatus_t describe(cublasLtMatrixLayout_t to, const Operand &x) {
-  return cublasLtMatrixLayoutInit(to, x.type, static_cast<uint64_t>(x.columns),
-                                  static_cast<uint64_t>(x.rows), x.stride);
-}
-
-/* C = max(A . B, 0) by cuBLASLt, which leaves a NaN what it is. *done: false where it knows no way,
- * as for operands on no borders of 16 bytes. */
-rp_status multiply_and_cut(const rpi_gemm_args &g, const Operand &a, const Operand &b, bool *done) {
-  cublasHandle_t handle = nullptr;
-  RPI_TRY(blas_handle(&handle));
-  const cublasLtHandle_t lt = reinterpret_cast<cublasLtHandle_t>(handle); /* as it may be used */
-  const Operand c = {g.c, g.rows, g.columns, g.c_stride, type_of(g.c_element)};
-  const float one = 1, before = 0;
-  cublasLtMatmulDescOpaque_t product;
-  cublasLtMatrixLayoutOpaque_t left, right, result;
-  cublasLtMatmulPreferenceOpaque_t wish;
-  cublasLtMatmulHeuristicResult_t way = {};
-  int ways = 0;
-  CUBLAS_TRY(cublasLtMatmulDescInit(&product, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-  CUBLAS_TRY(set(&product, CUBLASLT_MATMUL_DESC_TRANSA, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N));
-  CUBLAS_TRY(set(&product, CUBLASLT_MATMUL_DESC_TRANSB, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N));
-  CUBLAS_TRY(set(&product, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_RELU));
-  CUBLAS_TRY(describe(&left, b));
-  CUBLAS_TRY(describe(&right, a));
-  CUBLAS_TRY(describe(&result, c));
-  CUBLAS_TRY(cublasLtMatmulPreferenceInit(&wish));
-  CUBLAS_TRY(set(&wish, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b.data));
-  CUBLAS_TRY(set(&wish, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a.data));
-  CUBLAS_TRY(set(&wish, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c.data));
-  CUBLAS_TRY(set(&wish, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c.data));
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(lt, &product, &left, &right, &result,
-                                                               &result, &wish, 1, &way, &ways);
-  *done = status == CUBLAS_STATUS_SUCCESS && ways != 0;
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && !*done)) {
-    return RP_OK;
-  }
-  CUBLAS_TRY(status);
-  CUBLAS_TRY(cublasLtMatmul(lt, &product, &one, b.data, &left, a.data, &right, &before, g.c,
-                            &result, g.c, &result, &way.algo, nullptr, 0, context().stream));
-  return RP_OK;
-}
-
 /* The product of operands that are what they shall be. */
 rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
   cublasHandle_t handle = nullptr;
@@ -303,18 +233,6 @@ rp_status multiply(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
       handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
       g.columns, g.rows, g.inner, &one, b.data, b.type, b.stride, a.data, a.type, a.stride, &before,
       g.c, type_of(g.c_element), g.c_stride, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-  return RP_OK;
-}
-
-rp_status multiply_behind_relu(const rpi_gemm_args &g, const Operand &a, const Operand &b) {
-  bool done = false;
-  RPI_TRY(multiply_and_cut(g, a, b, &done));
-  if (!done) RPI_TRY(multiply(g, a, b));
-  if (done && !g.ones) return RP_OK;
-  const RoundedRows c = {reinterpret_cast<bf16 *>(g.c), g.columns, g.c_stride,
-                         g.ones ? bias_parts : 0};
-  const RowGrid grid = strip_grid(g.rows);
-  CUDA_TRY(launch(finish_rows, {grid.grid, grid.block, 0, context().stream}, c, g.rows, !done));
   return RP_OK;
 }
 
@@ -359,7 +277,7 @@ rp_status gemm(const rpi_gemm_args *args) {
     g.inner = a.columns;
     g.bias = nullptr;
   }
-  return g.relu ? multiply_behind_relu(g, a, b) : multiply(g, a, b);
+  return multiply(g, a, b);
 }
 
 rp_status linear_backward(const rpi_linear_backward_args *args) {

@@ -27,7 +27,7 @@ LIBRARY = "librelpos_cuda.so"
 MAJOR = 13
 # Where `pip install 'relpos[cuda]'` puts cuBLAS and the runtime, seen from relpos/lib.
 WHEELS = "$ORIGIN/../../nvidia/cu13/lib"
-BLAS_HEADERS = ("cublas_v2.h", "cublas_api.h", "cublasLt.h")
+BLAS_HEADERS = ("cublas_v2.h", "cublas_api.h")
 
 
 class Missing(Exception):
@@ -106,10 +106,10 @@ def find() -> Compiler:
     if header is None:
         raise Missing(f"{nvcc} has no cuBLAS beside it: no cublas_v2.h; cuda-toolkit[cublas]")
     libraries = []
-    for name, package in (("cudart", "cudart"), ("cublas", "cublas"), ("cublasLt", "cublas")):
+    for name in ("cudart", "cublas"):
         file = first(folders, (f"lib64/lib{name}.so.{MAJOR}", f"lib/lib{name}.so.{MAJOR}"))
         if file is None:
-            raise Missing(f"{nvcc} has no lib{name}.so.{MAJOR} beside it; cuda-toolkit[{package}]")
+            raise Missing(f"{nvcc} has no lib{name}.so.{MAJOR} beside it; cuda-toolkit[{name}]")
         libraries.append(file)
     version = f"{release[1]}.{release[2]}"
     return Compiler(nvcc, version, architectures, header.parent, libraries)

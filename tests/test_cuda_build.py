@@ -46,10 +46,8 @@ esac
         "bin/nvcc": script,
         "include/cublas_v2.h": "",
         "include/cublas_api.h": "",
-        "include/cublasLt.h": "",
         "lib64/libcudart.so.13": "",
         "lib64/libcublas.so.13": "",
-        "lib64/libcublasLt.so.13": "",
     }
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +64,7 @@ def test_a_toolkit_is_found(
     compiler = nvcc.find()
     assert compiler.nvcc == here / "bin" / "nvcc" and compiler.release == "13.0"
     assert compiler.architectures == [80, 90, 100]  # 120 is not known to this one
-    assert [file.parent for file in compiler.libraries] == [here / "lib64"] * 3
+    assert [file.parent for file in compiler.libraries] == [here / "lib64"] * 2
     assert compiler.targets()[-1] == "-gencode=arch=compute_100,code=compute_100"
 
 
@@ -89,7 +87,6 @@ def test_a_package_s_libraries_are_found_by_programs_too(
         ("include/cublas_v2.h", "has no cuBLAS beside it: no cublas_v2.h; cuda-toolkit[cublas]"),
         ("lib64/libcudart.so.13", "has no libcudart.so.13 beside it; cuda-toolkit[cudart]"),
         ("lib64/libcublas.so.13", "has no libcublas.so.13 beside it; cuda-toolkit[cublas]"),
-        ("lib64/libcublasLt.so.13", "has no libcublasLt.so.13 beside it; cuda-toolkit[cublas]"),
     ],
 )
 def test_what_is_missing_has_a_name(
@@ -219,10 +216,10 @@ def test_the_library_stands_on_cuda_alone(built: Path) -> None:
     library = str(built / "librelpos_cuda.so")
     dynamic = subprocess.check_output(["readelf", "-d", library], text=True)
     needed = set(re.findall(r"NEEDED.*\[(.*?)\]", dynamic))
-    assert {"libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13"} <= needed
+    assert {"libcudart.so.13", "libcublas.so.13"} <= needed
     allowed = r"(libc|libm|libstdc\+\+|libgcc_s|libpthread|libdl|librt|ld-linux.*)\.so.*"
     assert [
-        n for n in needed if not re.fullmatch(rf"{allowed}|lib(cudart|cublas|cublasLt)\.so\.13", n)
+        n for n in needed if not re.fullmatch(rf"{allowed}|lib(cudart|cublas)\.so\.13", n)
     ] == []
     [paths] = re.findall(r"RUNPATH.*\[(.*?)\]", dynamic)
     assert paths.split(":")[0] == "$ORIGIN/../../nvidia/cu13/lib"

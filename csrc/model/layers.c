@@ -137,15 +137,6 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
 
 /* ---- feed-forward ---------------------------------------------------------- */
 
-static rpi_dropout activation_dropout(const rpi_run *run) {
-  return rpi_dropout_at(run, run->model->config.activation_dropout, RPI_SITE_ACTIVATION);
-}
-
-/* Is ReLU its product's own? That leaves bf16, where ReLU and rounding may change places. */
-static bool is_activated(const rpi_run *run, const rpi_stored *stored) {
-  return !stored->hidden && activation_dropout(run).rate == 0;
-}
-
 static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
   const rpi_feed_forward_params *const at = &rpi_layer_params_of(run, run->layer)->feed_forward;
   const rp_model *const m = run->model;
@@ -156,7 +147,6 @@ static rpi_layer_linear hidden_of(const rpi_run *run, const rpi_stored *stored, 
                             .out = rpi_hidden(config),
                             .weight = at->in,
                             .bias = at->in_bias,
-                            .relu = is_activated(run, stored),
                             .summed = true,
                             .x = n,
                             .x_stride = config->width,
@@ -193,13 +183,14 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored
 static rp_status activate(rpi_run *run, const rpi_stored *stored) {
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, F = m->config.feed_forward;
-  const rpi_activation_args args = {.rows = rows,
-                                    .columns = F,
-                                    .kind = m->config.activation,
-                                    .h = stored->hidden,
-                                    .dropout = activation_dropout(run),
-                                    .a = stored->kept_in ? NULL : act_of(m, stored),
-                                    .rounded = rpi_operand_at(m, stored->kept_in)};
+  const rpi_activation_args args = {
+      .rows = rows,
+      .columns = F,
+      .kind = m->config.activation,
+      .h = stored->hidden,
+      .dropout = rpi_dropout_at(run, m->config.activation_dropout, RPI_SITE_ACTIVATION),
+      .a = stored->kept_in ? NULL : act_of(m, stored),
+      .rounded = rpi_operand_at(m, stored->kept_in)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation(&args));
   rpi_note_cost(run, "activation", run->again, began, (double)(rows * F), 2 * rows * F);
@@ -213,7 +204,7 @@ static rp_status feed_forward(rpi_run *run, const rpi_stored *stored, const real
   const int64_t stride =
       stored->hidden ? hidden.out : rpi_operand_stride(hidden.out, config->bias != 0);
   RPI_TRY(rpi_layer_linear_forward(run, &hidden, to, stride));
-  return hidden.relu ? RP_OK : activate(run, stored);
+  return activate(run, stored);
 }
 
 static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, const real *n,
@@ -234,7 +225,7 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
       .a = act_of(m, stored),
       .rounded = rpi_operand_at(m, stored->kept_in),
       .da = m->scratch.dact,
-      .dropout = activation_dropout(run),
+      .dropout = rpi_dropout_at(run, config->activation_dropout, RPI_SITE_ACTIVATION),
       .dh = m->scratch.dhidden,
       .element = rpi_operand_element(m),
       .dbias = rpi_gradient_at(m, rpi_layer_params_of(run, run->layer)->feed_forward.in_bias)};

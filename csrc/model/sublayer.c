@@ -43,9 +43,7 @@ static rp_status layer_of(const rpi_run *run, const rpi_layer_linear *l, rpi_lin
                      .weight = rpi_weight_at(run->model, l->weight),
                      .bias = rpi_weight_at(run->model, l->bias),
                      .kept = l->kept,
-                     .given = l->given,
-                     .relu = l->relu,
-                     .ones = l->relu && run->model->config.bias};
+                     .given = l->given};
   return rpi_rounded_of(run->model, l->weight, &to->rounded);
 }
 

@@ -64,7 +64,6 @@ typedef struct rpi_layer_linear {
   int64_t x_stride;
   void *kept;
   bool given;
-  bool relu;   /* its result is what ReLU makes of it, given to a layer (kept) */
   bool summed; /* who made dy has added its columns to the bias's gradient */
   int y_element, dy_element, dx_element; /* RP_F32, unless said */
 } rpi_layer_linear;

@@ -32,9 +32,7 @@ static inline rpi_gemm_args rpi_linear_forward(const rpi_linear *l, real *y, int
                          .precision = precision,
                          .kept = l->kept,
                          .given = l->given,
-                         .rounded = l->rounded,
-                         .relu = l->relu,
-                         .ones = l->ones};
+                         .rounded = l->rounded};
 }
 
 static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real *dy,
@@ -56,9 +54,7 @@ static inline rpi_gemm_args rpi_linear_to_weight(const rpi_linear *l, const real
                          .precision = precision,
                          .kept = NULL,
                          .given = false,
-                         .rounded = NULL,
-                         .relu = false,
-                         .ones = false};
+                         .rounded = NULL};
 }
 
 static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real *dy,
@@ -81,9 +77,7 @@ static inline rpi_gemm_args rpi_linear_to_input(const rpi_linear *l, const real 
                          .precision = precision,
                          .kept = NULL,
                          .given = false,
-                         .rounded = NULL,
-                         .relu = false,
-                         .ones = false};
+                         .rounded = NULL};
 }
 
 /* x, or a weight, in bf16: rows on borders of 16 bytes, with place for a bias where the layer has

@@ -76,7 +76,6 @@ typedef struct rpi_gemm_args {
   void *kept;    /* this and what follows: rpi_linear's */
   bool given;
   const void *rounded;
-  bool relu, ones;
 } rpi_gemm_args;
 
 /* Rows in bf16 of what products are given begin on borders of so many numbers, and have place for
@@ -94,8 +93,6 @@ typedef struct rpi_linear {
   void *kept;          /* rpi_linear_kept bytes, or NULL */
   bool given;          /* x was left there, and is not read */
   const void *rounded; /* the weight by round_weights; NULL: it is rounded for every product */
-  bool relu; /* of a device, where y is bf16: y becomes max(y, 0), as a layer is given it, */
-  bool ones; /* one that has a bias */
 } rpi_linear;
 
 /* Its way back, of which a device reads dy once: dW += dyᵀ . x, db += the sums of dy's columns, and

@@ -136,8 +136,7 @@ static inline rp_status there_gemm(const rpi_gemm_args *args) {
   const int64_t in = g.inner, rows = g.rows, columns = g.columns;
   g.a = there_rows(g.a, g.transpose_a ? in : rows, g.a_stride, g.transpose_a ? rows : in);
   g.b = there_rows(g.b, g.transpose_b ? columns : in, g.b_stride, g.transpose_b ? in : columns);
-  g.c = g.relu ? there_whole(g.c, rows * g.c_stride * 2)
-               : there_elements(g.c, g.c_element, rows, g.c_stride, columns);
+  g.c = there_elements(g.c, g.c_element, rows, g.c_stride, columns);
   g.bias = there_numbers(g.bias, columns);
   g.kept = there_whole(g.kept, rpi_linear_kept(rows, in));
   g.rounded = there_whole(g.rounded, rpi_linear_kept(columns, in));

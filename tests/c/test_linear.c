@@ -30,15 +30,15 @@ static void test_backward(const rp_ops *ops, int64_t rows, int64_t in, int64_t o
                           int flags) {
   layer l = layer_create(rows, in, out, gap);
   array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias), dx = array_copy(&l.dx);
-  const rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in + gap, l.weight.data,
-                                                  NULL, NULL, false, NULL, false, false},
-                                      .dy = l.dy.data,
-                                      .dy_stride = out + gap,
-                                      .dweight = l.dweight.data,
-                                      .dbias = (flags & 1) != 0 ? l.dbias.data : NULL,
-                                      .dx = (flags & 2) != 0 ? l.dx.data : NULL,
-                                      .add = (flags & 4) != 0,
-                                      .precision = (flags & 8) != 0 ? RP_BF16 : RP_F32};
+  const rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in + gap, l.weight.data, NULL, NULL, false, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out + gap,
+      .dweight = l.dweight.data,
+      .dbias = (flags & 1) != 0 ? l.dbias.data : NULL,
+      .dx = (flags & 2) != 0 ? l.dx.data : NULL,
+      .add = (flags & 4) != 0,
+      .precision = (flags & 8) != 0 ? RP_BF16 : RP_F32};
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   const rpi_gemm_args to_weight =
       rpi_linear_to_weight(&a.forward, a.dy, a.dy_stride, dweight.data, a.precision);
@@ -70,13 +70,13 @@ static bool near(const rp_ops *ops, const array *got, const array *expected, int
 static void test_rounded(const rp_ops *ops, int64_t rows, int64_t in, int64_t out) {
   layer l = layer_create(rows, in, out, 4);
   array dweight = array_copy(&l.dweight), dx = array_copy(&l.dx);
-  rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL,
-                                            NULL, false, NULL, false, false},
-                                .dy = l.dy.data,
-                                .dy_stride = out + 4,
-                                .dweight = l.dweight.data,
-                                .dx = l.dx.data,
-                                .precision = RP_BF16};
+  rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in + 4, l.weight.data, NULL, NULL, false, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out + 4,
+      .dweight = l.dweight.data,
+      .dx = l.dx.data,
+      .precision = RP_BF16};
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   for (int64_t row = 0; row < rows; row++) {
     real *const dy = l.dy.data + row * a.dy_stride;
@@ -112,14 +112,14 @@ static void test_in_bf16(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
   array bias = array_random("bias", out, 1), y = array_of("y", rows * out, 0);
   array dweight = array_copy(&l.dweight), dbias = array_copy(&l.dbias);
   array dy = array_rounded(&l.dy), dx = array_rounded(&l.dx), rounded_y = array_rounded(&y);
-  rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in, l.weight.data, bias.data,
-                                            NULL, false, NULL, false, false},
-                                .dy = l.dy.data,
-                                .dy_stride = out,
-                                .dweight = l.dweight.data,
-                                .dbias = l.dbias.data,
-                                .dx = l.dx.data,
-                                .precision = RP_BF16};
+  rpi_linear_backward_args a = {
+      .forward = {rows, in, out, l.x.data, in, l.weight.data, bias.data, NULL, false, NULL},
+      .dy = l.dy.data,
+      .dy_stride = out,
+      .dweight = l.dweight.data,
+      .dbias = l.dbias.data,
+      .dx = l.dx.data,
+      .precision = RP_BF16};
   rpi_gemm_args g = rpi_linear_forward(&a.forward, y.data, out, RP_F32, RP_BF16);
   CHECK_INT(ops->gemm(&g), RP_OK);
   CHECK_INT(ops->linear_backward(&a), RP_OK);
@@ -140,60 +140,16 @@ static void test_in_bf16(const rp_ops *ops, int64_t rows, int64_t in, int64_t ou
   for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
 }
 
-/* ReLU is the product's own, in bf16: of what the product is without it, where a NaN stays; and
- * ones stand behind the rows that a layer with a bias is given. */
-static void test_relu(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, bool ones) {
-  layer l = layer_create(rows, in, out, 0);
-  const int64_t stride = rpi_operand_stride(out, ones);
-  array bias = array_random("bias", out, 1), y = array_of("y", rows * out, 0);
-  array got = array_of("max(y, 0)", rows * out, 0),
-        cut = array_of("cut", (rows * stride + 1) / 2, 0);
-  bias.data[out - 1] = (real)NAN;
-  rpi_linear f = {.rows = rows,
-                  .in = in,
-                  .out = out,
-                  .x = l.x.data,
-                  .x_stride = in,
-                  .weight = l.weight.data,
-                  .bias = bias.data};
-  rpi_gemm_args g = rpi_linear_forward(&f, y.data, out, RP_F32, RP_BF16);
-  CHECK_INT(ops->gemm(&g), RP_OK);
-  f.relu = true;
-  f.ones = ones;
-  g = rpi_linear_forward(&f, cut.data, stride, RP_BF16, RP_BF16);
-  CHECK_INT(ops->gemm(&g), RP_OK);
-  bool right = true;
-  for (int64_t i = 0; i < rows * out; i++) {
-    const real found = rounded_at(cut.data, i / out * stride + i % out);
-    if (i % out == out - 1) {
-      right = right && isnan(found);
-      y.data[i] = 0;
-    } else {
-      put_rounded(got.data, i, found);
-      if (y.data[i] < 0) y.data[i] = 0;
-    }
-  }
-  for (int64_t i = 0; ones && i < rows; i++) {
-    for (int64_t c = out; c < stride; c++) {
-      right = right && rounded_at(cut.data, i * stride + c) == (c < out + RPI_BIAS_PARTS ? 1 : 0);
-    }
-  }
-  CHECK(right && near_rounded(ops, &got, &y, in));
-  array *const all[] = {&l.x, &l.weight, &l.dy, &l.dweight, &l.dbias, &l.dx, &bias, &y, &got, &cut};
-  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) array_free(all[i]);
-}
-
 /* What the way there kept of x is x to the way back, with a bias and without. */
 static void test_kept(const rp_ops *ops, int64_t rows, int64_t in, int64_t out, bool bias) {
   layer l = layer_create(rows, in, out, 0);
   array dweight = array_copy(&l.dweight), y = array_of("y", rows * out, 0);
-  rpi_linear_backward_args a = {
-      .forward = {rows, in, out, l.x.data, in, l.weight.data, bias ? l.dbias.data : NULL, NULL,
-                  false, NULL, false, false},
-      .dy = l.dy.data,
-      .dy_stride = out,
-      .dweight = dweight.data,
-      .precision = RP_BF16};
+  rpi_linear_backward_args a = {.forward = {rows, in, out, l.x.data, in, l.weight.data,
+                                            bias ? l.dbias.data : NULL, NULL, false, NULL},
+                                .dy = l.dy.data,
+                                .dy_stride = out,
+                                .dweight = dweight.data,
+                                .precision = RP_BF16};
   CHECK_INT(ops->linear_backward(&a), RP_OK);
   a.forward.kept = calloc((size_t)rpi_linear_kept(rows, in), 1);
   if (a.forward.kept == NULL) abort();
@@ -281,11 +237,6 @@ int main(void) {
       test_rounded(table_at(t), 9, 7, 128);
       test_in_bf16(table_at(t), 37, 24, 64);
       test_in_bf16(table_at(t), 300, 7, 13);
-      test_relu(table_at(t), 37, 24, 64, true);
-      test_relu(table_at(t), 300, 40, 13, true);
-      test_relu(table_at(t), 9, 20, 10, false);
-      test_relu(table_at(t), 9, 3, 10, true);
-      test_relu(table_at(t), 7, 3, 16, false);
       test_kept(table_at(t), 37, 24, 10, true);
       test_kept(table_at(t), 9, 6, 10, false);
       test_rounded_weights(table_at(t));

@@ -36,22 +36,20 @@ void unpack(std::vector<float> &to, const void *from, cudaDataType type, long lo
   }
 }
 
-uint64_t inner_of(const cublasLtMatmulDescOpaque_t &product,
-                  const cublasLtMatrixLayoutOpaque_t &a) {
-  return product.a == CUBLAS_OP_T ? a.rows : a.columns;
-}
+}  // namespace
 
-/* The product; cut: and ReLU of it. */
-cublasStatus_t multiply(cublasOperation_t a_turned, cublasOperation_t b_turned, int m, int n, int k,
-                        const void *alpha, const void *a, cudaDataType a_type, int a_stride,
-                        long long a_batch, const void *b, cudaDataType b_type, int b_stride,
-                        long long b_batch, const void *beta, void *c, cudaDataType c_type,
-                        int c_stride, long long c_batch, int batch, cublasComputeType_t compute,
-                        bool cut) {
+cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t a_turned,
+                                          cublasOperation_t b_turned, int m, int n, int k,
+                                          const void *alpha, const void *a, cudaDataType a_type,
+                                          int a_stride, long long a_batch, const void *b,
+                                          cudaDataType b_type, int b_stride, long long b_batch,
+                                          const void *beta, void *c, cudaDataType c_type,
+                                          int c_stride, long long c_batch, int batch,
+                                          cublasComputeType_t compute, cublasGemmAlgo_t) {
   const bool a_is_turned = a_turned == CUBLAS_OP_T, b_is_turned = b_turned == CUBLAS_OP_T;
-  if (m < 0 || n < 0 || k < 0 || batch < 0 || a_stride < std::max(1, a_is_turned ? k : m) ||
-      b_stride < std::max(1, b_is_turned ? n : k) || c_stride < std::max(1, m) ||
-      a_type != b_type) {
+  if (handle == nullptr || m < 0 || n < 0 || k < 0 || batch < 0 ||
+      a_stride < std::max(1, a_is_turned ? k : m) || b_stride < std::max(1, b_is_turned ? n : k) ||
+      c_stride < std::max(1, m) || a_type != b_type) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
   const float al = *static_cast<const float *>(alpha), be = *static_cast<const float *>(beta);
@@ -76,9 +74,8 @@ cublasStatus_t multiply(cublasOperation_t a_turned, cublasOperation_t b_turned, 
         for (int i = 0; i < m; i++) {
           const long long at = z * c_batch + i + static_cast<long long>(j) * c_stride;
           /* beta 0 does not read C */
-          float sum =
+          const float sum =
               al * sums[static_cast<size_t>(i)] + (be == 0 ? 0 : be * element(c, c_type, at));
-          if (cut && sum < 0) sum = 0;
           if (c_type == CUDA_R_16BF) static_cast<__nv_bfloat16 *>(c)[at] = sum;
           else static_cast<float *>(c)[at] = sum;
         }
@@ -92,85 +89,4 @@ cublasStatus_t multiply(cublasOperation_t a_turned, cublasOperation_t b_turned, 
     }
   });
   return CUBLAS_STATUS_SUCCESS;
-}
-
-}  // namespace
-
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t a_turned,
-                                          cublasOperation_t b_turned, int m, int n, int k,
-                                          const void *alpha, const void *a, cudaDataType a_type,
-                                          int a_stride, long long a_batch, const void *b,
-                                          cudaDataType b_type, int b_stride, long long b_batch,
-                                          const void *beta, void *c, cudaDataType c_type,
-                                          int c_stride, long long c_batch, int batch,
-                                          cublasComputeType_t compute, cublasGemmAlgo_t) {
-  if (handle == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
-  return multiply(a_turned, b_turned, m, n, k, alpha, a, a_type, a_stride, a_batch, b, b_type,
-                  b_stride, b_batch, beta, c, c_type, c_stride, c_batch, batch, compute, false);
-}
-
-/* ---- cuBLASLt ------------------------------------------------------------------ */
-
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t of,
-                                              cublasLtMatmulDescAttributes_t what,
-                                              const void *value, size_t size) {
-  if (size != sizeof(int32_t)) return CUBLAS_STATUS_INVALID_VALUE;
-  switch (what) {
-    case CUBLASLT_MATMUL_DESC_TRANSA: std::memcpy(&of->a, value, size); break;
-    case CUBLASLT_MATMUL_DESC_TRANSB: std::memcpy(&of->b, value, size); break;
-    case CUBLASLT_MATMUL_DESC_EPILOGUE: std::memcpy(&of->epilogue, value, size); break;
-    default: return CUBLAS_STATUS_INVALID_VALUE;
-  }
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t of,
-                                                    cublasLtMatmulPreferenceAttributes_t what,
-                                                    const void *value, size_t size) {
-  const int which = what - CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES;
-  if (size != sizeof(uint32_t) || which < 0 || which > 3) return CUBLAS_STATUS_INVALID_VALUE;
-  std::memcpy(&of->borders[which], value, size);
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t product,
-                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t wish, int most,
-                                              cublasLtMatmulHeuristicResult_t *ways, int *count) {
-  *count = 0;
-  if (handle == nullptr || most < 1) return CUBLAS_STATUS_INVALID_VALUE;
-  for (const cublasLtMatrixLayout_t x : {a, b, d}) {
-    if (x->type != CUDA_R_16BF || x->stride % 8 != 0) return CUBLAS_STATUS_NOT_SUPPORTED;
-  }
-  if (inner_of(*product, *a) < 16) return CUBLAS_STATUS_NOT_SUPPORTED;
-  for (const uint32_t border : wish->borders) {
-    if (border < 16) return CUBLAS_STATUS_NOT_SUPPORTED;
-  }
-  std::memcpy(ways->algo.borders, wish->borders, sizeof wish->borders);
-  *count = 1;
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t product, const void *alpha,
-                              const void *a, cublasLtMatrixLayout_t a_layout, const void *b,
-                              cublasLtMatrixLayout_t b_layout, const void *beta, const void *c,
-                              cublasLtMatrixLayout_t, void *d, cublasLtMatrixLayout_t d_layout,
-                              const cublasLtMatmulAlgo_t *algo, void *, size_t, cudaStream_t) {
-  const void *const data[] = {a, b, c, d};
-  for (int i = 0; i < 4; i++) {
-    if (reinterpret_cast<uintptr_t>(data[i]) % algo->borders[i] != 0) {
-      return CUBLAS_STATUS_INVALID_VALUE;
-    }
-  }
-  const uint64_t k = inner_of(*product, *a_layout);
-  if (c != d || k != (product->b == CUBLAS_OP_T ? b_layout->columns : b_layout->rows)) {
-    return CUBLAS_STATUS_INVALID_VALUE;
-  }
-  return multiply(product->a, product->b, static_cast<int>(d_layout->rows),
-                  static_cast<int>(d_layout->columns), static_cast<int>(k), alpha, a,
-                  a_layout->type, static_cast<int>(a_layout->stride), 0, b, b_layout->type,
-                  static_cast<int>(b_layout->stride), 0, beta, d, d_layout->type,
-                  static_cast<int>(d_layout->stride), 0, 1, CUBLAS_COMPUTE_32F,
-                  product->epilogue == CUBLASLT_EPILOGUE_RELU);
 }
