@@ -15,6 +15,9 @@
  * to the first (four.h). It has sums of its own, in the workspace [pieces][3][columns], which are
  * added in the order of the pieces. dx may be dy or dstream, y base, df dy: every number is read
  * before its place is written. What is added to wider rows is residual.cu's.
+ *
+ * Where a sum follows a product, it is written whether the two are one operation: a compiler that
+ * chooses does so for each kernel, and the bits would depend on where arrays begin.
  */
 #include "packing.h"
 #include "reduce.h"
@@ -127,7 +130,7 @@ __device__ inline float four_squares(Four d, float mean, int64_t count) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     d.x[i] -= mean;
-    d.x[i] = i < count ? d.x[i] * d.x[i] : 0.0f;
+    d.x[i] = i < count ? __fmul_rn(d.x[i], d.x[i]) : 0.0f;
   }
   return four_sum(d);
 }
@@ -310,6 +313,10 @@ __device__ inline void add_shared(float *to, const Four &four) {
   store_four<true>(to, 4, sum);
 }
 
+__device__ inline float inner_of(float g, float xhat, float mean_g, float mean_gx) {
+  return fmaf(-xhat, mean_gx, g - mean_g);
+}
+
 /* df of a quad of dx, as it is read again. */
 template <bool wide>
 __device__ inline Four put_added(const NormBackwardRows &a, int64_t at, int64_t count,
@@ -366,9 +373,9 @@ __global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBack
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         own_x.x[i] = (own_x.x[i] - mean) * rstd;
-        dgain[q].x[i] += own_g.x[i] * own_x.x[i];
-        own_g.x[i] *= gain.x[i];
-        gx.x[i] = own_g.x[i] * own_x.x[i];
+        dgain[q].x[i] = fmaf(own_g.x[i], own_x.x[i], dgain[q].x[i]);
+        own_g.x[i] = __fmul_rn(own_g.x[i], gain.x[i]);
+        gx.x[i] = __fmul_rn(own_g.x[i], own_x.x[i]);
       }
       sums[0] += four_sum(own_g);
       sums[1] += four_sum(gx);
@@ -382,7 +389,7 @@ __global__ void __launch_bounds__(norm_threads, 2) norm_backward_narrow(NormBack
       Four &to = dx.quad[q];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        to.x[i] += rstd * (g.quad[q].x[i] - mean_g - xhat.quad[q].x[i] * mean_gx);
+        to.x[i] = fmaf(rstd, inner_of(g.quad[q].x[i], xhat.quad[q].x[i], mean_g, mean_gx), to.x[i]);
       }
       store_four<wide>(a.dx + start + c, count, to);
       add_shared(dbias.own(q), put_added<wide>(a, start + c, count, words.of[q], to));
@@ -410,7 +417,7 @@ __global__ void norm_backward_piece(NormBackwardRows a) {
     const Four d = load_four<wide>(a.dy + row * columns + column, columns - column);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      dgain.x[i] += d.x[i] * ((x.x[i] - mean) * rstd);
+      dgain.x[i] = fmaf(d.x[i], (x.x[i] - mean) * rstd, dgain.x[i]);
       dshift.x[i] += d.x[i];
     }
   }
@@ -436,8 +443,8 @@ __global__ void norm_backward_row(NormBackwardRows a) {
     Four g = load_four<wide>(a.gain + c, columns - c), gx;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      g.x[i] *= d.x[i];
-      gx.x[i] = g.x[i] * ((one.x[i] - mean) * rstd);
+      g.x[i] = __fmul_rn(g.x[i], d.x[i]);
+      gx.x[i] = __fmul_rn(g.x[i], (one.x[i] - mean) * rstd);
     }
     plain += four_sum(g);
     weighted += four_sum(gx);
@@ -451,8 +458,8 @@ __global__ void norm_backward_row(NormBackwardRows a) {
     if (a.dstream != nullptr) stream = load_four<wide>(a.dstream + row * columns + c, columns - c);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float xhat = (one.x[i] - mean) * rstd;
-      d.x[i] = stream.x[i] + rstd * (d.x[i] * gain.x[i] - mean_g - xhat * mean_gx);
+      const float xhat = (one.x[i] - mean) * rstd, g = __fmul_rn(d.x[i], gain.x[i]);
+      d.x[i] = fmaf(rstd, inner_of(g, xhat, mean_g, mean_gx), stream.x[i]);
     }
     store_four<wide>(a.dx + row * columns + c, columns - c, d);
   }

@@ -71,10 +71,11 @@ __device__ inline Place place_of(const Packing &p, int64_t row) {
 }
 
 /* What dropout makes of a quad with the word of its columns: 0 (of infinities too), or scale times
- * the number. */
+ * the number, rounded whatever follows (norm.cu). */
 __device__ inline void keep_by_word(const Dropout &d, uint32_t word, Four &four) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) four.x[i] = is_kept(d, word, i) ? d.scale * four.x[i] : 0.0f;
+  for (int i = 0; i < 4; i++)
+    four.x[i] = is_kept(d, word, i) ? __fmul_rn(d.scale, four.x[i]) : 0.0f;
 }
 
 __device__ inline void keep_four(const Packing &p, Place place, int64_t quad, Four &four) {

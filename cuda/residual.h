@@ -23,7 +23,7 @@ __device__ inline BaseRow base_row(const rpi_base &base, int64_t row) {
 __device__ inline Four normed_four(Four x, float mean, float rstd, const Four &gain,
                                    const Four &shift) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) x.x[i] = (x.x[i] - mean) * rstd * gain.x[i] + shift.x[i];
+  for (int i = 0; i < 4; i++) x.x[i] = fmaf((x.x[i] - mean) * rstd, gain.x[i], shift.x[i]);
   return x;
 }
 

@@ -151,7 +151,9 @@ static inline rp_status there_linear_backward(const rpi_linear_backward_args *ar
   l->bias = there_numbers(l->bias, l->out);
   l->kept = there_whole(l->kept, rpi_linear_kept(l->rows, l->in));
   l->rounded = there_whole(l->rounded, rpi_linear_kept(l->out, l->in));
-  a.dy = there_elements(a.dy, a.dy_element, l->rows, a.dy_stride, l->out);
+  /* cuBLAS may read bf16 to the end of a row's stride, of the last one too. */
+  a.dy = a.dy_element == RP_BF16 ? there_at(a.dy, l->rows * a.dy_stride * 2)
+                                 : there_rows(a.dy, l->rows, a.dy_stride, l->out);
   a.dweight = there_numbers(a.dweight, l->in * l->out);
   a.dbias = there_numbers(a.dbias, l->out);
   a.dx = there_elements(a.dx, a.dx_element, l->rows, l->in, l->in);
