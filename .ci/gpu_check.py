@@ -147,6 +147,8 @@ class Part:
         self.write(complete=True, failed=bad, skipped=skipped, seconds=seconds)
         passed = len(self.done) - len(bad) - len(skipped)
         counts = f"{passed} passed, {len(skipped)} skipped, {len(bad)} failed"
+        for what in bad:
+            print(f"{what}: {self.done[what][:60]}")
         print(f"{self.name}: {counts}, {seconds} s")
         return 1 if bad else 0
 
