@@ -15,6 +15,10 @@
  *   up to 32,768 classes   this row in registers (cross_entropy_held), the next to shared memory
  *   more                   this row in shared memory (cross_entropy_rows), the next to registers
  *
+ * (A row between borders of 16 bytes comes to registers from memory, its lines to the second-level
+ * cache ahead.) These add up in orders of their own: the bits of a row go by how many there are,
+ * more than multiprocessors or not.
+ *
  * A thread goes through its own numbers alone. It adds them up in float, the block those of its
  * threads, or warps, in double.
  */

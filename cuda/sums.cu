@@ -64,7 +64,7 @@ __device__ inline void look_ahead(const ColumnSums<E> &a, int64_t row, int64_t e
 template <class E>
 __device__ inline Four gated_four(const Four &forward, float scale, Four d) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) d.x[i] = forward.x[i] <= 0 ? 0.0f : scale * d.x[i];
+  for (int i = 0; i < 4; i++) d.x[i] = forward.x[i] <= 0 ? 0.0f : __fmul_rn(scale, d.x[i]);
   return sizeof(E) == sizeof(float) ? d : rounded_four(d);
 }
 

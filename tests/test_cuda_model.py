@@ -117,8 +117,7 @@ def test_steps_are_those_of_the_host(f32: Core) -> None:
 def test_runs_and_recomputing_change_no_bit(
     f32: Core, precision: int, norm: str, activation: str
 ) -> None:
-    """In bf16 norms and activations leave their results rounded, unless these are made again: then
-    their product rounds them."""
+    """In bf16 norms and activations leave their results rounded, also where these are made again."""
     changes = TRAINED | {"activation": activation, "norm": norm}
     batch = batch_for(changes)
     found = []

@@ -81,7 +81,8 @@ static inline bool rpi_is_given(const rpi_stored *stored, const real *n) {
 rp_status rpi_layer_linear_forward(const rpi_run *run, const rpi_layer_linear *l, real *y,
                                    int64_t y_stride);
 
-/* dW += dyᵀ . x, db += sums of dy, and dx = dy . W (added to what is there where `add`). */
+/* dW += dyᵀ . x, db += sums of dy unless they are there (summed), and dx = dy . W (added to what is
+ * there where `add`). */
 rp_status rpi_layer_linear_backward(const rpi_run *run, const rpi_layer_linear *l, const real *dy,
                                     int64_t dy_stride, real *dx, bool add);
 

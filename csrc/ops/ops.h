@@ -274,7 +274,7 @@ typedef struct rpi_norm_backward_args {
   const real *dstream; /* or NULL; may be dx */
   real *dx;            /* may be dy */
   rpi_dropout dropout;
-  real *df; /* may be dy; NULL: it is dx, or not wanted */
+  real *df; /* in f32 it may be dy; NULL: it is dx, as nothing is dropped, or not wanted */
   int df_element;
   real *dgain, *dshift, *dbias; /* dshift, dbias: NULL where there is none */
   void *workspace;
@@ -301,7 +301,7 @@ typedef struct rpi_activation_backward_args {
   rpi_dropout dropout;
   real *dh;
   int element;         /* of da and dh */
-  rpi_operand rounded; /* in place of a, where a was left there */
+  rpi_operand rounded; /* RELU in bf16: a was left there */
   real *dbias;         /* += the sums of dh's columns; or NULL */
 } rpi_activation_backward_args;
 
