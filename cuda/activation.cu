@@ -181,16 +181,16 @@ rp_status activation(const rpi_activation_args *args) {
 
 rp_status activation_backward(const rpi_activation_backward_args *args) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
-  const bool rounded = args->element == RP_BF16;
   Packing packing;
   RPI_TRY(packing_of(&args->dropout, false, &packing));
   scratch_begin();
   if (args->kind == RP_RELU) return sum_behind_relu(args, packing.dropout.scale);
-  RPI_TRY(rounded ? backward_of<bf16>(args, packing) : backward_of<float>(args, packing));
+  RPI_TRY(args->element == RP_BF16 ? backward_of<bf16>(args, packing)
+                                   : backward_of<float>(args, packing));
   if (args->dbias == nullptr) return RP_OK;
   const int64_t columns = args->kind == RP_SWIGLU ? 2 * args->columns : args->columns;
   const rpi_column_sums_args sums = {args->rows, columns, args->dh, columns, args->dbias};
-  return rounded ? sum_rounded(&sums) : sum_and_round(&sums, nullptr);
+  return sum_elements(&sums, args->element);
 }
 
 }  // namespace rpc

@@ -69,17 +69,17 @@ rp_status residual(const rpi_norm_args *args) {
 }
 
 rp_status residual_backward(const rpi_norm_backward_args *args) {
-  const bool rounded = args->df != nullptr && args->df_element == RP_BF16;
+  rpi_column_sums_args sums = {args->rows, args->columns, args->dx, args->columns, args->dbias};
+  int element = RP_F32;
   if (args->df != nullptr) {
+    sums.x = args->df;
+    element = args->df_element;
     Packing packing;
     RPI_TRY(packing_of(&args->dropout, false, &packing));
-    RPI_TRY(rounded ? backward_of<bf16>(args, packing) : backward_of<float>(args, packing));
+    RPI_TRY(element == RP_BF16 ? backward_of<bf16>(args, packing)
+                               : backward_of<float>(args, packing));
   }
-  if (args->dbias == nullptr) return RP_OK;
-  const rpi_column_sums_args sums = {args->rows, args->columns,
-                                     args->df != nullptr ? args->df : args->dx, args->columns,
-                                     args->dbias};
-  return rounded ? sum_rounded(&sums) : sum_and_round(&sums, nullptr);
+  return args->dbias != nullptr ? sum_elements(&sums, element) : RP_OK;
 }
 
 }  // namespace rpc

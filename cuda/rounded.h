@@ -54,6 +54,11 @@ rp_status sum_and_round(const rpi_column_sums_args *args, bf16 *to);
 /* column_sums of what is rounded already: args->x points to bf16. Takes scratch. */
 rp_status sum_rounded(const rpi_column_sums_args *args);
 
+/* column_sums of numbers that are what `element` says. Takes scratch. */
+inline rp_status sum_elements(const rpi_column_sums_args *args, int element) {
+  return element == RP_BF16 ? sum_rounded(args) : sum_and_round(args, nullptr);
+}
+
 /* ReLU's backward, and the sums of its result, from one look at da: dh = 0 where a <= 0, else
  * scale * da, all bf16 where a was left rounded. scale: dropout's, of what was kept. Takes scratch.
  */

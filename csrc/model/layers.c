@@ -18,18 +18,20 @@ static const rpi_norm_params *norm_of(const rpi_run *run, int64_t s) {
   return &stack->layers[s / parts].norm[rpi_part_of(parts, s)];
 }
 
-/* Where sublayer s adds to the stream: dropout's mask, and the bias of the layer that makes what is
- * added. */
+/* Of what sublayer s adds to the stream. */
 static rpi_dropout added_by(const rpi_run *run, int64_t s) {
   static const enum rpi_site sites[] = {RPI_SITE_SELF_ADDED, RPI_SITE_CROSS_ADDED,
                                         RPI_SITE_FEED_FORWARD_ADDED};
   const int parts = run->model->stack[run->stack].parts;
-  const enum rpi_site site = sites[rpi_part_of(parts, s)];
-  rpi_dropout dropout = rpi_dropout_at(run, run->model->config.dropout, site);
-  dropout.site = rpi_site_of(run->stack, s / parts, site);
-  return dropout;
+  return rpi_dropout_at(run, s / parts, run->model->config.dropout, sites[rpi_part_of(parts, s)]);
 }
 
+static rpi_dropout activation_dropout(const rpi_run *run) {
+  return rpi_dropout_at(run, run->layer, run->model->config.activation_dropout,
+                        RPI_SITE_ACTIVATION);
+}
+
+/* The bias of the layer that makes what sublayer s adds. */
 static int64_t out_bias_of(const rpi_run *run, int64_t s) {
   const int parts = run->model->stack[run->stack].parts;
   const rpi_layer_params *const at = rpi_layer_params_of(run, s / parts);
@@ -52,8 +54,9 @@ static rpi_operand operand_of(const rpi_run *run, int64_t s) {
   const rp_model *const m = run->model;
   const rpi_stack_memory *const stack = &m->stack[run->stack];
   const bool last = s == rpi_stack_of(&m->config, run->stack)->layers * stack->parts;
-  return (rpi_operand){.memory = stack->stored[s].kept_n,
-                       .bias = m->config.bias && !(last && run->stack == rpi_last_stack(m))};
+  rpi_operand operand = rpi_operand_at(m, stack->stored[s].kept_n);
+  if (last && run->stack == rpi_last_stack(m)) operand.bias = false;
+  return operand;
 }
 
 /* What sublayer s adds to, n being what it read. */
@@ -98,10 +101,12 @@ rp_status rpi_read_stream(rpi_run *run, int64_t s, real *to, const real **n) {
   return rpi_hunt(run, to, s, true);
 }
 
-/* What sublayers add is an operand of products backward; its gradient is the stream's itself where
- * nothing was dropped and nothing is rounded. */
-static real *df_of(const rp_model *m, const rpi_dropout *added) {
-  return added->rate == 0 && rpi_operand_element(m) == RP_F32 ? NULL : m->scratch.df;
+/* What sublayers add is an operand of products backward. NULL: its gradient is the stream's itself,
+ * as nothing was dropped and nothing is rounded. */
+static real *df_of(const rpi_run *run) {
+  const rp_model *const m = run->model;
+  const bool drops = run->dropout && m->config.dropout != 0;
+  return drops || rpi_operand_element(m) != RP_F32 ? m->scratch.df : NULL;
 }
 
 rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, const real *dstream,
@@ -124,7 +129,7 @@ rp_status rpi_read_stream_backward(rpi_run *run, int64_t s, const real *dn, cons
                                  .workspace_bytes = m->scratch.norm_bytes};
   if (s > 0) {
     args.dropout = added_by(run, s - 1);
-    args.df = df_of(m, &args.dropout);
+    args.df = df_of(run);
     args.df_element = rpi_operand_element(m);
     args.dbias = rpi_gradient_at(m, out_bias_of(run, s - 1));
   }
@@ -183,14 +188,13 @@ static rpi_layer_linear feed_forward_out_of(const rpi_run *run, const rpi_stored
 static rp_status activate(rpi_run *run, const rpi_stored *stored) {
   rp_model *const m = run->model;
   const int64_t rows = run->side[run->stack].rows, F = m->config.feed_forward;
-  const rpi_activation_args args = {
-      .rows = rows,
-      .columns = F,
-      .kind = m->config.activation,
-      .h = stored->hidden,
-      .dropout = rpi_dropout_at(run, m->config.activation_dropout, RPI_SITE_ACTIVATION),
-      .a = stored->kept_in ? NULL : act_of(m, stored),
-      .rounded = rpi_operand_at(m, stored->kept_in)};
+  const rpi_activation_args args = {.rows = rows,
+                                    .columns = F,
+                                    .kind = m->config.activation,
+                                    .h = stored->hidden,
+                                    .dropout = activation_dropout(run),
+                                    .a = stored->kept_in ? NULL : act_of(m, stored),
+                                    .rounded = rpi_operand_at(m, stored->kept_in)};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->activation(&args));
   rpi_note_cost(run, "activation", run->again, began, (double)(rows * F), 2 * rows * F);
@@ -225,7 +229,7 @@ static rp_status feed_forward_backward(rpi_run *run, const rpi_stored *stored, c
       .a = act_of(m, stored),
       .rounded = rpi_operand_at(m, stored->kept_in),
       .da = m->scratch.dact,
-      .dropout = rpi_dropout_at(run, config->activation_dropout, RPI_SITE_ACTIVATION),
+      .dropout = activation_dropout(run),
       .dh = m->scratch.dhidden,
       .element = rpi_operand_element(m),
       .dbias = rpi_gradient_at(m, rpi_layer_params_of(run, run->layer)->feed_forward.in_bias)};
@@ -269,8 +273,7 @@ rp_status rpi_sublayer_backward(rpi_run *run, int64_t s) {
   const int part = rpi_part_of(stack->parts, s);
   const bool before = m->config.norm == RP_NORM_PRE;
   real *const dn = before ? m->scratch.dn : stack->dstream;
-  const rpi_dropout added = added_by(run, s);
-  const real *const made = df_of(m, &added), *const df = made ? made : stack->dstream;
+  const real *const df = df_of(run) ? df_of(run) : stack->dstream;
   const real *n = NULL;
   run->layer = s / stack->parts;
   if (!stored->kept_n) RPI_TRY(rpi_read_stream(run, s, m->scratch.normed, &n));

@@ -40,10 +40,11 @@ static inline const rpi_layer_params *rpi_layer_params_of(const rpi_run *run, in
   return &run->model->layout.stack[run->stack].layers[layer];
 }
 
-static inline rpi_dropout rpi_dropout_at(const rpi_run *run, double rate, enum rpi_site kind) {
+static inline rpi_dropout rpi_dropout_at(const rpi_run *run, int64_t layer, double rate,
+                                         enum rpi_site kind) {
   return (rpi_dropout){.rate = run->dropout ? rate : 0,
                        .key = {run->key[0], run->key[1]},
-                       .site = rpi_site_of(run->stack, run->layer, kind),
+                       .site = rpi_site_of(run->stack, layer, kind),
                        .sentences = run->sentences,
                        .offsets = run->side[run->stack].offsets,
                        .ordinals = run->ordinals};
