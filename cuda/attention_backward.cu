@@ -337,7 +337,7 @@ rp_status run(const rp_attention *s, Backward c, const rp_attention_gradients *g
   if (!on_bands || band_walks(s)) {
     c.tile = on_bands ? band_tile(s) : kTile;
     RPI_TRY(make_tiles(s, false, c.tile, &c.query_tiles));
-    RPI_TRY(make_tiles(s, true, c.tile, &c.key_tiles));
+    RPI_TRY(make_tiles(s, true, c.tile, &c.key_tiles, on_bands && band_in_turns(s)));
     RPI_TRY(run_rows<Storage>(c));
   }
   if (on_bands) return band_backward(s, c, g, workspace);

@@ -66,6 +66,9 @@ int band_tile(const rp_attention *shape);
 /* Does it walk tiles, and read c.rows? Not where every sequence is one tile. */
 bool band_walks(const rp_attention *shape);
 
+/* Do its blocks of keys take turns? Then their tiles are in the order of their rows. */
+bool band_in_turns(const rp_attention *shape);
+
 /* Its workspace, behind the rows. */
 int64_t band_bytes(const rp_attention *shape);
 

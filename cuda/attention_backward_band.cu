@@ -6,6 +6,9 @@
  *   vectors_kernel   the vectors of the bands, distance by distance, as operands of products
  *   queries_kernel   dq, and of every block the sums for each distance, in lines of its own
  *   keys_kernel      dk, dv
+ *   turns_kernel     dk, dv and dq where sequences are long (backward_turns.h); queries_kernel then
+ *                    comes before it, where there are bands
+ *   unseen_kernel    zeros in rows of dq that turns_kernel does not come to
  *   totals_kernel    the lines of a head's blocks, added up in order
  *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order, of all
  *                    tables at once
@@ -34,7 +37,9 @@ struct Sizes {
   int64_t low, high, columns, table_rows; /* columns 0: no band of keys or values */
   int64_t bias_low, bias_high, bias_columns;
   int64_t blocks, value_offset, bias_offset, numbers; /* of a block's lines */
-  int64_t table_bytes, line_bytes, total_bytes;
+  bool turns;                                         /* is dq made in the pass over keys? Then: */
+  int64_t turn_tiles, key_blocks;                     /* of a head */
+  int64_t table_bytes, line_bytes, total_bytes, turn_bytes;
 };
 
 bool has_table(const rp_relation *terms) { return terms[0].table || terms[1].table; }
@@ -84,6 +89,12 @@ int64_t key_bytes(const Sizes &sizes) {
          cells * 4;
 }
 
+/* And of one that adds to dq by turns. */
+template <class S>
+int64_t turn_bytes(const Sizes &sizes) {
+  return key_bytes<S>(sizes) + int64_t{sizeof(TurnShared)};
+}
+
 template <class S>
 int64_t most_bytes(const Sizes &sizes) {
   const int64_t queries = query_bytes<S>(sizes), keys = key_bytes<S>(sizes);
@@ -106,6 +117,7 @@ enum { SMALL, WHOLE, LARGE, TILES };
  * of its longest sequence. */
 struct Work {
   int64_t tiles[TILES], pairs[TILES];
+  int64_t key_blocks; /* of 128 */
   int longest;
 };
 Work work_of(const rp_attention *s) {
@@ -117,6 +129,7 @@ Work work_of(const rp_attention *s) {
       work.tiles[x] += (seq.query_rows + more) / rows;
       work.pairs[x] += int64_t{(seq.queries + more) / rows} * ((seq.keys + more) / rows);
     }
+    work.key_blocks += divided(seq.key_rows, kTurnOwn);
     for (const int rows : {seq.query_rows, seq.key_rows}) {
       work.longest = rows > work.longest ? rows : work.longest;
     }
@@ -131,7 +144,10 @@ Work work_of(const rp_attention *s) {
 int size_of(const rp_attention *s, const Sizes &sizes, const Work &work) {
   if (!sizes.bf16 || sizes.width != 64) return WHOLE;
   if (3 * work.pairs[SMALL] < 8 * work.pairs[WHOLE]) return SMALL;
-  const int64_t bytes = most_bytes<BandShape<bf16, float, 64, 128>>(sizes) + 1024;
+  using Large = BandShape<bf16, float, 64, 128>;
+  const int64_t in_turns = sizes.bias_columns > 0 ? 0 : turn_bytes<Large>(sizes);
+  const int64_t passes = most_bytes<Large>(sizes);
+  const int64_t bytes = (in_turns > passes ? in_turns : passes) + 1024;
   const bool large = 8 * 4 * work.pairs[LARGE] <= 9 * work.pairs[WHOLE] &&
                      s->H * work.tiles[LARGE] >= 2 * context().multiprocessors &&
                      2 * bytes <= context().shared_bytes + 1024;
@@ -179,11 +195,20 @@ Sizes sizes_of(const rp_attention *s) {
   if (sizes.single) sizes.width = kSingleWidth;
   const int size = sizes.single ? SMALL : size_of(s, sizes, work);
   sizes.tile = kTileRows[size];
+  sizes.turns = size == LARGE && sizes.bias_columns == 0;
   sizes.blocks = sizes.single ? divided(s->B, 2) : work.tiles[size];
   sizes.table_rows = divided(sizes.columns, 64) * 64;
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
   sizes.numbers = sizes.bias_offset + sizes.bias_columns;
+  if (sizes.turns) {
+    const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
+    sizes.turn_tiles = queries / kTurnRows + s->B;
+    sizes.key_blocks = work.key_blocks;
+    const int64_t lines = sizes.columns > 0 ? sizes.key_blocks * kTurnWarps + 1 : 0;
+    const int64_t of_tile = kTurnNumbers + kTurnEnds + kTurnWarps;
+    sizes.turn_bytes = rounded(s->H * (sizes.turn_tiles * of_tile + lines * kEndNumbers) * 4 + 256);
+  }
   if (sizes.numbers == 0) return sizes;
   const int64_t heads = s->H > 0 ? s->H : 1, most = kMostNumbers / sizes.numbers;
   const int64_t blocks = most_blocks(sizes), fit = (most < blocks ? most : blocks) / heads;
@@ -238,6 +263,7 @@ __global__ void __launch_bounds__(kThreads)
 struct Term {
   Part part;
   const float *totals;
+  const float *ends; /* of head 0, [H][kEndNumbers]: what is to be added to the ends; or NULL */
   int32_t low, columns, rows, width;
   float factor;
   float *gradient;
@@ -277,6 +303,9 @@ __global__ void __launch_bounds__(kThreads)
     if (part_row(part, t.low + column) != row) continue;
     for (int64_t head = first; head < end; head++) {
       sum += t.totals[head * numbers + int64_t{column} * t.width + number];
+      const float *const ends = t.ends + head * kEndNumbers + number;
+      if (t.ends && column == 0) sum += ends[0];
+      if (t.ends && column == t.columns - 1) sum += ends[2 * kTurnWidth];
     }
   }
   t.gradient[table * part.head_stride + row * part.row_stride + number] += t.factor * sum;
@@ -284,12 +313,12 @@ __global__ void __launch_bounds__(kThreads)
 
 /* ---- passes -------------------------------------------------------------------------- */
 
-template <class S>
+template <class S, bool kInTurns = false>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     queries_kernel(const __grid_constant__ BandBackward f) {
   const Tiles &tiles = f.c.query_tiles;
   Deal deal = deal_of(tiles, f.c.call.H, f.blocks);
-  QueryBlock<S> block(f, deal.head);
+  QueryBlock<S, kInTurns> block(f, deal.head);
   const int64_t line = int64_t{deal.head} * f.blocks + deal.own;
   float *const lines = f.lines ? f.lines + line * f.line_numbers : nullptr;
   for (; deal.tile() < tiles.count; deal.next(f.blocks)) {
@@ -304,6 +333,51 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   const Deal deal = deal_of(tiles, f.c.call.H, tiles.count);
   KeyBlock<S> block(f, deal.head);
   block.run(tiles.list[deal.own]);
+}
+
+/* A block's place is that of the number it draws: those before it have begun. */
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    turns_kernel(const __grid_constant__ BandBackward f) {
+  auto *const number = reinterpret_cast<int32_t *>(dynamic_smem());
+  if (threadIdx.x == 0) *number = atomicAdd(f.turns.begun, 1);
+  __syncthreads();
+  const Tiles &tiles = f.c.key_tiles;
+  const Deal deal = deal_at(tiles, f.c.call.H, tiles.count, *number);
+  __syncthreads(); /* keys come where it lies */
+  KeyBlock<S, true> block(f, deal.head);
+  const int64_t line = (int64_t{deal.head} * tiles.count + deal.own) * kTurnWarps * kEndNumbers;
+  block.run(tiles.list[deal.own], f.turns.lines ? f.turns.lines + line : nullptr);
+}
+
+template <class Storage>
+__global__ void __launch_bounds__(kThreads) unseen_kernel(const __grid_constant__ Backward c) {
+  const Call &call = c.call;
+  const Deal deal = deal_of(c.query_tiles, call.H, c.query_tiles.count);
+  const Tile tile = c.query_tiles.list[deal.own];
+  const Sequence seq = call.sequences[tile.sequence];
+  for (int row = 0; row < c.tile; row += kTurnRows) {
+    const int i = tile.row + row;
+    if (i < seq.queries && walkers_of(seq, i).any) continue;
+    const int count = smaller(seq.query_rows - i, kTurnRows);
+    for (int x = static_cast<int>(threadIdx.x); x < count * call.D; x += kThreads) {
+      Storage *const to =
+          row_of<Storage>(c.dq, seq.query_batch, deal.head, seq.query_row + i + x / call.D);
+      put_number(to[x % call.D], 0);
+    }
+  }
+}
+
+/* Are there such rows? */
+bool leaves_rows(const rp_attention *s) {
+  for (int64_t b = 0; b < s->B; b++) {
+    const Sequence seq = sequence_of(s, b);
+    const int last = (seq.queries - 1) / kTurnRows * kTurnRows;
+    if (seq.query_rows == 0) continue;
+    if (seq.queries == 0 || seq.query_rows > last + kTurnRows) return true;
+    if (!walkers_of(seq, 0).any || !walkers_of(seq, last).any) return true;
+  }
+  return false;
 }
 
 template <class Operand>
@@ -345,9 +419,40 @@ rp_status run(BandBackward f, const Sizes &sizes) {
   return RP_OK;
 }
 
+/* The same where dq is made in the pass over keys. */
+template <class S>
+rp_status run_in_turns(const rp_attention *s, BandBackward f, const Sizes &sizes) {
+  cudaStream_t const stream = context().stream;
+  const int64_t heads = f.c.call.H;
+  f.held = held<S>(sizes);
+  const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
+  RPI_TRY(make_vectors<typename S::Operand>(f, S::kWidth));
+  if (f.c.query_tiles.count == 0) return RP_OK;
+  const int64_t query_blocks = heads * f.c.query_tiles.count;
+  const int64_t key_blocks = heads * f.c.key_tiles.count;
+  if (f.banded) {
+    CUDA_TRY(launch(queries_kernel<S, true>,
+                    {grid(heads * f.blocks), dim3(S::kThreads),
+                     static_cast<size_t>(query_bytes<S>(sizes)), stream},
+                    f));
+  }
+  if (leaves_rows(s)) {
+    CUDA_TRY(launch(unseen_kernel<typename S::Storage>,
+                    {grid(query_blocks), dim3(kThreads), 0, stream}, f.c));
+  }
+  const auto numbers = static_cast<size_t>(heads * f.turns.tiles * kTurnWarps + 1);
+  CUDA_TRY(cudaMemsetAsync(f.turns.turns, 0, numbers * sizeof(int32_t), stream));
+  if (key_blocks == 0) return RP_OK;
+  CUDA_TRY(launch(
+      turns_kernel<S>,
+      {grid(key_blocks), dim3(S::kThreads), static_cast<size_t>(turn_bytes<S>(sizes)), stream}, f));
+  return RP_OK;
+}
+
 template <class Operand, class Storage>
-rp_status run_width(const BandBackward &f, const Sizes &sizes) {
+rp_status run_width(const rp_attention *s, const BandBackward &f, const Sizes &sizes) {
   if constexpr (sizeof(Operand) == 2) {
+    if (sizes.turns) return run_in_turns<BandShape<Operand, Storage, 64, 128>>(s, f, sizes);
     if (sizes.tile == 32) return run<BandShape<Operand, Storage, 64, 32>>(f, sizes);
     if (sizes.tile == 128) return run<BandShape<Operand, Storage, 64, 128>>(f, sizes);
   }
@@ -404,9 +509,19 @@ rp_status add_lines(const rp_attention *s, const BandBackward &f, float *totals,
                   static_cast<unsigned>(s->H));
   CUDA_TRY(launch(totals_kernel, {grid, dim3(kThreads), 0, context().stream}, f.lines,
                   f.line_numbers, f.blocks, totals));
-  const Term key = {{}, totals, f.low, f.columns, 0, call.D, f.c.scale, nullptr};
-  const Term value = {{}, totals + f.value_offset, f.low, f.columns, 0, call.Dv, 1, nullptr};
-  const Term bias = {{}, totals + f.bias_offset, call.bias.low, f.bias_columns, 0, 1, 1, nullptr};
+  const int64_t end_lines = int64_t{f.c.key_tiles.count} * kTurnWarps;
+  float *const ends = f.turns.lines ? f.turns.lines + s->H * end_lines * kEndNumbers : nullptr;
+  if (ends) {
+    const dim3 end_grid(kEndNumbers / kSumNumbers, static_cast<unsigned>(s->H));
+    CUDA_TRY(launch(totals_kernel, {end_grid, dim3(kThreads), 0, context().stream}, f.turns.lines,
+                    int64_t{kEndNumbers}, static_cast<int32_t>(end_lines), ends));
+  }
+  const float *const value_ends = ends ? ends + kTurnWidth : nullptr;
+  const Term key = {{}, totals, ends, f.low, f.columns, 0, call.D, f.c.scale, nullptr};
+  const Term value = {{},     totals + f.value_offset, value_ends, f.low, f.columns, 0, call.Dv, 1,
+                      nullptr};
+  const Term bias = {
+      {}, totals + f.bias_offset, nullptr, call.bias.low, f.bias_columns, 0, 1, 1, nullptr};
   Terms terms = {};
   RPI_TRY(take_terms(s->key, g->key, call.key, key, f, &terms));
   RPI_TRY(take_terms(s->bias, g->bias, call.bias, bias, f, &terms));
@@ -438,8 +553,10 @@ bool band_walks(const rp_attention *s) { return !sizes_of(s).single; }
 
 int64_t band_bytes(const rp_attention *s) {
   const Sizes sizes = sizes_of(s);
-  return sizes.table_bytes + sizes.line_bytes + sizes.total_bytes;
+  return sizes.table_bytes + sizes.line_bytes + sizes.total_bytes + sizes.turn_bytes;
 }
+
+bool band_in_turns(const rp_attention *s) { return sizes_of(s).turns; }
 
 rp_status band_backward(const rp_attention *s, const Backward &c, const rp_attention_gradients *g,
                         void *workspace) {
@@ -470,12 +587,24 @@ rp_status band_backward(const rp_attention *s, const Backward &c, const rp_atten
   if ((wanted || f.bias_columns > 0) && sizes.blocks > 0) {
     f.lines = reinterpret_cast<float *>(memory + sizes.table_bytes);
   }
+  if (sizes.turns) {
+    const int64_t tiles = s->H * sizes.turn_tiles;
+    f.turns.tiles = sizes.turn_tiles;
+    f.turns.partial = reinterpret_cast<float *>(memory + sizes.table_bytes + sizes.line_bytes +
+                                                sizes.total_bytes);
+    f.turns.ends = f.turns.partial + tiles * kTurnNumbers;
+    float *const lines = f.turns.ends + tiles * kTurnEnds;
+    if (f.banded && f.lines) f.turns.lines = lines;
+    const int64_t end_lines = f.banded ? sizes.key_blocks * kTurnWarps + 1 : 0;
+    f.turns.turns = reinterpret_cast<int32_t *>(lines + s->H * end_lines * kEndNumbers);
+    f.turns.begun = f.turns.turns + tiles * kTurnWarps;
+  }
   const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
   if (s->H == 0) return RP_OK;
   if (sizes.single) RPI_TRY(run_single(f, sizes, element == 2));
-  else if (element == 2) RPI_TRY((run_width<bf16, bf16>(f, sizes)));
-  else if (sizes.bf16) RPI_TRY((run_width<bf16, float>(f, sizes)));
-  else RPI_TRY((run_width<float, float>(f, sizes)));
+  else if (element == 2) RPI_TRY((run_width<bf16, bf16>(s, f, sizes)));
+  else if (sizes.bf16) RPI_TRY((run_width<bf16, float>(s, f, sizes)));
+  else RPI_TRY((run_width<float, float>(s, f, sizes)));
   if (!f.lines) return RP_OK;
   float *const totals = reinterpret_cast<float *>(memory + sizes.table_bytes + sizes.line_bytes);
   return add_lines(s, f, totals, g);

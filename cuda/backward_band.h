@@ -25,6 +25,7 @@
 #define RPC_BACKWARD_BAND_H
 
 #include "attention_backward.h"
+#include "backward_turns.h"
 #include "tile.h"
 
 namespace rpc {
@@ -42,6 +43,7 @@ struct BandBackward {
   int64_t bias_offset;                /* where its sums of ds by distance are */
   int32_t bias_columns;               /* from call.bias.low to high; 0: not wanted */
   int32_t blocks;                     /* of a head, in the pass over queries */
+  Turns turns;                        /* of the pass over keys */
 };
 
 template <class OperandType, class StorageType, int kTheWidth, int kRows = 64>
@@ -100,14 +102,15 @@ class BandBlock {
                        kPieces = S::kWidth / kPiece; /* a row's */
   static constexpr int kHalves = 2 * S::kStrips; /* of strips: rows that a thread has numbers of */
 
-  __device__ BandBlock(const BandBackward &backward, int the_head, bool of_keys)
+  /* between: bytes behind BandShared that are somebody else's */
+  __device__ BandBlock(const BandBackward &backward, int the_head, bool of_keys, int between = 0)
       : f(backward),
         call(backward.c.call),
         s(*reinterpret_cast<BandShared<S> *>(dynamic_smem())),
         table(of_keys || backward.held > 0
-                  ? reinterpret_cast<Operand *>(dynamic_smem() + sizeof(BandShared<S>))
+                  ? reinterpret_cast<Operand *>(dynamic_smem() + sizeof(BandShared<S>) + between)
                   : s.other[0][0]),
-        cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>) +
+        cells(reinterpret_cast<float *>(dynamic_smem() + sizeof(BandShared<S>) + between +
                                         vector_bytes<S>(backward.held, of_keys))),
         lane(lane_of()),
         warp(warp_of()),
@@ -138,8 +141,8 @@ class BandBlock {
 
   /* The same of the tiles that are walked, one after the other: a thread keeps where its pieces of
    * the next one are, but not of one stage, whose walks are short or memory scarce. */
-  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t row_0) {
-    const int64_t first = row_0 + walk_from + static_cast<int>(threadIdx.x / kPieces);
+  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t from) {
+    const int64_t first = from + static_cast<int>(threadIdx.x / kPieces);
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
     next[0] = row_of<Storage>(x, batch, head, first) + column;
     next[1] = row_of<Storage>(y, batch, head, first) + column;
@@ -157,6 +160,11 @@ class BandBlock {
       next[0] += kRowStep * x.row_stride;
       next[1] += kRowStep * y.row_stride;
     }
+  }
+  /* The next one is not behind this one, but before it. */
+  __device__ void turn_back(const rp_rows &x, const rp_rows &y) {
+    next[0] -= 2 * S::kOther * x.row_stride;
+    next[1] -= 2 * S::kOther * y.row_stride;
   }
 
   /* The numbers of a bias band for a tile whose first pair is at `distance`, in units of log 2:
@@ -241,13 +249,17 @@ class BandBlock {
         const int c = n * 8 + t;
         const float x = i < in_use ? factor * sums[n][2 * h] : 0.0f;
         const float y = i < in_use ? factor * sums[n][2 * h + 1] : 0.0f;
-        if (paired && c + 1 < width) {
-          put_pair(to + c, x, y);
-        } else {
-          if (c < width) put_number(to[c], x);
-          if (c + 1 < width) put_number(to[c + 1], y);
-        }
+        put_columns(to, c, width, paired, x, y);
       }
+    }
+  }
+  /* Columns c and c + 1 of a row. */
+  static __device__ void put_columns(Storage *to, int c, int width, bool paired, float x, float y) {
+    if (paired && c + 1 < width) {
+      put_pair(to + c, x, y);
+    } else {
+      if (c < width) put_number(to[c], x);
+      if (c + 1 < width) put_number(to[c + 1], y);
     }
   }
 

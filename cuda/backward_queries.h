@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * backward_queries.h: a block of queries of the fast path of attention's backward: dq, and
- * what its rows add to the tables of keys, values and biases.
+ * what its rows add to the tables of keys, values and biases. Or, where dq is made by turns
+ * (backward_turns.h), what pairs that cross the band add to both.
  */
 #ifndef RPC_BACKWARD_QUERIES_H
 #define RPC_BACKWARD_QUERIES_H
@@ -36,7 +37,7 @@ __device__ inline void add_row_sums(float (&sums)[4], const float (&weights)[kTi
   }
 }
 
-template <class S>
+template <class S, bool kInTurns = false>
 class QueryBlock : BandBlock<S> {
   using Base = BandBlock<S>;
   using Base::call;
@@ -89,7 +90,8 @@ class QueryBlock : BandBlock<S> {
     } else if (f.banded && first && lines) {
       for (int64_t at = threadIdx.x; at < f.bias_offset; at += S::kThreads) lines[at] = 0;
     }
-    write(dq);
+    if constexpr (kInTurns) leave(tile.sequence, dq);
+    else write(dq);
   }
 
  private:
@@ -110,7 +112,12 @@ class QueryBlock : BandBlock<S> {
     uncut_from = end + seq->nearest;
     uncut_to = smaller(i + seq->farthest + 1, seq->keys) - S::kOther;
     apart = q0 + seq->start;
-    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row);
+    if (kInTurns) {
+      const Across across = across_band(f.low, f.high, apart);
+      walk_from = clamped(across.first, walk_from, walk_to + 1);
+      walk_to = smaller(walk_to, across.last + S::kOther - 1);
+    }
+    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row + walk_from);
   }
 
   __device__ void open() {
@@ -213,7 +220,7 @@ class QueryBlock : BandBlock<S> {
       }
     }
     if (distances) add_biases(j, ds);
-    add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
+    if (!kInTurns) add_weighted<S::kWidth>(dq, ds, s.other[stage][0], s.share[warp]);
     if (!plain || meets == MEETS_NOTHING) return;
 #pragma unroll
     for (int m = 0; m < kStrips; m++) {
@@ -589,6 +596,22 @@ class QueryBlock : BandBlock<S> {
       this->put_rows(first, f.c.dq.row_stride, q0 + strip(m), seq->queries, seq->query_rows, call.D,
                      f.c.scale, dq[m]);
     }
+  }
+
+  /* In turns: for the blocks of keys. */
+  __device__ void leave(int sequence, const Sums (&dq)[kStrips]) {
+    const int i = q0 + strip(0);
+    if (i >= seq->queries) return;
+    const int64_t tile = turn_tile(f.turns, *seq, sequence, head) + i / kTurnRows;
+    float *const to = f.turns.partial + tile * kTurnNumbers + lane * 4;
+#pragma unroll
+    for (int x = 0; x < kStrips * S::kOut; x++) {
+      const int m = x / S::kOut, n = x % S::kOut;
+      *reinterpret_cast<float4 *>(to + ((n / 2 * kStrips + m) * 2 + n % 2) * 128) =
+          make_float4(dq[m][n][0], dq[m][n][1], dq[m][n][2], dq[m][n][3]);
+    }
+    float *const to_ends = f.turns.ends + tile * kTurnEnds;
+    for (int x = lane; x < kTurnEnds; x += 32) to_ends[x] = 0;
   }
 
   float *const slopes; /* with biases: ds [kOwn][kOther + 1], then of every diagonal its sum */

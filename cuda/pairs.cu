@@ -272,7 +272,7 @@ rp_status read_call(const rp_attention *s, rp_rows q, rp_rows k, rp_rows v, Call
   return read_mask(s, call);
 }
 
-rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles) {
+rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles, bool in_order) {
   int64_t all = 0, rows = 0;
   for (int64_t b = 0; b < s->B; b++) {
     all += (array_rows(s, b, keys) + size - 1) / size;
@@ -306,6 +306,17 @@ rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles) {
   }
   longest_first(from, end);
   for (int64_t i = 0; i < all; i++) list[static_cast<size_t>(i)] = begin[i].tile;
+  if (in_order) {
+    const auto next = array_of<int32_t>(s->B);
+    if (!next) return no_memory("sequences", s->B);
+    std::fill_n(next.get(), s->B, 0);
+    for (int64_t i = 0; i < all; i++) {
+      Tile &tile = list[static_cast<size_t>(i)];
+      int32_t &row = next[static_cast<size_t>(tile.sequence)];
+      tile.row = row;
+      row += size;
+    }
+  }
   tiles->count = static_cast<int32_t>(all);
   tiles->heads = static_cast<int32_t>(most(least(most_rows / most(rows, 1), s->H), 1));
   return stage(list.get(), all, &tiles->list);

@@ -133,8 +133,10 @@ rp_status read_call(const rp_attention *shape, rp_rows q, rp_rows k, rp_rows v, 
 /* What read_call staged for one sequence (the host's own copy of it). */
 Sequence sequence_of(const rp_attention *shape, int64_t b);
 
-/* All tiles of `size` queries, or of keys, those of padding included, staged. */
-rp_status make_tiles(const rp_attention *shape, bool keys, int size, Tiles *tiles);
+/* All tiles of `size` queries, or of keys, those of padding included, staged. in_order: those of
+ * one sequence by their rows, which where none is longer than one before it they are anyway. */
+rp_status make_tiles(const rp_attention *shape, bool keys, int size, Tiles *tiles,
+                     bool in_order = false);
 
 /* The placement of a call; default where there is none. */
 rp_placement placement_of(const rp_attention *shape);
@@ -164,11 +166,14 @@ struct Deal {
 };
 
 /* Called: inlined, its divisions keep registers that tiles of 128 queries lack on sm_80. */
-__device__ RPC_CALLED inline Deal deal_of(const Tiles &tiles, int heads, int blocks) {
-  const int index = static_cast<int>(blockIdx.x), before = index / (tiles.heads * blocks);
+__device__ RPC_CALLED inline Deal deal_at(const Tiles &tiles, int heads, int blocks, int index) {
+  const int before = index / (tiles.heads * blocks);
   const int first = before * tiles.heads, rest = index - first * blocks;
   const int together = first + tiles.heads < heads ? tiles.heads : heads - first;
   return {first + rest % together, rest / together, 0};
+}
+__device__ inline Deal deal_of(const Tiles &tiles, int heads, int blocks) {
+  return deal_at(tiles, heads, blocks, static_cast<int>(blockIdx.x));
 }
 
 /* Row `row` of a sequence and head; batch and row as in Sequence. */

@@ -147,6 +147,76 @@ __device__ inline float exp2_approx(float x) {
 #endif
 }
 
+/* ---- between blocks ------------------------------------------------------------ */
+
+/* Four numbers of global memory, aligned to 16 bytes, that blocks of one launch share: x takes
+ * their place, or is added to them where they lie, in the order in which blocks come by turns
+ * (below). Subnormals count as 0 in such a sum. */
+__device__ inline void put_four(float *to, const float (&x)[4]) {
+#ifdef __CUDACC__
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+  emu::shared_four(to, x, false);
+#endif
+}
+__device__ inline void add_four(float *to, const float (&x)[4]) {
+#ifndef __CUDACC__
+  emu::shared_four(to, x, true);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + i), "f"(x[i]) : "memory");
+  }
+#endif
+}
+__device__ inline void get_four(float (&x)[4], const float *from) {
+#ifdef __CUDACC__
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "l"(from)
+               : "memory");
+#else
+  emu::get_four(x, from);
+#endif
+}
+
+/* The number at `turn`, to be asked for long before it is wanted. */
+__device__ inline int32_t look_at_turn(const int32_t *turn) {
+#ifdef __CUDACC__
+  int32_t now;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+  return now;
+#else
+  return emu::look_at_turn(turn);
+#endif
+}
+
+/* Waits until the number at `turn`, which was `now`, is `own`. What was written before it was put
+ * there is there then, for the thread that asked. */
+__device__ inline void await_turn(const int32_t *turn, int32_t own, int32_t now) {
+#ifdef __CUDACC__
+  while (now != own) now = look_at_turn(turn);
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#else
+  emu::await_turn(turn, own, now);
+#endif
+}
+
+/* Puts the number of the next one there, behind all that the thread has written or knows of. */
+__device__ inline void pass_turn(int32_t *turn, int32_t next) {
+#ifdef __CUDACC__
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(next) : "memory");
+#else
+  emu::pass_turn(turn, next);
+#endif
+}
+
 }  // namespace rpc
 
 #endif

@@ -141,7 +141,7 @@ class DeviceCore(Core):
 
 
 COUNTERS = ("warp_ops", "mma", "ldmatrix", "bank_conflicts", "async_bytes", "barriers", "launches")
-COUNTERS += ("waits", "contexts", "busiest", "bytes")
+COUNTERS += ("waits", "contexts", "busiest", "bytes", "turns")
 
 
 def counters(library: Path) -> dict[str, int]:

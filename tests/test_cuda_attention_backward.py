@@ -104,6 +104,35 @@ BANDS = {
     "long": replace(SHAW, N=510, M=511, key=Band(16, 16), value=Band(5, 5)),
     "long, of all kinds": replace(SHAW, N=509, M=384, causal=True, bias=T5, dropout=DROPOUT),
     "long, plain": replace(SHAW, N=512, M=384, key=None, value=None, window=(100, 40)),
+    # in bf16 and without biases dq is made by turns (backward_turns.h)
+    "turns": replace(SHAW, N=510, M=384, key=Band(16, 16), value=Band(5, 5)),
+    "turns, causal": replace(SHAW, N=512, M=512, causal=True, key=Band(16, 16), value=Band(16, 16)),
+    "turns, more queries": replace(SHAW, N=512, M=250, causal=True, dropout=DROPOUT),
+    "turns, clip 0": replace(SHAW, N=505, M=512, key=Band(0, 0), value=Band(0, 0)),
+    "turns, plain": replace(SHAW, N=512, M=512, key=None, value=None, causal=True),
+    "turns, plain, more queries": replace(SHAW, N=512, M=120, key=None, value=None, causal=True),
+    "turns, keys alone": replace(
+        SHAW, N=500, M=512, key=Band(9, 0, "none"), value=None, causal=True
+    ),
+    "turns, values alone": replace(
+        SHAW, N=512, M=510, key=None, value=Band(2, 5), window=(300, 70)
+    ),
+    "turns, window": replace(SHAW, N=512, M=512, window=(100, 9), per_head=True),
+    "turns, window to the right": replace(SHAW, N=512, M=512, window=(-1, 40), key=Band(1, 1)),
+    "turns, window ahead": replace(SHAW, N=512, M=512, starts=(200,), window=(20, 150)),
+    "turns, far": replace(SHAW, N=512, M=512, starts=(3000,), key=Band(2, 2), per_head=True),
+    "turns, lengths": replace(
+        SHAW, B=4, H=3, N=256, M=300, lengths=(256, 127, 0, 250), key_lengths=(0, 256, 200, 255)
+    ),
+    "turns, packed": replace(
+        SHAW, B=5, H=3, offsets=(0, 250, 250, 505, 633, 1015), causal=True, key=Band(16, 16)
+    ),
+    "turns, packed, plain": replace(
+        SHAW, B=3, H=3, offsets=(0, 250, 505, 999), key=None, value=None, window=(70, 200)
+    ),
+    "turns, unaligned": replace(
+        SHAW, B=2, N=256, M=256, D=50, Dv=35, gap=3, lengths=(256, 231), dropout=DROPOUT
+    ),
     "starts": replace(SHAW, N=67, M=190, starts=(70,), causal=True),
     "out of reach": replace(SHAW, N=66, M=66, starts=(500,)),
     "width 32": replace(SHAW, D=32, Dv=24, layout="bnhd"),
@@ -353,6 +382,9 @@ CHILD_CASES = {
     # in bf16 three tiles a block, with little cache padding before others
     "dealt": replace(SHAW, B=6, H=3, N=96, M=96, causal=True, lengths=(0, 96, 40, 96, 96, 7)),
     "long": replace(GENERAL["long tables"], N=33, M=66),
+    "turns": replace(BANDS["turns, packed"], H=2, offsets=(0, 240, 505), dropout=DROPOUT, B=2),
+    "turns, window": replace(BANDS["turns, window"], key_lengths=(470,)),
+    "turns, plain": replace(BANDS["turns, plain"], N=500, M=256),
 }
 
 
@@ -457,22 +489,78 @@ def test_a_tile_beyond_the_band_costs_what_plain_attention_costs(
 ) -> None:
     """Products on tensor cores: seven of a pair of tiles, an eighth of one for sums of rows beyond the
     band, and what else a band adds grows with N alone. With more heads, and so enough blocks, these are
-    of 128 rows."""
+    of 128 rows, and five products, since dq is made by turns."""
     library = library_of(emulated_device)
+    products = 7 if heads == 1 else 5
     tile = heads * 64 * 64 * 64 // (16 * 8 * 16)  # mma of one product of two tiles
     more = []
     for N in (256, 512):
         plain = Case(N=N, M=N, D=64, Dv=64, H=heads)
         shaw = replace(plain, key=Band(16, 16), value=Band(16, 16))
         costs = [counted(libraries, library, case) for case in (plain, shaw)]
-        assert costs[0]["mma"] == 7 * tile * (N // 64) ** 2
+        assert costs[0]["mma"] == products * tile * (N // 64) ** 2
         assert costs[0]["bank_conflicts"] == costs[1]["bank_conflicts"] == 0
         more.append(costs[1]["mma"] - costs[0]["mma"] - tile // 8 * (N // 64) ** 2)
     # of 33 distances, which fill 6 of 8 columns of tiles, both passes make cells, for two terms: one
-    # of each tile, the other of three tiles' rows; three products at most bring them to dq and tables
-    per_row = (2 * 6 / 8 + 3 * 2 * 6 / 8 + 3) * tile
+    # of each tile, the other of three tiles' rows; three products at most bring them to dq and tables;
+    # by turns the pass over queries weighs once more what crosses: 192 keys by 128 queries
+    per_row = (2 * 6 / 8 + 3 * 2 * 6 / 8 + 3 + (0 if heads == 1 else 2 * 3)) * tile
     assert more[0] <= 4 * per_row
     assert more[1] - more[0] <= 4 * per_row
+
+
+def test_turns_are_taken(libraries: dict[str, Path], emulated_device: Path) -> None:
+    """Where their names say so; and not where there are biases."""
+    library = library_of(emulated_device)
+    for name in [name for name in BANDS if name.startswith("turns")]:
+        assert counted(libraries, library, BANDS[name])["turns"] > 0, name
+        assert counted(libraries, library, replace(BANDS[name], bias=T5))["turns"] == 0
+
+
+def turned_case(seed: int) -> Case:
+    """Long sequences, so that dq is made by turns: any window, place and lengths."""
+    random = np.random.default_rng(seed)
+
+    def draw(*of: object) -> object:
+        return of[random.integers(len(of))]
+
+    def rows() -> int:
+        return int(128 * random.integers(2, 6) - random.integers(0, 9))
+
+    left, right = (int(random.integers(0, 300)) for _ in range(2))
+    bands = [Band(int(random.integers(0, 17)), int(random.integers(0, 17))) for _ in range(2)]
+    case = Case(
+        H=4, N=rows(), M=rows(), D=64, Dv=64, key=draw(bands[0], None), value=draw(bands[1], None)
+    )
+    case = replace(case, window=draw((-1, -1), (left, right), (-1, right), (left, -1)))
+    case = replace(case, causal=bool(random.integers(2)), per_head=bool(random.integers(2)))
+    if random.integers(2):
+        return replace(case, starts=(int(random.integers(-300, 900)),))
+    if random.integers(2):
+        return case
+    ends = [0, *np.cumsum([rows() for _ in range(2)]).tolist()]
+    return replace(case, B=2, H=2, offsets=tuple(ends))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_turns_in_any_window(libraries: dict[str, Path], emulated_device: Path, seed: int) -> None:
+    report([compare_rounded(device_core(libraries, 0, BF16, aligned=True), turned_case(seed))])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_turns_give_the_same_bits_again(
+    libraries: dict[str, Path], emulated_device: Path, causal: bool
+) -> None:
+    """Whichever block is fast: that shows on a GPU, where all of a sequence's are at work at once."""
+    times, N = (20, 4096) if str(emulated_device) == "gpu" else (2, 512)
+    core = device_core(libraries, BF16, BF16, aligned=True)
+    case = Case(H=4, N=N, M=N, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16), causal=causal)
+    arrays = make_arrays(case, core.dtype)
+    forward = capi.run_forward(core, case, arrays)
+    first = capi.run_backward(core, case, arrays, forward)
+    for _ in range(times - 1):
+        again = capi.run_backward(core, case, arrays, forward)
+        assert [name for name in first if not np.array_equal(first[name], again[name])] == []
 
 
 def test_short_sequences_are_read_once(libraries: dict[str, Path], emulated_device: Path) -> None:

@@ -19,6 +19,9 @@ from building import make
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "tests" / "golden" / "ptx_vectors.txt"
 
+# What blocks share by turns is newer than the last GPU that was there; NumPy knows it below.
+UNRECORDED = ("add_four", "pass_turn")
+
 Vectors = dict[str, np.ndarray]
 
 
@@ -52,7 +55,9 @@ def faults(ours: Vectors, theirs: Vectors) -> list[str]:
 
 
 def test_the_twins_are_what_a_gpu_said(twins: Vectors) -> None:
-    assert faults(twins, parse(RECORDED.read_text())) == []
+    recorded = parse(RECORDED.read_text())
+    assert faults(twins, recorded) == sorted(UNRECORDED)
+    assert not recorded.keys() & set(UNRECORDED)  # else they are recorded
 
 
 def test_every_function_of_ptx_h_is_run(twins: Vectors) -> None:
@@ -60,6 +65,8 @@ def test_every_function_of_ptx_h_is_run(twins: Vectors) -> None:
     names = set(re.findall(r"__device__ inline \w+ (\w+)\(", text))
     names -= {"smem_address", "cp_async_commit", "cp_async_wait"}  # the copy's
     names -= {"prefetch_line"}  # which leaves nothing to see
+    names -= {"put_four", "get_four"}  # a part of add_four's
+    names -= {"look_at_turn", "await_turn"}  # of pass_turn's
     assert names == twins.keys()
 
 
@@ -137,3 +144,13 @@ def test_powers_of_two(twins: Vectors) -> None:
     said = twins["exp2_approx"].view(np.float32)[12:]
     exact = np.exp2(16 * number(np.arange(12, 128)).astype(np.float64))
     assert np.all(np.abs(said - exact) <= exact * 2.0**-22)
+
+
+def test_four_numbers_are_added_where_they_lie(twins: Vectors) -> None:
+    i = np.arange(128)
+    assert np.array_equal(twins["add_four"].view(np.float32), number(i) + number(4000 + i))
+
+
+def test_turns_are_passed_on(twins: Vectors) -> None:
+    lane, word = np.divmod(np.arange(128), 4)
+    assert np.array_equal(twins["pass_turn"], lane + 1 + word)

@@ -89,6 +89,7 @@ struct Stats {
   uint64_t busiest;
   uint64_t bytes; /* of global memory that kernels read and write, under the race checker alone;
                      and of the matrices of products */
+  uint64_t turns; /* that threads waited for */
 };
 
 extern Fiber *current; /* the running thread, or NULL on the host */
@@ -175,6 +176,11 @@ void ldmatrix(uint32_t *r, int count, bool transposed, const void *row, Site at)
 void cp_async(void *to, const void *from, int bytes, bool valid, Site at);
 void cp_async_commit();
 void cp_async_wait(int pending);
+void shared_four(float *to, const float *x, bool adds);
+void get_four(float *x, const float *from);
+int32_t look_at_turn(const int32_t *turn);
+void await_turn(const int32_t *turn, int32_t own, int32_t now);
+void pass_turn(int32_t *turn, int32_t next);
 
 }  // namespace emu
 

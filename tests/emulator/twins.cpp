@@ -123,4 +123,34 @@ void cp_async_wait(int pending) {
   copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(n));
 }
 
+/* What blocks of one launch share by turns counts as atomic: that a turn was waited for cannot be
+ * seen where blocks run one after another, but await_turn sees whose it is. */
+void shared_four(float *to, const float *x, bool adds) {
+  if ((reinterpret_cast<uintptr_t>(to) & 15) != 0) {
+    fault(adds ? "red" : "st", __FILE__, __LINE__, "address not a multiple of 16");
+  }
+  touch(to, 16, atomic);
+  for (int i = 0; i < 4; i++) to[i] = adds ? to[i] + x[i] : x[i];
+}
+
+void get_four(float *x, const float *from) {
+  touch(from, 16, atomic);
+  std::memcpy(x, from, 16);
+}
+
+int32_t look_at_turn(const int32_t *turn) {
+  touch(turn, sizeof *turn, atomic);
+  return *turn;
+}
+
+void await_turn(const int32_t *turn, int32_t own, int32_t now) {
+  for (; now != own; now = look_at_turn(turn)) yield();
+  stats.turns++;
+}
+
+void pass_turn(int32_t *turn, int32_t next) {
+  touch(turn, sizeof *turn, atomic);
+  *turn = next;
+}
+
 }  // namespace emu

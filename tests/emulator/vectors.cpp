@@ -99,12 +99,38 @@ __global__ void power(uint32_t *out) {
   }
 }
 
-bool show(const char *name, void (*kernel)(uint32_t *), const uint32_t *from, uint32_t *out) {
+/* 32 lanes put numbers into lines of four, add others, and read what is there. */
+__global__ void share(float *shared, uint32_t *out) {
+  const uint32_t lane = threadIdx.x;
+  float first[words], second[words], sum[words];
+  for (uint32_t r = 0; r < words; r++) {
+    first[r] = number(lane * words + r);
+    second[r] = number(4000 + lane * words + r);
+  }
+  put_four(shared + lane * words, first);
+  add_four(shared + lane * words, second);
+  get_four(sum, shared + lane * words);
+  for (uint32_t r = 0; r < words; r++) out[lane * words + r] = bits_of(sum[r]);
+}
+
+/* Lane x passes the turn of lane x on, x + 1 times, and waits for it as it passes it. */
+__global__ void take_turns(int32_t *turns, uint32_t *out) {
+  const uint32_t lane = threadIdx.x;
+  pass_turn(turns + lane, 0);
+  for (int32_t own = 0; own <= static_cast<int32_t>(lane); own++) {
+    await_turn(turns + lane, own, look_at_turn(turns + lane));
+    pass_turn(turns + lane, own + 1);
+  }
+  const auto now = static_cast<uint32_t>(look_at_turn(turns + lane));
+  for (uint32_t r = 0; r < words; r++) out[lane * words + r] = now + r;
+}
+
+template <class... P, class... A>
+bool show(const char *name, void (*kernel)(P...), uint32_t *out, A... arguments) {
   uint32_t said[lanes * words];
   const Launch one = {dim3(1), dim3(lanes), 2048};
   cudaMemset(out, 0, sizeof said);
-  const cudaError_t error =
-      kernel != nullptr ? launch(kernel, one, out) : launch(copy, one, from, out);
+  const cudaError_t error = launch(kernel, one, arguments..., out);
   if (error != cudaSuccess ||
       cudaMemcpy(said, out, sizeof said, cudaMemcpyDeviceToHost) != cudaSuccess) {
     std::fprintf(stderr, "%s: %s\n", name, cudaGetErrorString(error));
@@ -127,13 +153,14 @@ int main() {
   }
   for (uint32_t i = 0; i < lanes * words; i++) given[i] = mixed(i + 1000);
   cudaMemcpy(from, given, sizeof given, cudaMemcpyHostToDevice);
-  const bool all = show("mma_bf16", multiply, from, out) &&
-                   show("ldmatrix_x4", load<4, false>, from, out) &&
-                   show("ldmatrix_x4_trans", load<4, true>, from, out) &&
-                   show("ldmatrix_x2", load<2, false>, from, out) &&
-                   show("ldmatrix_x2_trans", load<2, true>, from, out) &&
-                   show("cp_async16", nullptr, from, out) && show("pack_bf16", pack, from, out) &&
-                   show("exp2_approx", power, from, out);
+  const bool all = show("mma_bf16", multiply, out) && show("ldmatrix_x4", load<4, false>, out) &&
+                   show("ldmatrix_x4_trans", load<4, true>, out) &&
+                   show("ldmatrix_x2", load<2, false>, out) &&
+                   show("ldmatrix_x2_trans", load<2, true>, out) &&
+                   show("cp_async16", copy, out, static_cast<const uint32_t *>(from)) &&
+                   show("pack_bf16", pack, out) && show("exp2_approx", power, out) &&
+                   show("add_four", share, out, reinterpret_cast<float *>(from)) &&
+                   show("pass_turn", take_turns, out, reinterpret_cast<int32_t *>(from));
   cudaFree(from);
   cudaFree(out);
   return all ? 0 : 1;
