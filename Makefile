@@ -132,11 +132,12 @@ all: $(STATIC) $(SHARED)
 
 # ---- the library -----------------------------------------------------------
 
-# Rewritten only when the command line changes, so that other flags rebuild.
+# Rewritten only when the command line changes, so that other flags rebuild. The new file has a name
+# of its own: `make -j test isas` is two makes at it.
 $(BUILD)/flags: force
 	@mkdir -p $(@D)
-	@echo $(CC) $(COMPILE_FLAGS) $(LINK_FLAGS) $(BLAS_FLAGS) > $@.new
-	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+	@new=$@.$$$$; echo $(CC) $(COMPILE_FLAGS) $(LINK_FLAGS) $(BLAS_FLAGS) > $$new; \
+	cmp -s $$new $@ && rm $$new || mv $$new $@
 
 $(BUILD)/csrc/base/blas.o: ONE_FLAGS = $(BLAS_FLAGS)
 SHOWN_FLAGS = $(strip $(CFLAGS) $(CORE_CFLAGS) $(VARIANT_FLAGS))

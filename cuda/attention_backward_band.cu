@@ -340,7 +340,7 @@ template <class S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     turns_kernel(const __grid_constant__ BandBackward f) {
   auto *const number = reinterpret_cast<int32_t *>(dynamic_smem());
-  if (threadIdx.x == 0) *number = atomicAdd(f.turns.begun, 1);
+  if (threadIdx.x == 0) *number = draw_number(f.turns.begun);
   __syncthreads();
   const Tiles &tiles = f.c.key_tiles;
   const Deal deal = deal_at(tiles, f.c.call.H, tiles.count, *number);

@@ -149,6 +149,15 @@ __device__ inline float exp2_approx(float x) {
 
 /* ---- between blocks ------------------------------------------------------------ */
 
+/* A block's own number, by one of its threads: those with lower ones have begun. */
+__device__ inline int32_t draw_number(int32_t *numbers) {
+#ifdef __CUDACC__
+  return atomicAdd(numbers, 1);
+#else
+  return emu::draw_number(numbers);
+#endif
+}
+
 /* Four numbers of global memory, aligned to 16 bytes, that blocks of one launch share: x takes
  * their place, or is added to them where they lie, in the order in which blocks come by turns
  * (below). Subnormals count as 0 in such a sum. */

@@ -411,11 +411,13 @@ def library_of(device: Path) -> Path:
 def test_orders_of_threads(
     libraries: dict[str, Path], emulated_device: Path, precision: int
 ) -> None:
-    """Whatever order blocks, warps and lanes come in, the bits are the same."""
+    """Whatever order blocks, warps and lanes come in, the bits are the same; and those that wait for
+    each other may be at work together."""
     library = library_of(emulated_device)
     names = list(CHILD_CASES)
     found = {
-        run_child(libraries, library, precision, names, EMU_SEED=str(seed)) for seed in range(4)
+        run_child(libraries, library, precision, names, EMU_SEED=str(seed), EMU_BLOCKS=str(blocks))
+        for seed, blocks in ((0, 1), (1, 1), (2, 3), (3, 40))
     }
     assert len(found) == 1
 

@@ -61,6 +61,7 @@ def numbers(said: str) -> list[float]:
         ("multiply", [0.0] * THREADS),
         ("halves", [float(i ^ 1) if i % 32 < 16 else -1.0 for i in range(THREADS)]),
         ("much_shared", [float(THREADS - i) for i in range(THREADS)]),
+        ("turns", [64.0 * (i + 1) + 57 for i in range(THREADS)]),
     ],
 )
 def test_right_kernels_pass(
@@ -108,6 +109,7 @@ FAULTS = [
     ("wide_block", r"launch of 1056 threads in a block, expected 1 to 1024"),
     ("empty_block", r"launch of 0 threads in a block"),
     ("high_grid", r"launch of a grid of 1 x 70000 x 1 blocks"),
+    ("turns_not_passed", r"spins without an end"),
     ("too_much_shared", r"launch with 233472 bytes of dynamic shared memory, of 232448 allowed"),
 ]
 
@@ -153,6 +155,19 @@ def test_the_race_checker_finds(planted: dict[str, Path], kernel: str, sentence:
 def test_the_sanitizers_find(planted: dict[str, Path], kernel: str, sentence: str) -> None:
     status, said = run(planted["emulated-sanitized"], kernel)
     assert status != 0 and re.search(sentence, said), said[-3000:]
+
+
+def test_blocks_that_wait_for_each_other(planted: dict[str, Path]) -> None:
+    """With several at work their numbers' order is kept by waiting alone: without it, it is lost."""
+    right = [64.0 * (i + 1) + 57 for i in range(THREADS)]
+    seen = set()
+    for seed in range(1, 7):
+        for blocks in ("2", "6"):
+            status, said = run(planted["emulated"], "turns", seed, EMU_BLOCKS=blocks)
+            assert status == 0 and numbers(said) == right
+            said = run(planted["emulated"], "turns_not_awaited", seed, EMU_BLOCKS=blocks)[1]
+            seen.add(tuple(numbers(said)))
+    assert seen - {tuple(right)}
 
 
 def test_a_missing_barrier_shows_in_the_plain_build(planted: dict[str, Path]) -> None:

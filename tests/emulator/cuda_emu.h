@@ -3,7 +3,8 @@
  * cuda_emu.h: CUDA's execution model on a CPU, so that kernels are tested without a GPU. C++17, GCC
  * or clang, x86-64 or AArch64.
  *
- * Blocks run one after another; the threads of a block are fibers on one thread of the system. In
+ * Blocks run one after another, but for such as wait for each other (EMU_BLOCKS); the threads of a
+ * block are fibers on one thread of the system. In
  * a *warp collective* (shuffle, vote, mma, ldmatrix) each lane parks its argument, and the last one
  * to arrive does the work of all 32. What a GPU would leave undefined is a fault: a barrier that
  * not all reach, a mask that lies, an address that is not aligned, a copy nobody waits for.
@@ -12,6 +13,7 @@
  *   EMU_SEED=n         0, the default: threads in order. Else in an order drawn from n: warps and
  *                      lanes shuffled at every barrier, blocks in another order; if n is even,
  *                      other threads also cut in
+ *   EMU_BLOCKS=n       blocks that are at work at once, where blocks wait for each other (1)
  *   EMU_OPEN=1         leaves device memory open to the host (see memory.cpp)
  *   EMU_LATE=1         what is asked of the device is done no sooner than the host waits for it
  *   EMU_CAPTURES=n     the stream with this address is being captured in a CUDA graph
@@ -98,6 +100,7 @@ extern dim3 block_size, grid_size;
 extern void *shared; /* dynamic shared memory of the block */
 extern size_t shared_size;
 extern unsigned seed;
+extern const size_t most_blocks; /* EMU_BLOCKS */
 extern Stats stats;
 constexpr size_t places = 8;
 
@@ -176,6 +179,7 @@ void ldmatrix(uint32_t *r, int count, bool transposed, const void *row, Site at)
 void cp_async(void *to, const void *from, int bytes, bool valid, Site at);
 void cp_async_commit();
 void cp_async_wait(int pending);
+int32_t draw_number(int32_t *numbers);
 void shared_four(float *to, const float *x, bool adds);
 void get_four(float *x, const float *from);
 int32_t look_at_turn(const int32_t *turn);

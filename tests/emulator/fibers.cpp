@@ -6,6 +6,10 @@
  * The last fiber that became ready goes on first, so that one warp runs ahead of the others as far
  * as it can: that order shows missing barriers, where a fair one keeps all warps level and hides
  * them.
+ *
+ * A block runs from its beginning to its end, but where blocks wait for each other: those that have
+ * drawn a number (cuda/ptx.h) are left where they wait, and with a seed at barriers too, for
+ * others.
  */
 #include <sys/mman.h>
 
@@ -71,6 +75,10 @@ unsigned seed = [] {
   const char *text = std::getenv("EMU_SEED");
   return text != nullptr ? static_cast<unsigned>(std::atoi(text)) : 0u;
 }();
+const size_t most_blocks = [] {
+  const char *text = std::getenv("EMU_BLOCKS");
+  return text != nullptr ? static_cast<size_t>(std::max(std::atoi(text), 1)) : size_t{1};
+}();
 Stats stats{};
 void (*access_hook)(const void *, size_t, Access, Fiber *) = nullptr;
 void (*sync_hook)(int, unsigned) = nullptr;
@@ -91,15 +99,25 @@ struct Barrier {
   std::vector<Fiber *> waiting;
 };
 
-char *shared_block = nullptr;
-std::vector<Fiber> fibers;
-std::vector<Fiber *> ready;
-std::vector<unsigned> parked; /* of every warp: lanes that wait in a collective */
-Barrier barriers[16];
+/* One that is at work. Kept for others: its fibers have stacks. */
+struct Block {
+  uint3 index{};
+  std::unique_ptr<char, void (*)(void *)> memory{nullptr, std::free}; /* shared, with its guards */
+  std::vector<Fiber> fibers;
+  std::vector<Fiber *> ready;
+  std::vector<unsigned> parked; /* of every warp: lanes that wait in a collective */
+  Barrier barriers[16];
+  int done = 0;
+  bool numbered = false; /* has it drawn a number? */
+  uint64_t mma = 0;
+};
+
+std::vector<std::unique_ptr<Block>> places_of_blocks; /* EMU_BLOCKS of them */
+Block *now = nullptr;
 Fiber host;
 std::function<void()> body;
 std::string failure;
-int threads = 0, done = 0, spins = 0;
+int threads = 0, spins = 0;
 uint64_t random_state = 1;
 std::map<const void *, size_t> shared_limits;
 #if EMU_ASAN
@@ -142,7 +160,7 @@ std::string deadlock() {
   std::string why = "deadlock:";
   int shown = 0;
   const Fiber *last = nullptr;
-  for (const Fiber &f : fibers) {
+  for (const Fiber &f : now->fibers) {
     if (f.id >= threads) continue;
     const bool same = last != nullptr && last->wait == f.wait &&
                       (f.wait == Wait::done || last->at.line == f.at.line);
@@ -157,8 +175,9 @@ std::string deadlock() {
 
 /* Leaves the current fiber, which has noted what it waits for. */
 void next() {
+  std::vector<Fiber *> &ready = now->ready;
   if (ready.empty()) {
-    if (done != threads) failure = deadlock();
+    if (now->done != threads) failure = deadlock();
     go(&host);
   }
   const bool cut_in = seed != 0 && seed % 2 == 0 && draw(32) == 0;
@@ -178,7 +197,7 @@ void entry() {
   body();
   if (!current->copies.empty()) fault("return", __FILE__, __LINE__, "cp.async still in flight");
   current->wait = Wait::done;
-  done++;
+  now->done++;
   next();
   std::abort(); /* nobody goes on with a fiber that is done */
 }
@@ -210,12 +229,13 @@ void prepare(Fiber &f, int id) {
 
 void wake(Fiber *f) {
   f->wait = Wait::none;
-  ready.push_back(f);
+  now->ready.push_back(f);
 }
 
 /* Of those woken last: warps in another order, and lanes. */
 void shuffle_ready(size_t from) {
   if (seed == 0) return;
+  std::vector<Fiber *> &ready = now->ready;
   for (size_t i = ready.size(); i > from + 1; i--) {
     std::swap(ready[i - 1], ready[from + draw(i - from)]);
   }
@@ -227,27 +247,56 @@ void shuffle_ready(size_t from) {
                    [&](const Fiber *a, const Fiber *b) { return key(a) < key(b); });
 }
 
-void run_block() {
-  for (Barrier &b : barriers) b = Barrier{};
-  if (shared_size != 0) std::memset(shared, 0xff, shared_size); /* NaN */
-  ready.clear();
-  done = 0;
-  std::fill(parked.begin(), parked.end(), 0u);
+void begin(Block *block, uint3 index) {
+  now = block;
+  now->index = index;
+  now->done = 0;
+  now->numbered = false;
+  now->mma = 0;
+  now->ready.clear();
+  now->parked.assign(32, 0);
+  for (Barrier &b : now->barriers) b = Barrier{};
+  void *memory = nullptr;
+  const size_t bytes = shared_size + 2 * guard + (shared_size == 0);
+  if (posix_memalign(&memory, 1024, bytes) != 0) throw std::bad_alloc();
+  now->memory.reset(static_cast<char *>(std::memset(memory, guard_byte, bytes)));
+  if (shared_size != 0) std::memset(now->memory.get() + guard, 0xff, shared_size); /* NaN */
+  if (now->fibers.size() < static_cast<size_t>(threads)) {
+    now->fibers.resize(static_cast<size_t>(threads));
+  }
+  block_index = index;
   for (int i = threads; i-- > 0;) {
-    Fiber &f = fibers[static_cast<size_t>(i)];
+    Fiber &f = now->fibers[static_cast<size_t>(i)];
     prepare(f, i);
-    ready.push_back(&f);
+    now->ready.push_back(&f);
   }
   shuffle_ready(0);
+  shared = now->memory.get() + guard;
   if (start_hook != nullptr) start_hook(false);
+}
+
+/* Until it ends, waits for another block, or fails. True: it has ended. */
+bool go_on(Block *block) {
+  now = block;
+  block_index = block->index;
+  shared = block->memory.get() + guard;
+  const uint64_t before = stats.mma;
   next();
-  if (!failure.empty()) return;
+  block->mma += stats.mma - before;
+  if (!failure.empty() || block->done != threads) return false;
   const auto clean = [](const char *p) {
     return std::all_of(p, p + guard, [](char c) { return c == guard_byte; });
   };
-  if (!clean(shared_block) || !clean(shared_block + guard + shared_size)) {
+  if (!clean(block->memory.get()) || !clean(block->memory.get() + guard + shared_size)) {
     failure = "a store outside the dynamic shared memory";
   }
+  return true;
+}
+
+/* Leaves the block, which goes on with any of its fibers. */
+void leave_block() {
+  now->ready.insert(now->ready.begin(), current);
+  go(&host);
 }
 
 }  // namespace
@@ -262,6 +311,7 @@ void fault(const char *op, const char *file, int line, const std::string &what) 
 
 bool own_memory(const void *p) {
   const auto in = [&](const Fiber &f) { return p >= f.stack && p < f.stack + stack_bytes; };
+  const std::vector<Fiber> &fibers = now->fibers;
   if (in(*current) || (p >= fibers.data() && p < fibers.data() + fibers.size())) return true;
   return std::any_of(fibers.begin(), fibers.end(), in);
 }
@@ -300,43 +350,57 @@ void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> kernel_body)
 #if EMU_ASAN
   host_bottom = nullptr; /* another thread of the system may have launched the last one */
 #endif
-  if (fibers.size() < static_cast<size_t>(threads)) fibers.resize(static_cast<size_t>(threads));
-  parked.assign(32, 0);
   random_state = seed * 0x9e3779b97f4a7c15ull + 1;
-  void *memory = nullptr;
-  if (posix_memalign(&memory, 1024, bytes + 2 * guard + (bytes == 0)) != 0) throw std::bad_alloc();
-  const std::unique_ptr<void, void (*)(void *)> owner(memory, std::free);
-  shared_block = static_cast<char *>(std::memset(memory, guard_byte, bytes + 2 * guard));
-  shared = shared_block + guard;
+  spins = 0;
+  while (places_of_blocks.size() < most_blocks) {
+    places_of_blocks.push_back(std::make_unique<Block>());
+  }
   if (start_hook != nullptr) start_hook(true);
   const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-  uint64_t step = 1, at = 0;
+  uint64_t step = 1, at = 0, begun = 0;
   if (seed != 0 && blocks > 1) { /* every block once, in another order */
     do step = 1 + draw(blocks - 1);
     while (std::gcd(step, blocks) != 1);
     at = draw(blocks);
   }
   uint64_t busy[places] = {};
-  for (uint64_t i = 0; i < blocks && failure.empty(); i++, at = (at + step) % blocks) {
-    block_index = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
-                   static_cast<unsigned>(at / grid.x / grid.y)};
-    const uint64_t before = stats.mma;
-    run_block();
-    *std::min_element(busy, busy + places) += stats.mma - before;
+  std::vector<Block *> free, at_work;
+  for (const auto &place : places_of_blocks) free.push_back(place.get());
+  if (access_hook != nullptr) free.resize(1); /* the race checker has one clock */
+  while (failure.empty() && (begun < blocks || !at_work.empty())) {
+    if (begun < blocks && !free.empty()) {
+      at_work.push_back(free.back());
+      free.pop_back();
+      begin(at_work.back(),
+            {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
+             static_cast<unsigned>(at / grid.x / grid.y)});
+      at = (at + step) % blocks;
+      begun++;
+    } else {
+      const size_t other = seed == 0 ? 0 : draw(at_work.size());
+      std::rotate(at_work.begin(), at_work.begin() + static_cast<std::ptrdiff_t>(other) + 1,
+                  at_work.end());
+    }
+    if (!go_on(at_work.back())) continue;
+    *std::min_element(busy, busy + places) += at_work.back()->mma;
+    free.push_back(at_work.back());
+    at_work.pop_back();
   }
   stats.busiest += *std::max_element(busy, busy + places);
   shared = nullptr;
   if (failure.empty()) return;
 #if EMU_ASAN /* the fibers that were left have their red zones still */
-  for (const Fiber &f : fibers) {
-    if (f.stack != nullptr) __asan_unpoison_memory_region(f.stack, stack_bytes);
+  for (const auto &place : places_of_blocks) {
+    for (const Fiber &f : place->fibers) {
+      if (f.stack != nullptr) __asan_unpoison_memory_region(f.stack, stack_bytes);
+    }
   }
 #endif
   throw Fault(failure);
 }
 
 void barrier(int id, int expected, bool wait, Site at) {
-  Barrier &b = barriers[id];
+  Barrier &b = now->barriers[id];
   if (expected == 0) expected = threads;
   if (b.arrived != 0 && b.expected != expected) {
     fault(at.op, at.file, at.line, "barrier with two numbers of threads");
@@ -352,9 +416,10 @@ void barrier(int id, int expected, bool wait, Site at) {
     if (sync_hook != nullptr) sync_hook(-1, 0);
     const auto all = std::move(b.waiting);
     b = Barrier{};
-    const size_t from = ready.size();
+    const size_t from = now->ready.size();
     for (size_t i = all.size(); i-- > 0;) wake(all[i]);
     shuffle_ready(from);
+    if (now->numbered && seed != 0 && draw(4) == 0) leave_block();
   } else if (wait) {
     current->wait = Wait::block;
     b.waiting.push_back(current);
@@ -365,8 +430,12 @@ void barrier(int id, int expected, bool wait, Site at) {
 
 void yield() {
   if (++spins > 1000000) fault("yield", __FILE__, __LINE__, "spins without an end");
-  ready.insert(ready.begin(), current);
-  next();
+  leave_block();
+}
+
+int32_t draw_number(int32_t *numbers) {
+  now->numbered = true;
+  return atomicAdd(numbers, 1);
 }
 
 bool arrive(unsigned mask, void *argument, Site at, void **all) {
@@ -376,7 +445,7 @@ bool arrive(unsigned mask, void *argument, Site at, void **all) {
   me->mask = mask;
   me->argument = argument;
   me->at = at;
-  unsigned &here = parked[static_cast<size_t>(me->warp)];
+  unsigned &here = now->parked[static_cast<size_t>(me->warp)];
   here |= bit;
   if ((here & mask) != mask) {
     me->wait = Wait::warp;
@@ -386,7 +455,7 @@ bool arrive(unsigned mask, void *argument, Site at, void **all) {
   for (int i = 0; i < 32; i++) {
     all[i] = nullptr;
     if ((mask >> i & 1) == 0) continue;
-    const Fiber &f = fibers[static_cast<size_t>(me->warp * 32 + i)];
+    const Fiber &f = now->fibers[static_cast<size_t>(me->warp * 32 + i)];
     if (f.mask != mask || std::strcmp(f.at.op, at.op) != 0) {
       fault(at.op, at.file, at.line,
             "lane " + std::to_string(i) + " waits elsewhere, in " + place(f.at));
@@ -398,10 +467,10 @@ bool arrive(unsigned mask, void *argument, Site at, void **all) {
 }
 
 void release(unsigned mask) {
-  parked[static_cast<size_t>(current->warp)] &= ~mask;
+  now->parked[static_cast<size_t>(current->warp)] &= ~mask;
   for (int i = 31; i >= 0; i--) {
     if ((mask >> i & 1) == 0 || i == current->lane) continue;
-    wake(&fibers[static_cast<size_t>(current->warp * 32 + i)]);
+    wake(&now->fibers[static_cast<size_t>(current->warp * 32 + i)]);
   }
 }
 

@@ -147,6 +147,25 @@ __global__ void pass(float *x, int *passed) {
   x[at % threads] = static_cast<float>(threadIdx.x);
 }
 
+/* ---- blocks that wait for each other ---- */
+
+/* Of six: each makes 2 x + its number of every x, in the order of their numbers. */
+__global__ void turns(float *x, int *count, bool waits, bool passes) {
+  int *const shared = reinterpret_cast<int *>(dynamic_smem());
+  if (threadIdx.x == 0) *shared = draw_number(count);
+  __syncthreads();
+  const int own = *shared;
+  if (threadIdx.x < threads / 4) {
+    if (waits) await_turn(count + 1, own, look_at_turn(count + 1));
+    float four[4];
+    get_four(four, x + 4 * threadIdx.x);
+    for (float &number : four) number = 2 * number + static_cast<float>(own);
+    put_four(x + 4 * threadIdx.x, four);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && passes) pass_turn(count + 1, own + 1);
+}
+
 /* ---- running ---- */
 
 struct Run {
@@ -199,6 +218,10 @@ cudaError_t start(const char *name, Run &run) {
   if (is("copy_within")) return copy(run.x, run.host, cudaMemcpyDeviceToDevice);
   if (is("copy_of_any_kind")) return copy(run.x, run.host, cudaMemcpyDefault);
   if (is("copy_of_nothing")) return copy(run.host, run.fresh, cudaMemcpyDeviceToHost);
+  const Launch six = {dim3(6), dim3(threads), sizeof(Smem)};
+  if (is("turns")) return launch(turns, six, run.x, run.count, true, true);
+  if (is("turns_not_awaited")) return launch(turns, six, run.x, run.count, false, true);
+  if (is("turns_not_passed")) return launch(turns, six, run.x, run.count, true, false);
   if (is("pass")) return launch(pass, one, run.x, run.count);
   if (is("wide_block")) return launch(turn_round, {dim3(1), dim3(1056), sizeof(Smem)}, run.x);
   if (is("empty_block")) return launch(turn_round, {dim3(1), dim3(0), sizeof(Smem)}, run.x);
@@ -215,14 +238,14 @@ int main(int, char **arguments) {
   const char *const name = arguments[1];
   Run run{};
   for (int i = 0; i < threads; i++) run.host[i] = static_cast<float>(i + 1);
-  const int zero = 0;
+  const int zero[2] = {};
   if (cudaMalloc(&run.x, sizeof run.host) != cudaSuccess ||
       cudaMalloc(&run.fresh, sizeof run.host) != cudaSuccess ||
       cudaMalloc(&run.count, sizeof zero) != cudaSuccess) {
     return 2;
   }
   cudaMemcpy(run.x, run.host, sizeof run.host, cudaMemcpyHostToDevice);
-  cudaMemcpy(run.count, &zero, sizeof zero, cudaMemcpyHostToDevice);
+  cudaMemcpy(run.count, zero, sizeof zero, cudaMemcpyHostToDevice);
   if (std::strcmp(name, "the_host_reads") == 0) {
     std::printf("x[0] = %g\n", static_cast<double>(*static_cast<volatile float *>(run.x)));
     return 0;

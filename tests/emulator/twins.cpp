@@ -123,8 +123,7 @@ void cp_async_wait(int pending) {
   copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(n));
 }
 
-/* What blocks of one launch share by turns counts as atomic: that a turn was waited for cannot be
- * seen where blocks run one after another, but await_turn sees whose it is. */
+/* What blocks of one launch share by turns counts as atomic. */
 void shared_four(float *to, const float *x, bool adds) {
   if ((reinterpret_cast<uintptr_t>(to) & 15) != 0) {
     fault(adds ? "red" : "st", __FILE__, __LINE__, "address not a multiple of 16");

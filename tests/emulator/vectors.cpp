@@ -113,16 +113,20 @@ __global__ void share(float *shared, uint32_t *out) {
   for (uint32_t r = 0; r < words; r++) out[lane * words + r] = bits_of(sum[r]);
 }
 
-/* Lane x passes the turn of lane x on, x + 1 times, and waits for it as it passes it. */
+/* A lane passes its turn on as often as the number that it draws says, and once more, and waits for
+ * it each time. */
 __global__ void take_turns(int32_t *turns, uint32_t *out) {
-  const uint32_t lane = threadIdx.x;
-  pass_turn(turns + lane, 0);
-  for (int32_t own = 0; own <= static_cast<int32_t>(lane); own++) {
-    await_turn(turns + lane, own, look_at_turn(turns + lane));
-    pass_turn(turns + lane, own + 1);
+  if (threadIdx.x == 0) turns[lanes] = 0;
+  __syncwarp();
+  const int32_t number = draw_number(turns + lanes);
+  int32_t *const own = turns + number;
+  pass_turn(own, 0);
+  for (int32_t i = 0; i <= number; i++) {
+    await_turn(own, i, look_at_turn(own));
+    pass_turn(own, i + 1);
   }
-  const auto now = static_cast<uint32_t>(look_at_turn(turns + lane));
-  for (uint32_t r = 0; r < words; r++) out[lane * words + r] = now + r;
+  const auto now = static_cast<uint32_t>(look_at_turn(own));
+  for (uint32_t r = 0; r < words; r++) out[static_cast<uint32_t>(number) * words + r] = now + r;
 }
 
 template <class... P, class... A>
