@@ -321,6 +321,7 @@ class KeyBlock : BandBlock<S> {
     if (threadIdx.x == 0) {
       shared().lines = lines;
       shared().tiles = turn_tile(f.turns, *seq, sequence, head);
+      shared().sequence = *seq;
     }
     if (!lines) return;
     for (int x = static_cast<int>(threadIdx.x); x < kTurnWarps * kEndNumbers; x += S::kThreads) {
@@ -332,7 +333,8 @@ class KeyBlock : BandBlock<S> {
    * band there is that block's. */
   __device__ Meets side_of(int i) const {
     if (!f.banded) return MEETS_NOTHING;
-    const Across across = across_band(f.low, f.high, i / kTurnOwn * kTurnOwn + seq->start);
+    const Across across =
+        across_band(f.low, f.high, i / kTurnOwn * kTurnOwn + shared().sequence.start);
     const int j = k0 + strip(0);
     return j < across.first ? MEETS_HEAD : j > across.last ? MEETS_TAIL : MEETS_BAND;
   }
@@ -428,7 +430,7 @@ class KeyBlock : BandBlock<S> {
     __device__ bool asks(int lane) const { return lane < (is_last ? kTurnWarps : 1); }
   };
   __device__ Turn turn_at(int i) const {
-    const Walkers walkers = walkers_of(*seq, i);
+    const Walkers walkers = walkers_of(shared().sequence, i);
     const int block = k0 / kTurnOwn;
     Turn turn = {f.turns.turns + (shared().tiles + i / kTurnRows) * kTurnWarps + warp,
                  block - walkers.first, 0, block == walkers.last};
@@ -465,7 +467,10 @@ class KeyBlock : BandBlock<S> {
     float *const to = f.turns.partial + tile * kTurnNumbers + warp * 512 + lane * 4;
     float *const to_ends = f.turns.ends + tile * kTurnEnds;
     const bool others = turn.own > 0 || f.banded; /* has anybody left a part of it? */
-    if (turn.asks(lane)) await_turn(turn.asked(warp, lane), turn.own, turn.now);
+    if (turn.asks(lane)) {
+      await_turn(turn.asked(warp, lane), turn.own, turn.now);
+      if (turn.is_last) read_after_turn();
+    }
     __syncwarp();
     if (turn.is_last) return finish(i, others, to, to_ends, dq);
 #pragma unroll

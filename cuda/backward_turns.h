@@ -48,9 +48,10 @@ struct TurnShared {
   float sums[kTurnWarps][kTurnEnds];               /* of a warp's keys, laid out as `ends` */
   float *lines;                                    /* of the block, or NULL */
   int64_t tiles;                                   /* the sequence's first */
-  int32_t side[kTurnWarps];                        /* of the band, where a warp's last tile was */
-  int32_t next[kTurnWarps];                        /* who adds to it behind this block, and where */
-  int32_t *turn[kTurnWarps];                       /* that is to be said; or NULL */
+  Sequence sequence;
+  int32_t side[kTurnWarps];  /* of the band, where a warp's last tile was */
+  int32_t next[kTurnWarps];  /* who adds to it behind this block, and where */
+  int32_t *turn[kTurnWarps]; /* that is to be said; or NULL */
 };
 
 /* In the workspace. partial NULL: dq has a pass of its own. */

@@ -206,14 +206,19 @@ __device__ inline int32_t look_at_turn(const int32_t *turn) {
 #endif
 }
 
-/* Waits until the number at `turn`, which was `now`, is `own`. What was written before it was put
- * there is there then, for the thread that asked. */
+/* Waits until the number at `turn`, which was `now`, is `own`. Sums that others have added before
+ * they put it there lie in the second-level cache then, where those that are added now come behind
+ * them; to read them takes read_after_turn too. */
 __device__ inline void await_turn(const int32_t *turn, int32_t own, int32_t now) {
 #ifdef __CUDACC__
   while (now != own) now = look_at_turn(turn);
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #else
   emu::await_turn(turn, own, now);
+#endif
+}
+__device__ inline void read_after_turn() {
+#ifdef __CUDACC__
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 #endif
 }
 
