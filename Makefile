@@ -164,10 +164,12 @@ f64:
 
 # ---- tests and examples ----------------------------------------------------
 
-# Tests link the static library: there the rpi_ names can be reached.
+# Tests link the static library: there the rpi_ names can be reached. Flags of the linker come first
+# where one command does both: behind the compiler's, -fno-fast-math takes from clang what was
+# said of -ffp-contract.
 $(BUILD)/tests/%: tests/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
+	$(CC) $(LINK_FLAGS) $(COMPILE_FLAGS) -UNDEBUG -MMD -MP $< -o $@ $(STATIC) $(CORE_LIBS)
 
 TWIN := $(BUILD)/tests/twin_table.o
 $(TWIN): tests/c/twin_table.c $(BUILD)/flags
@@ -181,8 +183,8 @@ $(BUILD)/tests/%_tiles: tests/c/%.c $(TWIN) $(STATIC) $(BUILD)/flags
 
 $(BUILD)/examples/%: examples/c/%.c $(STATIC) $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(CPPFLAGS) $(CFLAGS) -Icsrc/include -std=c11 -O2 $(CORE_WARNINGS) $(VARIANT_FLAGS) \
-	  -MMD -MP $< -o $@ $(LINK_FLAGS) $(STATIC) $(CORE_LIBS)
+	$(CC) $(LINK_FLAGS) $(CPPFLAGS) $(CFLAGS) -Icsrc/include -std=c11 -O2 $(CORE_WARNINGS) \
+	  $(VARIANT_FLAGS) -MMD -MP $< -o $@ $(STATIC) $(CORE_LIBS)
 
 # With -j several run at once, the longest first; what one says comes when it ends. All run, whatever
 # fails.
