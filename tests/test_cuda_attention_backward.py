@@ -118,6 +118,9 @@ BANDS = {
         SHAW, N=512, M=510, key=None, value=Band(2, 5), window=(300, 70)
     ),
     "turns, window": replace(SHAW, N=512, M=512, window=(100, 9), per_head=True),
+    # where the first key that a tile of queries sees is the last of a block, the last the first of one
+    "turns, window by a block": replace(SHAW, N=512, M=512, window=(33, 65)),
+    "turns, window to the end": replace(SHAW, N=512, M=512, starts=(200,), window=(8, 150)),
     "turns, window to the right": replace(SHAW, N=512, M=512, window=(-1, 40), key=Band(1, 1)),
     "turns, window ahead": replace(SHAW, N=512, M=512, starts=(200,), window=(20, 150)),
     "turns, far": replace(SHAW, N=512, M=512, starts=(3000,), key=Band(2, 2), per_head=True),
@@ -129,6 +132,9 @@ BANDS = {
     ),
     "turns, packed, plain": replace(
         SHAW, B=3, H=3, offsets=(0, 250, 505, 999), key=None, value=None, window=(70, 200)
+    ),
+    "turns, two parts": replace(
+        SHAW, N=500, M=512, key=(Band(1, 1), Band(3, 5, "none")), per_head=True, layout="bnhd"
     ),
     "turns, unaligned": replace(
         SHAW, B=2, N=256, M=256, D=50, Dv=35, gap=3, lengths=(256, 231), dropout=DROPOUT
@@ -262,12 +268,20 @@ def test_the_general_way(
 # ---- what is added, and what is not wanted -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [SHAW, FULL, replace(FULL, tied=False, key=Band(4, 4))])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        (SHAW, 0),
+        (FULL, 0),
+        (replace(FULL, tied=False, key=Band(4, 4)), 0),
+        (BANDS["turns, packed"], BF16),
+    ],
+)
 def test_gradients_of_tables_are_added(
-    libraries: dict[str, Path], emulated_device: Path, case: Case
+    libraries: dict[str, Path], emulated_device: Path, case: Case, precision: int
 ) -> None:
     """To what is there; and those that are not wanted change no bit of the others."""
-    core = device_core(libraries)
+    core = device_core(libraries, 0, precision, aligned=precision == BF16)
     arrays: Arrays = make_arrays(case, core.dtype)
     forward = capi.run_forward(core, case, arrays)
     zero = capi.run_backward(core, case, arrays, forward, 0.0)
