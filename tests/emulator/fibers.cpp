@@ -290,6 +290,7 @@ bool go_on(Block *block) {
   if (!clean(block->memory.get()) || !clean(block->memory.get() + guard + shared_size)) {
     failure = "a store outside the dynamic shared memory";
   }
+  block->memory.reset();
   return true;
 }
 

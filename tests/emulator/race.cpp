@@ -60,7 +60,6 @@ const char *host_stack;
 void start(bool new_launch) {
   if (new_launch) {
     first_block = block + 1;
-    regions.erase(emu::shared);
     host_stack = static_cast<const char *>(__builtin_frame_address(0));
     return;
   }
