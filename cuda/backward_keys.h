@@ -333,8 +333,7 @@ class KeyBlock : BandBlock<S> {
    * band there is that block's. */
   __device__ Meets side_of(int i) const {
     if (!f.banded) return MEETS_NOTHING;
-    const Across across =
-        across_band(f.low, f.high, i / kTurnOwn * kTurnOwn + shared().sequence.start);
+    const Across across = across_band(f.low, f.high, i / kTurnOwn * kTurnOwn + k0 - apart);
     const int j = k0 + strip(0);
     return j < across.first ? MEETS_HEAD : j > across.last ? MEETS_TAIL : MEETS_BAND;
   }

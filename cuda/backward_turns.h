@@ -10,8 +10,7 @@
  *   turns[tile][warp]    how many blocks have added theirs to 32 queries; a warp has 16 columns
  *   partial[tile]        dq / scale so far, as products leave it (tile.h), four numbers a lane:
  *                        [warp][strip][eight columns][lane][4]
- *   ends[tile]           of every row the sums of ds beyond the band so far: [end][row % 8][row /
- * 8]
+ *   ends[tile]           of every row the sums of ds beyond the band: [end][row % 8][row / 8]
  *
  * Blocks walk from the last queries to the first: under a causal mask all begin at the same tile,
  * and whoever is before is ahead ever after. Whose turn is last writes dq.
