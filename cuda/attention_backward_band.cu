@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kMostColumns = 131; /* 129 distances, and a column for none at both ends */
 constexpr int64_t kMostBlocks = 1024; /* that have lines, of all heads; and their numbers: */
 constexpr int64_t kMostNumbers = int64_t{1} << 24;
-constexpr int kThreads = 256, kStrips = 4, kSumNumbers = kThreads / kStrips;
+constexpr int kThreads = 256;
+constexpr int kStrips = 4, kEndStrips = 16; /* ends have a line of every warp: these are many */
 
 int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -239,23 +240,25 @@ __global__ void __launch_bounds__(kThreads)
   put_number(to[at], number);
 }
 
-/* A thread adds every kStrips-th block's number, then one of them the strips' sums. */
+/* A thread adds every kApart-th line's number, then one of them the strips' sums. */
+template <int kApart>
 __global__ void __launch_bounds__(kThreads)
     totals_kernel(const float *lines, int64_t numbers, int32_t blocks, float *totals) {
-  __shared__ float strips[kStrips][kSumNumbers];
+  constexpr int kSumNumbers = kThreads / kApart;
+  __shared__ float strips[kApart][kSumNumbers];
   const int own = static_cast<int>(threadIdx.x) % kSumNumbers;
   const int strip = static_cast<int>(threadIdx.x) / kSumNumbers;
   const int64_t number = int64_t{blockIdx.x} * kSumNumbers + own, head = blockIdx.y;
   float sum = 0;
   if (number < numbers) {
-    for (int64_t block = strip; block < blocks; block += kStrips) {
+    for (int64_t block = strip; block < blocks; block += kApart) {
       sum += lines[(head * blocks + block) * numbers + number];
     }
   }
   strips[strip][own] = sum;
   __syncthreads();
   if (strip != 0 || number >= numbers) return;
-  for (int other = 1; other < kStrips; other++) sum += strips[other][own];
+  for (int other = 1; other < kApart; other++) sum += strips[other][own];
   totals[head * numbers + number] = sum;
 }
 
@@ -427,7 +430,6 @@ rp_status run_in_turns(const rp_attention *s, BandBackward f, const Sizes &sizes
   f.held = held<S>(sizes);
   const auto grid = [](int64_t blocks) { return dim3(static_cast<unsigned>(blocks)); };
   RPI_TRY(make_vectors<typename S::Operand>(f, S::kWidth));
-  if (f.c.query_tiles.count == 0) return RP_OK;
   const int64_t query_blocks = heads * f.c.query_tiles.count;
   const int64_t key_blocks = heads * f.c.key_tiles.count;
   if (f.banded) {
@@ -502,20 +504,23 @@ rp_status take_terms(const rp_relation *relations, float *const *gradients, cons
   return RP_OK;
 }
 
+template <int kApart>
+rp_status add_up(const float *lines, int64_t numbers, int64_t blocks, int64_t heads,
+                 float *totals) {
+  const dim3 grid(static_cast<unsigned>(divided(numbers * kApart, kThreads)),
+                  static_cast<unsigned>(heads));
+  CUDA_TRY(launch(totals_kernel<kApart>, {grid, dim3(kThreads), 0, context().stream}, lines,
+                  numbers, static_cast<int32_t>(blocks), totals));
+  return RP_OK;
+}
+
 rp_status add_lines(const rp_attention *s, const BandBackward &f, float *totals,
                     const rp_attention_gradients *g) {
   const Call &call = f.c.call;
-  const dim3 grid(static_cast<unsigned>(divided(f.line_numbers, kSumNumbers)),
-                  static_cast<unsigned>(s->H));
-  CUDA_TRY(launch(totals_kernel, {grid, dim3(kThreads), 0, context().stream}, f.lines,
-                  f.line_numbers, f.blocks, totals));
+  RPI_TRY(add_up<kStrips>(f.lines, f.line_numbers, f.blocks, s->H, totals));
   const int64_t end_lines = int64_t{f.c.key_tiles.count} * kTurnWarps;
   float *const ends = f.turns.lines ? f.turns.lines + s->H * end_lines * kEndNumbers : nullptr;
-  if (ends) {
-    const dim3 end_grid(kEndNumbers / kSumNumbers, static_cast<unsigned>(s->H));
-    CUDA_TRY(launch(totals_kernel, {end_grid, dim3(kThreads), 0, context().stream}, f.turns.lines,
-                    int64_t{kEndNumbers}, static_cast<int32_t>(end_lines), ends));
-  }
+  if (ends) RPI_TRY(add_up<kEndStrips>(f.turns.lines, kEndNumbers, end_lines, s->H, ends));
   const float *const value_ends = ends ? ends + kTurnWidth : nullptr;
   const Term key = {{}, totals, ends, f.low, f.columns, 0, call.D, f.c.scale, nullptr};
   const Term value = {{},     totals + f.value_offset, value_ends, f.low, f.columns, 0, call.Dv, 1,
