@@ -4,10 +4,10 @@
  * or clang, x86-64 or AArch64.
  *
  * Blocks run one after another, but for such as wait for each other (EMU_BLOCKS); the threads of a
- * block are fibers on one thread of the system. In
- * a *warp collective* (shuffle, vote, mma, ldmatrix) each lane parks its argument, and the last one
- * to arrive does the work of all 32. What a GPU would leave undefined is a fault: a barrier that
- * not all reach, a mask that lies, an address that is not aligned, a copy nobody waits for.
+ * block are fibers on one thread of the system. In a *warp collective* (shuffle, vote, mma,
+ * ldmatrix) each lane parks its argument, and the last one to arrive does the work of all 32. What
+ * a GPU would leave undefined is a fault: a barrier that not all reach, a mask that lies, an
+ * address that is not aligned, a copy nobody waits for.
  *
  * The environment:
  *   EMU_SEED=n         0, the default: threads in order. Else in an order drawn from n: warps and
@@ -22,8 +22,8 @@
  *   EMU_FAULT=1        whoever asks for memory is told that a kernel before has failed
  *   EMU_MEMORY=n       bytes of every GPU (8 GiB)
  *   EMU_CAPABILITY=n   its compute capability (90)
- *   EMU_CACHE=n        bytes of its cache (50 MiB), which changes nothing but what kernels make of
- * it EMU_SHARED=n       bytes of shared memory that it says a block may have (227 KiB)
+ *   EMU_CACHE=n        bytes of its cache (50 MiB), which changes nothing but how kernels use it
+ *   EMU_SHARED=n       bytes of shared memory that it says a block may have (227 KiB)
  */
 #ifndef EMU_CUDA_EMU_H
 #define EMU_CUDA_EMU_H
