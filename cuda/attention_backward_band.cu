@@ -6,12 +6,11 @@
  *   vectors_kernel   the vectors of the bands, distance by distance, as operands of products
  *   queries_kernel   dq, and of every block the sums for each distance, in lines of its own
  *   keys_kernel      dk, dv
- *   turns_kernel     dk, dv and dq where sequences are long (backward_turns.h); queries_kernel then
- *                    comes before it, where there are bands
- *   unseen_kernel    zeros in rows of dq that turns_kernel does not come to
- *   totals_kernel    the lines of a head's blocks, added up in order
- *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order, of all
- *                    tables at once
+ *   turns_kernel     dk, dv and dq where sequences are long (backward_turns.h)
+ *   across_kernel    before it, where there are bands: what queries_kernel makes of tiles across
+ * them unseen_kernel    zeros in rows of dq that turns_kernel does not come to totals_kernel    the
+ * lines of a head's blocks, added up in order rows_kernel      table gradient[r] += sum of the
+ * distances that meet row r, in order, of all tables at once
  */
 #include "backward_keys.h"
 #include "backward_queries.h"
@@ -207,7 +206,7 @@ Sizes sizes_of(const rp_attention *s) {
     sizes.turn_tiles = queries / kTurnRows + s->B;
     sizes.key_blocks = work.key_blocks;
     const int64_t lines = sizes.columns > 0 ? sizes.key_blocks * kTurnWarps + 1 : 0;
-    const int64_t of_tile = kTurnNumbers + kTurnEnds + kTurnWarps;
+    const int64_t of_tile = kTurnNumbers + kTurnEnds + 1;
     sizes.turn_bytes = rounded(s->H * (sizes.turn_tiles * of_tile + lines * kEndNumbers) * 4 + 256);
   }
   if (sizes.numbers == 0) return sizes;
@@ -316,9 +315,9 @@ __global__ void __launch_bounds__(kThreads)
 
 /* ---- passes -------------------------------------------------------------------------- */
 
-template <class S, bool kInTurns = false>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
-    queries_kernel(const __grid_constant__ BandBackward f) {
+/* A block's share of the tiles of queries. */
+template <class S, bool kInTurns>
+__device__ void run_queries(const BandBackward &f) {
   const Tiles &tiles = f.c.query_tiles;
   Deal deal = deal_of(tiles, f.c.call.H, f.blocks);
   QueryBlock<S, kInTurns> block(f, deal.head);
@@ -327,6 +326,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   for (; deal.tile() < tiles.count; deal.next(f.blocks)) {
     block.run(tiles.list[deal.tile()], deal.round == 0, lines);
   }
+}
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    queries_kernel(const __grid_constant__ BandBackward f) {
+  run_queries<S, false>(f);
+}
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    across_kernel(const __grid_constant__ BandBackward f) {
+  run_queries<S, true>(f);
 }
 
 template <class S>
@@ -433,7 +443,7 @@ rp_status run_in_turns(const rp_attention *s, BandBackward f, const Sizes &sizes
   const int64_t query_blocks = heads * f.c.query_tiles.count;
   const int64_t key_blocks = heads * f.c.key_tiles.count;
   if (f.banded) {
-    CUDA_TRY(launch(queries_kernel<S, true>,
+    CUDA_TRY(launch(across_kernel<S>,
                     {grid(heads * f.blocks), dim3(S::kThreads),
                      static_cast<size_t>(query_bytes<S>(sizes)), stream},
                     f));
@@ -442,7 +452,7 @@ rp_status run_in_turns(const rp_attention *s, BandBackward f, const Sizes &sizes
     CUDA_TRY(launch(unseen_kernel<typename S::Storage>,
                     {grid(query_blocks), dim3(kThreads), 0, stream}, f.c));
   }
-  const auto numbers = static_cast<size_t>(heads * f.turns.tiles * kTurnWarps + 1);
+  const auto numbers = static_cast<size_t>(heads * f.turns.tiles + 1);
   CUDA_TRY(cudaMemsetAsync(f.turns.turns, 0, numbers * sizeof(int32_t), stream));
   if (key_blocks == 0) return RP_OK;
   CUDA_TRY(launch(
@@ -602,7 +612,7 @@ rp_status band_backward(const rp_attention *s, const Backward &c, const rp_atten
     if (f.banded && f.lines) f.turns.lines = lines;
     const int64_t end_lines = f.banded ? sizes.key_blocks * kTurnWarps + 1 : 0;
     f.turns.turns = reinterpret_cast<int32_t *>(lines + s->H * end_lines * kEndNumbers);
-    f.turns.begun = f.turns.turns + tiles * kTurnWarps;
+    f.turns.begun = f.turns.turns + tiles;
   }
   const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
   if (s->H == 0) return RP_OK;

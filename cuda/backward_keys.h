@@ -119,8 +119,8 @@ class KeyBlock : BandBlock<S> {
       if (S::kStages == 2) stage = 1 - stage;
     }
     if constexpr (kInTurns) {
+      __syncthreads(); /* slopes have been read, and all is added */
       pass_on();
-      __syncthreads(); /* slopes have been read */
       come_to(MEETS_NOTHING, dk, dv);
     }
   }
@@ -314,11 +314,9 @@ class KeyBlock : BandBlock<S> {
   }
 
   __device__ void begin_turns(int sequence, float *lines) {
-    if (lane == 0) {
-      shared().side[warp] = MEETS_NOTHING;
-      shared().turn[warp] = nullptr;
-    }
+    if (lane == 0) shared().side[warp] = MEETS_NOTHING;
     if (threadIdx.x == 0) {
+      shared().turn = nullptr;
       shared().lines = lines;
       shared().tiles = turn_tile(f.turns, *seq, sequence, head);
       shared().sequence = *seq;
@@ -421,27 +419,25 @@ class KeyBlock : BandBlock<S> {
 
   /* Whose turn it is at a tile: asked for before the product of dq, wanted behind it. */
   struct Turn {
-    int32_t *at; /* of the warp */
+    int32_t *at;
     int32_t own, now;
     bool is_last;
-    /* Whoever is last reads what all warps have added. */
-    __device__ int32_t *asked(int warp, int lane) const { return is_last ? at - warp + lane : at; }
-    __device__ bool asks(int lane) const { return lane < (is_last ? kTurnWarps : 1); }
   };
   __device__ Turn turn_at(int i) const {
     const Walkers walkers = walkers_of(shared().sequence, i);
     const int block = k0 / kTurnOwn;
-    Turn turn = {f.turns.turns + (shared().tiles + i / kTurnRows) * kTurnWarps + warp,
-                 block - walkers.first, 0, block == walkers.last};
-    if (turn.asks(lane)) turn.now = look_at_turn(turn.asked(warp, lane));
+    Turn turn = {f.turns.turns + shared().tiles + i / kTurnRows, block - walkers.first, 0,
+                 block == walkers.last};
+    turn.now = look_at_turn(turn.at);
     return turn;
   }
 
-  /* The turn at the tile before. What was added there has had time to arrive. */
+  /* The turn at the tile before. There has been a barrier since all warps have added theirs, which
+   * has had time to arrive. */
   __device__ void pass_on() {
-    if (lane != 0 || !shared().turn[warp]) return;
-    pass_turn(shared().turn[warp], shared().next[warp]);
-    shared().turn[warp] = nullptr;
+    if (threadIdx.x != 0 || !shared().turn) return;
+    pass_turn(shared().turn, shared().next);
+    shared().turn = nullptr;
   }
 
   /* The block's share of dq, of which a warp has sixteen columns. */
@@ -466,10 +462,8 @@ class KeyBlock : BandBlock<S> {
     float *const to = f.turns.partial + tile * kTurnNumbers + warp * 512 + lane * 4;
     float *const to_ends = f.turns.ends + tile * kTurnEnds;
     const bool others = turn.own > 0 || f.banded; /* has anybody left a part of it? */
-    if (turn.asks(lane)) {
-      await_turn(turn.asked(warp, lane), turn.own, turn.now);
-      if (turn.is_last) read_after_turn();
-    }
+    await_turn(turn.at, turn.own, turn.now); /* by all lanes: by one it took nvcc more registers */
+    if (turn.is_last) read_after_turn();
     __syncwarp();
     if (turn.is_last) return finish(i, others, to, to_ends, dq);
 #pragma unroll
@@ -482,10 +476,9 @@ class KeyBlock : BandBlock<S> {
       sum_ends(sums, warp * 4 + lane);
       add_four(to_ends + (warp * 4 + lane) * 4, sums);
     }
-    __syncwarp();
-    if (lane == 0) {
-      shared().turn[warp] = turn.at;
-      shared().next[warp] = turn.own + 1;
+    if (threadIdx.x == 0) {
+      shared().turn = turn.at;
+      shared().next = turn.own + 1;
     }
   }
 

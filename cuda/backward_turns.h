@@ -7,10 +7,10 @@
  * of dq. The blocks of a sequence and head add their shares in turn, those of the first keys first:
  * a sum has one order, whichever block is fast.
  *
- *   turns[tile][warp]    how many blocks have added theirs to 32 queries; a warp has 16 columns
- *   partial[tile]        dq / scale so far, as products leave it (tile.h), four numbers a lane:
- *                        [warp][strip][eight columns][lane][4]
- *   ends[tile]           of every row the sums of ds beyond the band: [end][row % 8][row / 8]
+ *   turns[tile]     how many blocks have added theirs to 32 queries
+ *   partial[tile]   dq / scale so far, as products leave it (tile.h), four numbers a lane; a warp
+ *                   has 16 columns: [warp][strip][eight columns][lane][4]
+ *   ends[tile]      of every row the sums of ds beyond the band: [end][row % 8][row / 8]
  *
  * Blocks walk from the last queries to the first: under a causal mask all begin at the same tile,
  * and whoever is before is ahead ever after. Whose turn is last writes dq.
@@ -48,9 +48,9 @@ struct TurnShared {
   float *lines;                                    /* of the block, or NULL */
   int64_t tiles;                                   /* the sequence's first */
   Sequence sequence;
-  int32_t side[kTurnWarps];  /* of the band, where a warp's last tile was */
-  int32_t next[kTurnWarps];  /* who adds to it behind this block, and where */
-  int32_t *turn[kTurnWarps]; /* that is to be said; or NULL */
+  int32_t side[kTurnWarps]; /* of the band, where a warp's last tile was */
+  int32_t next;             /* who adds to the last tile behind this block, and where */
+  int32_t *turn;            /* that is to be said; or NULL */
 };
 
 /* In the workspace. partial NULL: dq has a pass of its own. */
