@@ -533,6 +533,20 @@ def test_turns_are_taken(libraries: dict[str, Path], emulated_device: Path) -> N
         assert counted(libraries, library, replace(BANDS[name], bias=T5))["turns"] == 0
 
 
+def test_rows_of_padding_are_zero_by_turns(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    """Whatever the keys beside them hold."""
+    core = device_core(libraries, 0, BF16, aligned=True)
+    case = replace(SHAW, B=2, H=4, N=256, M=256, lengths=(256, 230), key_lengths=(256, 250))
+    arrays = make_arrays(case, core.dtype)
+    arrays.v.view[..., 100, :] = np.inf
+    arrays.remember()
+    results = capi.run_both(core, case, arrays)
+    assert np.isnan(results["q"][1, :, 229]).any()
+    assert not results["q"][1, :, 230:].any()
+
+
 def turned_case(seed: int) -> Case:
     """Long sequences, so that dq is made by turns: any window, place and lengths."""
     random = np.random.default_rng(seed)
