@@ -7,10 +7,11 @@
  *   queries_kernel   dq, and of every block the sums for each distance, in lines of its own
  *   keys_kernel      dk, dv
  *   turns_kernel     dk, dv and dq where sequences are long (backward_turns.h)
- *   across_kernel    before it, where there are bands: what queries_kernel makes of tiles across
- * them unseen_kernel    zeros in rows of dq that turns_kernel does not come to totals_kernel    the
- * lines of a head's blocks, added up in order rows_kernel      table gradient[r] += sum of the
- * distances that meet row r, in order, of all tables at once
+ *   across_kernel    before it, where there are bands: queries_kernel of tiles across them
+ *   unseen_kernel    zeros in rows of dq that turns_kernel does not come to
+ *   totals_kernel    the lines of a head's blocks, added up in order
+ *   rows_kernel      table gradient[r] += sum of the distances that meet row r, in order, of all
+ *                    tables at once
  */
 #include "backward_keys.h"
 #include "backward_queries.h"
@@ -38,7 +39,7 @@ struct Sizes {
   int64_t bias_low, bias_high, bias_columns;
   int64_t blocks, value_offset, bias_offset, numbers; /* of a block's lines */
   bool turns;                                         /* is dq made in the pass over keys? Then: */
-  int64_t turn_tiles, key_blocks;                     /* of a head */
+  int64_t turn_tiles;                                 /* of a head */
   int64_t table_bytes, line_bytes, total_bytes, turn_bytes;
 };
 
@@ -204,8 +205,7 @@ Sizes sizes_of(const rp_attention *s) {
   if (sizes.turns) {
     const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
     sizes.turn_tiles = queries / kTurnRows + s->B;
-    sizes.key_blocks = work.key_blocks;
-    const int64_t lines = sizes.columns > 0 ? sizes.key_blocks * kTurnWarps + 1 : 0;
+    const int64_t lines = sizes.columns > 0 ? work.key_blocks * kTurnWarps + 1 : 0;
     const int64_t of_tile = kTurnNumbers + kTurnEnds + 1;
     sizes.turn_bytes = rounded(s->H * (sizes.turn_tiles * of_tile + lines * kEndNumbers) * 4 + 256);
   }
@@ -610,7 +610,7 @@ rp_status band_backward(const rp_attention *s, const Backward &c, const rp_atten
     f.turns.ends = f.turns.partial + tiles * kTurnNumbers;
     float *const lines = f.turns.ends + tiles * kTurnEnds;
     if (f.banded && f.lines) f.turns.lines = lines;
-    const int64_t end_lines = f.banded ? sizes.key_blocks * kTurnWarps + 1 : 0;
+    const int64_t end_lines = f.banded ? int64_t{c.key_tiles.count} * kTurnWarps + 1 : 0;
     f.turns.turns = reinterpret_cast<int32_t *>(lines + s->H * end_lines * kEndNumbers);
     f.turns.begun = f.turns.turns + tiles;
   }

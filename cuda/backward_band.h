@@ -235,9 +235,12 @@ class BandBlock {
 
   /* A strip's rows of a gradient, the first of them row `begin` of the sequence: factor * sums,
    * and zeros for padding, which is from `in_use` on. Whatever depends on the row alone is read
-   * before the first number is written: nvcc reads again what a store might have changed. */
+   * before the first number is written: nvcc reads again what a store might have changed. column:
+   * the first of the sums. */
+  template <int kCount>
   __device__ void put_rows(Storage *rows, int64_t stride, int begin, int in_use, int there,
-                           int width, float factor, const Sums &sums) const {
+                           int width, float factor, const float (&sums)[kCount][4],
+                           int column = 0) const {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int i = begin + row + 8 * h;
@@ -245,21 +248,17 @@ class BandBlock {
       Storage *const to = rows + i * stride;
       const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
 #pragma unroll
-      for (int n = 0; n < S::kOut; n++) {
-        const int c = n * 8 + t;
+      for (int n = 0; n < kCount; n++) {
+        const int c = column + n * 8 + t;
         const float x = i < in_use ? factor * sums[n][2 * h] : 0.0f;
         const float y = i < in_use ? factor * sums[n][2 * h + 1] : 0.0f;
-        put_columns(to, c, width, paired, x, y);
+        if (paired && c + 1 < width) {
+          put_pair(to + c, x, y);
+        } else {
+          if (c < width) put_number(to[c], x);
+          if (c + 1 < width) put_number(to[c + 1], y);
+        }
       }
-    }
-  }
-  /* Columns c and c + 1 of a row. */
-  static __device__ void put_columns(Storage *to, int c, int width, bool paired, float x, float y) {
-    if (paired && c + 1 < width) {
-      put_pair(to + c, x, y);
-    } else {
-      if (c < width) put_number(to[c], x);
-      if (c + 1 < width) put_number(to[c + 1], y);
     }
   }
 

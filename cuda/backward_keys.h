@@ -516,18 +516,9 @@ class KeyBlock : BandBlock<S> {
     }
     Storage *const first = row_of<Storage>(f.c.dq, seq->query_batch, head, seq->query_row);
 #pragma unroll
-    for (int h = 0; h < 4; h++) {
-      const int r = i + h * 8 + row;
-      if (r >= seq->query_rows) continue;
-      const bool in_use = r < seq->queries;
-      Storage *const to = first + r * f.c.dq.row_stride;
-      const bool paired = reinterpret_cast<uintptr_t>(to) % (2 * sizeof(Storage)) == 0;
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        const float x = in_use ? f.c.scale * dq[h / 2][n][h % 2 * 2] : 0.0f;
-        const float y = in_use ? f.c.scale * dq[h / 2][n][h % 2 * 2 + 1] : 0.0f;
-        this->put_columns(to, warp * 16 + n * 8 + t, call.D, paired, x, y);
-      }
+    for (int m = 0; m < 2; m++) {
+      this->put_rows(first, f.c.dq.row_stride, i + 16 * m, seq->queries, seq->query_rows, call.D,
+                     f.c.scale, dq[m], warp * 16);
     }
   }
 

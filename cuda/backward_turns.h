@@ -39,9 +39,7 @@ constexpr int kEndNumbers = 2 * 2 * kTurnWidth;      /* of `lines`: [end][dk, dv
 constexpr int kSlopeLine = kTurnRows + 8;            /* from one key's slopes to the next's */
 constexpr int kSlopeNumbers = kTurnOwn * kSlopeLine;
 
-/* In shared memory, behind BandShared. What is read once a tile lies there too: registers are
- * scarce.
- */
+/* In shared memory, behind BandShared, as what is read once a tile is: registers are scarce. */
 struct TurnShared {
   alignas(16) __nv_bfloat16 slopes[kSlopeNumbers]; /* [keys][kSlopeLine]: ds of a tile */
   float sums[kTurnWarps][kTurnEnds];               /* of a warp's keys, laid out as `ends` */
@@ -61,8 +59,7 @@ struct Turns {
   int64_t tiles;          /* of a head */
 };
 
-/* The first tile of a sequence. Those of two sequences never are the same, and a rest has its own.
- */
+/* The first tile of a sequence: no two share one. */
 __device__ inline int64_t turn_tile(const Turns &x, const Sequence &seq, int sequence, int head) {
   const int64_t rows = seq.query_row + seq.query_batch * seq.query_rows;
   return head * x.tiles + rows / kTurnRows + sequence;
@@ -79,9 +76,8 @@ __host__ __device__ inline Walkers walkers_of(const Sequence &seq, int i) {
   return {nearest > 0 ? nearest / kTurnOwn : 0, key / kTurnOwn, nearest < seq.keys && key >= 0};
 }
 
-/* The tiles of kTurnRows keys that some of a block's queries cross the band in: the first key of
- * the first of them and of the last. apart: j - apart is the distance from the block's first query.
- */
+/* The first key of the first tile that some of a block's queries cross the band in, and of the last
+ * one. apart: j - apart is the distance from the block's first query. */
 struct Across {
   int first, last;
 };

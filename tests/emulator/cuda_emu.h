@@ -100,7 +100,6 @@ extern dim3 block_size, grid_size;
 extern void *shared; /* dynamic shared memory of the block */
 extern size_t shared_size;
 extern unsigned seed;
-extern const size_t most_blocks; /* EMU_BLOCKS */
 extern Stats stats;
 constexpr size_t places = 8;
 

@@ -75,7 +75,7 @@ unsigned seed = [] {
   const char *text = std::getenv("EMU_SEED");
   return text != nullptr ? static_cast<unsigned>(std::atoi(text)) : 0u;
 }();
-const size_t most_blocks = [] {
+static const size_t most_blocks = [] {
   const char *text = std::getenv("EMU_BLOCKS");
   return text != nullptr ? static_cast<size_t>(std::max(std::atoi(text), 1)) : size_t{1};
 }();
