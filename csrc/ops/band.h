@@ -548,24 +548,58 @@ static const real band_step[2 * RPI_LANES + 1] = {
 /* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
  * adds it to what is there, and adds what lies in the tail to the vectors tail[rows], what lies
  * before the first column to head[rows], each where given and sum_stride apart. offset: as
- * rpi_start's. */
-RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *restrict x,
-                             int64_t offset, bool adds, real *restrict buckets, real *restrict tail,
-                             real *restrict head, int64_t sum_stride) {
+ * rpi_start's. Vector by vector, since most lie wholly in the band, or wholly beyond an end, for all
+ * rows of a strip: those are only stored, or only added. rows: known where it is called. */
+RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, const real *x,
+                                int64_t offset, bool adds, real *buckets, real *tail, real *head,
+                                int64_t sum_stride) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
-  for (int64_t r = 0; r < rows; r++) {
-    real *const row = buckets + r * stride;
-    rpi_register after = {0}, before = {0};
-    RPI_EACH_VECTOR(v, columns, {
-      const int64_t at = rpi_clamp(offset - r + v, 0, last);
-      const rpi_register weight = rpi_load(x + r * RPI_TILE + v);
-      rpi_store(row + at, adds ? rpi_load(row + at) + weight : weight);
-      /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
-      if (tail) after += weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0));
-      if (head) before += weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES));
-    })
-    if (tail) rpi_store(tail + r * sum_stride, rpi_load(tail + r * sum_stride) + after);
-    if (head) rpi_store(head + r * sum_stride, rpi_load(head + r * sum_stride) + before);
+  const int64_t whole = tail ? last - 1 : last; /* wholly beyond, from here on */
+  for (int64_t v = 0; v < columns; v += RPI_LANES) {
+    const int64_t highest = offset + v, lowest = highest - (rows - 1);
+    const real *const from = x + v;
+    if (lowest >= RPI_LANES && highest <= whole - RPI_LANES) {
+      real *const to = buckets + highest;
+      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
+        const rpi_register weight = rpi_load(from + r * RPI_TILE);
+        real *const at = to + r * (stride - 1);
+        rpi_store(at, adds ? rpi_load(at) + weight : weight);
+      }
+    } else if (highest <= 0 || lowest >= whole) {
+      real *const sum = highest <= 0 ? head : tail;
+      if (!sum) continue;
+      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
+        rpi_store(sum + r * sum_stride,
+                  rpi_load(sum + r * sum_stride) + rpi_load(from + r * RPI_TILE));
+      }
+    } else {
+      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = rpi_clamp(highest - r, 0, last);
+        real *const to = buckets + r * stride + at;
+        const rpi_register weight = rpi_load(from + r * RPI_TILE);
+        rpi_store(to, adds ? rpi_load(to) + weight : weight);
+        if (tail && highest > whole - RPI_LANES) {
+          real *const sum = tail + r * sum_stride;
+          /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
+          rpi_store(sum, rpi_load(sum) +
+                             weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0)));
+        }
+        if (head && lowest < RPI_LANES) {
+          real *const sum = head + r * sum_stride;
+          rpi_store(sum, rpi_load(sum) + (weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES))));
+        }
+      }
+    }
+  }
+}
+
+RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *x,
+                             int64_t offset, bool adds, real *buckets, real *tail, real *head,
+                             int64_t sum_stride) {
+  if (rows == RPI_STRIP) {
+    band_store_rows(w, RPI_STRIP, columns, x, offset, adds, buckets, tail, head, sum_stride);
+  } else {
+    band_store_rows(w, rows, columns, x, offset, adds, buckets, tail, head, sum_stride);
   }
 }
 
