@@ -638,16 +638,25 @@ static void band_product(const rpi_product *product, const block_place *at, int6
   }
 }
 
+/* to[r * stride] = the sum of row r's vector. */
+static void put_totals(int64_t rows, const real *sums, real *to, int64_t stride) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4, to += 4 * stride) {
+    rpi_register four[4];
+    real totals[4];
+    RPI_UNROLL(4) for (int n = 0; n < 4; n++) four[n] = rpi_load(sums + (r + n) * RPI_LANES);
+    rpi_totals(four, totals);
+    RPI_UNROLL(4) for (int n = 0; n < 4; n++) to[n * stride] = totals[n];
+  }
+  for (; r < rows; r++, to += stride) *to = rpi_total(rpi_load(sums + r * RPI_LANES));
+}
+
 /* Puts the tails into the last buckets, and the heads before the first: column -1. */
 static void band_finish(const window *w, int64_t rows, real *buckets, const real *tail,
                         const real *head) {
   const int64_t stride = window_stride(w->columns);
-  for (int64_t r = 0; w->tail && r < rows; r++) {
-    buckets[r * stride + RPI_LANES + w->columns - 1] = rpi_total(rpi_load(tail + r * RPI_LANES));
-  }
-  for (int64_t r = 0; w->head && r < rows; r++) {
-    buckets[r * stride + RPI_LANES - 1] = rpi_total(rpi_load(head + r * RPI_LANES));
-  }
+  if (w->tail) put_totals(rows, tail, buckets + RPI_LANES + w->columns - 1, stride);
+  if (w->head) put_totals(rows, head, buckets + RPI_LANES - 1, stride);
 }
 
 #endif

@@ -166,11 +166,14 @@ RPI_INLINE void rpi_totals(const rpi_register x[4], real to[4]) {
 #if RPI_LANES >= 4
   const rpi_register even = RPI_LOW(x[0], x[2]) + RPI_HIGH(x[0], x[2]);
   const rpi_register odd = RPI_LOW(x[1], x[3]) + RPI_HIGH(x[1], x[3]);
-  const rpi_register all = RPI_LOW(even, odd) + RPI_HIGH(even, odd);
-  RPI_UNROLL(4) for (int n = 0; n < 4; n++) {
-    to[n] = all[n];
-    RPI_UNROLL(4) for (int l = 4; l < RPI_LANES; l += 4) to[n] += all[l + n];
-  }
+  rpi_register all = RPI_LOW(even, odd) + RPI_HIGH(even, odd); /* four sums a quarter */
+#if RPI_LANES == 16
+  all += RPI_SHUFFLE(rpi_lanes, all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  all += RPI_SHUFFLE(rpi_lanes, all, all, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif RPI_LANES == 8
+  all += RPI_SHUFFLE(rpi_lanes, all, all, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+  RPI_UNROLL(4) for (int n = 0; n < 4; n++) to[n] = all[n];
 #else
   RPI_UNROLL(4) for (int n = 0; n < 4; n++) to[n] = rpi_total(x[n]);
 #endif
