@@ -433,19 +433,25 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
 
 /* ---- a pair of chunks ---------------------------------------------------- */
 
-/* What the last block of queries meets in the first tile of keys, and the first block in the last
- * tile: nothing lies farther left, or right, of a band. */
-static reach leftmost(const backward_item *item) {
+/* Keys with an end's vector added, of the tiles that some block lies wholly LEFT or RIGHT of: the
+ * last block then, or the first one. */
+static dense moved_keys(const backward_item *item, const dense *keys, int place, real *vector,
+                        real *to) {
   const rectangle *const r = &item->r;
-  const int64_t first = rpi_max(r->rows - 1, 0) / item->n.block * item->n.block;
-  return reach_of(&item->seq, &item->sees, r->query + first, r->rows - first, r->key,
-                  rpi_min(r->keys, RPI_TILE));
-}
-static reach rightmost(const backward_item *item) {
-  const rectangle *const r = &item->r;
-  const int64_t first = rpi_max(r->keys - 1, 0) / RPI_TILE * RPI_TILE;
-  return reach_of(&item->seq, &item->sees, r->query, rpi_min(r->rows, item->n.block),
-                  r->key + first, r->keys - first);
+  const term *const t = &item->term[KEY];
+  const int64_t padded = item->padded[KEY], block = item->n.block;
+  const int64_t first = place == LEFT ? rpi_max(r->rows - 1, 0) / block * block : 0;
+  const int64_t rows = rpi_min(block, r->rows - first);
+  for (int64_t j = 0; j < r->keys; j += RPI_TILE) {
+    const int64_t count = rpi_min(RPI_TILE, r->keys - j);
+    const reach seen =
+        reach_of(&item->seq, &item->sees, r->query + first, rows, r->key + j, count);
+    if (place == LEFT ? seen.farthest >= t->first : seen.nearest < t->last) continue;
+    const dense tile = rows_from(keys, j);
+    moved_rows(t, place == LEFT ? t->first - 1 : t->last, &tile, count, padded, vector,
+               to + j * padded);
+  }
+  return (dense){to, padded};
 }
 
 static void backward_pair(const backward_item *item, backward_scratch *w) {
@@ -460,13 +466,9 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   dense keys[PLACES] = {
       [ACROSS] = dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
                             k->row_stride, count, s->D, padded, w->key_rows)};
-  const term *const t = &item->term[KEY];
-  if (t->ends && !item->by_row[KEY] && leftmost(item).farthest < t->first) {
-    keys[LEFT] =
-        moved_rows(t, t->first - 1, &keys[ACROSS], count, padded, w->vector, w->head_key_rows);
-  }
-  if (t->ends && !item->by_row[KEY] && rightmost(item).nearest >= t->last) {
-    keys[RIGHT] = moved_rows(t, t->last, &keys[ACROSS], count, padded, w->vector, w->tail_key_rows);
+  if (item->term[KEY].ends && !item->by_row[KEY]) {
+    keys[LEFT] = moved_keys(item, &keys[ACROSS], LEFT, w->vector, w->head_key_rows);
+    keys[RIGHT] = moved_keys(item, &keys[ACROSS], RIGHT, w->vector, w->tail_key_rows);
   }
   for (int place = 0; item->n.tiles && place < PLACES; place++) {
     memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)rpi_divide_up(count, RPI_TILE));
