@@ -54,18 +54,37 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
 
 /* ---- a strip ------------------------------------------------------------- */
 
-/* p and ds of a strip from its scores and dp - delta: (2) and (5). The rest of -lse_i is
- * added here, to the finished score: see start_rows. */
-RPI_NOINLINE void differentiate_strip(int64_t count, int64_t columns, real *restrict s,
-                                      real *restrict ds, const real *restrict negated_lse) {
+/* Sums of a strip's rows as vectors, of p and of ds, RPI_LANES from one row to the next: what they
+ * add to a head or a tail; or NULL. */
+typedef struct strip_sums {
+  real *p, *ds;
+} strip_sums;
+
+RPI_INLINE void differentiate_rows(int64_t count, int64_t columns, real *restrict s,
+                                   real *restrict ds, const real *restrict negated_lse, bool sums,
+                                   strip_sums to) {
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, ds += RPI_TILE) {
     const real start = negated_lse[r];
+    rpi_register all = {0}, slopes = {0};
     RPI_EACH_VECTOR(v, columns, {
       const rpi_register weights = rpi_share_lanes(rpi_load(s + v) + start);
+      const rpi_register own = weights * rpi_load(ds + v);
       rpi_store(s + v, weights);
-      rpi_store(ds + v, weights * rpi_load(ds + v));
+      rpi_store(ds + v, own);
+      if (sums) all += weights;
+      if (sums) slopes += own;
     })
+    if (sums && to.p) rpi_store(to.p + r * RPI_LANES, rpi_load(to.p + r * RPI_LANES) + all);
+    if (sums && to.ds) rpi_store(to.ds + r * RPI_LANES, rpi_load(to.ds + r * RPI_LANES) + slopes);
   }
+}
+
+/* p and ds of a strip from its scores and dp - delta: (2) and (5), and their sums. The rest of
+ * -lse_i is added here, to the finished score: see start_rows. */
+RPI_NOINLINE void differentiate_strip(int64_t count, int64_t columns, real *s, real *ds,
+                                      const real *negated_lse, strip_sums to) {
+  if (to.p || to.ds) differentiate_rows(count, columns, s, ds, negated_lse, true, to);
+  else differentiate_rows(count, columns, s, ds, negated_lse, false, to);
 }
 
 /* A row of differentiate_pairs. capped: known where it is called, as `columns` mostly is. */
@@ -113,16 +132,17 @@ static int64_t columns_worked(const backward_item *item, int64_t keys) {
   return columns_of_keys(keys, item->n.tiles || item->pairs.any);
 }
 
-/* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5). multiplied: which of their
- * products are there already. */
+/* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5), and what they add to heads
+ * and tails. multiplied: which of their products are there already. */
 static void backward_weights(const backward_item *item, backward_scratch *w,
-                             const backward_block *block, const bool *multiplied, int64_t i,
-                             int64_t count, int64_t j, int64_t tile_keys) {
+                             const backward_block *block, const int *lies, const bool *multiplied,
+                             int64_t i, int64_t count, int64_t j, int64_t tile_keys) {
   const pair_terms *const pairs = &item->pairs;
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
   const int64_t columns = columns_worked(item, tile_keys);
+  real *sums[SIDES];
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
     const rpi_product product = {.a = x->content.data + i * x->content.stride,
@@ -136,6 +156,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
     const int64_t e_stride = band_stride(&item->term[which], &x->w);
     const real *const start = which == KEY ? w->level + i : special ? w->zeros : x->start + i;
     const int meets = window_meets(&x->w, nearest, farthest);
+    sums[which] = lies[which] == ACROSS && x->collects ? end_sums(x, meets, i) : NULL;
     const real *const more =
         strip_more(pairs, &w->pairs, which == VALUE, i, count, start, w->zeros,
                    meets == MEETS_NOTHING && !multiplied[which], x->product + i * RPI_TILE);
@@ -155,8 +176,11 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   if (special) {
     differentiate_pairs(pairs, block->row0 + i, item->r.key + j, count, columns, p, ds,
                         w->side[KEY].start + i, w->side[VALUE].start + i);
+    if (sums[KEY]) add_row_sums(count, columns, ds, sums[KEY], RPI_LANES);
+    if (sums[VALUE]) add_row_sums(count, columns, p, sums[VALUE], RPI_LANES);
   } else {
-    differentiate_strip(count, columns, p, ds, w->side[KEY].start + i);
+    const strip_sums to = {.p = sums[VALUE], .ds = sums[KEY]};
+    differentiate_strip(count, columns, p, ds, w->side[KEY].start + i, to);
   }
 }
 
@@ -165,7 +189,7 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
                            const backward_block *block, const int *lies, const bool *multiplied,
                            int64_t i, int64_t count, int64_t j, int64_t tile_keys) {
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
-  backward_weights(item, w, block, multiplied, i, count, j, tile_keys);
+  backward_weights(item, w, block, lies, multiplied, i, count, j, tile_keys);
   const real *const p = w->side[KEY].product + i * RPI_TILE;
   const real *const ds = w->side[VALUE].product + i * RPI_TILE;
   for (int which = 0; which < SIDES; which++) {

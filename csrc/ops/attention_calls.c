@@ -159,8 +159,9 @@ static void backward_task(void *context, int64_t task, int worker) {
         .factor = {scale_of(s) * (real)RPI_LOG2_E, 1},
         .to = {at->sums[SUM_OF_KEYS], at->sums[SUM_OF_VALUES]},
     };
+    for (int which = 0; which < SIDES; which++) item.by_row[which] = lies_across(&item, which);
     /* dk has other parts then, or is of moved queries, and dq is to be ds . k */
-    item.by_row[KEY] = numbers || item.pairs.queries || item.pairs.moves;
+    item.by_row[KEY] |= numbers || item.pairs.queries || item.pairs.moves;
     item.n.tiles = item.n.tiles && tiles_pay(item.r.rows, item.r.keys, true);
     if (item.n.tiles) tiles_begin();
     backward_pair(&item, call->scratch[worker]);

@@ -8,8 +8,9 @@
  * gradient of the last relation, and dq takes keys with that relation's vector added: no
  * row sums. From the first block wholly left on, the same holds for the first relation, with dk
  * (dv) gathered anew. In blocks across the band, what lies left and right is gathered per
- * row: head and tail. So it is in all blocks where numbers by distance are wanted (bias
- * terms, position_bias), where dk has other parts (query terms), or is a sum of moved queries.
+ * row: head and tail. So it is in all blocks of a pair of chunks that the band crosses (at n = 1024
+ * the sums of rows take half of what turning its tiles took), where numbers by distance are wanted
+ * (bias terms, position_bias), where dk has other parts (query terms), or is a sum of moved queries.
  */
 #ifndef RPI_BACKWARD_SIDE_H
 #define RPI_BACKWARD_SIDE_H
@@ -194,6 +195,15 @@ RPI_NOINLINE void add_tile(const backward_item *item, const side *x, int which, 
   }
 }
 
+/* Has a pair of chunks keys on both sides of its queries, beyond the band? (Masks are not asked.) Then
+ * many a tile would turn twice, for a few blocks each time. */
+static bool lies_across(const backward_item *item, int which) {
+  const term *const t = &item->term[which];
+  const int64_t distance = item->r.key - (item->r.query + item->seq.start);
+  return t->ends && distance - (item->r.rows - 1) < t->first &&
+         distance + item->r.keys - 1 >= t->last;
+}
+
 /* Where a block lies, and what that means for dk (dv) of the tile. */
 static int turn_tile(const backward_item *item, side *x, int which, int64_t j, const reach *r) {
   const term *const t = &item->term[which];
@@ -292,22 +302,23 @@ static void open_side(const backward_item *item, const backward_block *block, si
   memset(x->buckets, 0, (size_t)(kept * window_stride(x->w.columns)) * sizeof(real));
 }
 
+/* The sums of a strip that lies wholly in the head or the tail of a block across the band, or NULL:
+ * others are added to by collect_strip. */
+static real *end_sums(const side *x, int meets, int64_t i) {
+  const int64_t at = (x->together ? 0 : i) * RPI_LANES;
+  return meets == MEETS_TAIL ? x->tail + at : meets == MEETS_HEAD ? x->head + at : NULL;
+}
+
 /* Gathers a strip of ds (p) by relation: (6), for a block across the band. */
 static void collect_strip(side *x, const real *weights, int64_t i, int64_t count, int64_t distance,
                           int64_t tile_keys, int64_t columns) {
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const int meets = window_meets(&x->w, nearest, farthest);
+  if (window_meets(&x->w, nearest, farthest) != MEETS_BAND) return;
   const int64_t row = x->together ? 0 : i;
   real *const head = x->head + row * RPI_LANES, *const tail = x->tail + row * RPI_LANES;
-  if (meets == MEETS_BAND) {
-    band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first, x->together,
-               x->buckets + row * window_stride(x->w.columns), x->w.tail ? tail : NULL,
-               x->w.head && nearest < x->w.first ? head : NULL, RPI_LANES);
-  } else if (meets == MEETS_TAIL) {
-    add_row_sums(count, columns, weights, tail, RPI_LANES);
-  } else if (meets == MEETS_HEAD) {
-    add_row_sums(count, columns, weights, head, RPI_LANES);
-  }
+  band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first, x->together,
+             x->buckets + row * window_stride(x->w.columns), x->w.tail ? tail : NULL,
+             x->w.head && nearest < x->w.first ? head : NULL, RPI_LANES);
 }
 
 /* Some columns (below) by tiles; false where a number has no parts. */
