@@ -295,12 +295,15 @@ static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t 
   packed->head_index = -1;
 }
 
-/* rows: of a block, or of its whole strips. */
-static band_e take_e(rpi_arena *arena, int64_t rows, int64_t columns) {
+/* rows: of a block, or of its whole strips; ends: as many, or rows whose ends are kept, with
+ * `known` for so many blocks of theirs. */
+static band_e take_e(rpi_arena *arena, int64_t rows, int64_t columns, int64_t ends,
+                     int64_t blocks) {
   const int64_t real_bytes = sizeof(real);
   return (band_e){.at = rpi_arena_take(arena, rows * window_stride(columns), real_bytes),
-                  .head = rpi_arena_take(arena, rows, real_bytes),
-                  .tail = rpi_arena_take(arena, rows, real_bytes)};
+                  .head = rpi_arena_take(arena, ends, real_bytes),
+                  .tail = rpi_arena_take(arena, ends, real_bytes),
+                  .known = blocks ? rpi_arena_take(arena, blocks, 1) : NULL};
 }
 
 #endif

@@ -10,6 +10,11 @@
 #include "ops/attention_tiles.h"
 #include "ops/pair_masks.h"
 
+/* Blocks of the largest chunk of queries. */
+static int64_t blocks_of(const bounds *n) {
+  return rpi_divide_up(n->queries, rpi_max(n->block, 1));
+}
+
 static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp_attention *s) {
   forward_scratch local = {0};
   forward_scratch *const kept = rpi_arena_take(arena, 1, sizeof local);
@@ -30,7 +35,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
               &local.key_table);
   take_packed(arena, NULL, n->packed_values, n->value_width, n->tiles ? PARTS_DOWN : PARTS_NONE,
               &local.value_table);
-  local.e = take_e(arena, block_rows(n), n->key_columns);
+  local.e = take_e(arena, block_rows(n), n->key_columns, rpi_round_up(n->queries, RPI_TILED_ROWS),
+                   blocks_of(n));
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
   local.ends = rpi_arena_take(arena, 2 * n->value_width, real_bytes);
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
@@ -198,7 +204,7 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   const int meets = window_meets(kw, nearest, farthest);
   const real *const more = strip_more(&item->pairs, &w->pairs, false, i, count, start, w->zeros,
                                       meets == MEETS_NOTHING && !x->multiplied, x->at);
-  score_strip(kw, meets, &w->e, view->e_stride, i, distance, count, tile_keys, columns, &scores,
+  score_strip(kw, meets, &view->e, view->e_stride, i, distance, count, tile_keys, columns, &scores,
               start, more, x->multiplied);
   if (capped) cap_strip(count, columns, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
@@ -331,6 +337,10 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
                item->args->k.row_stride},
       .values = values,
       .at = {.distance = key - (row0 + seq->start), .rows = count, .keys = keys},
+      .e = {.at = w->e.at,
+            .head = w->e.head + block,
+            .tail = w->e.tail + block,
+            .known = w->e.known + block / item->n.block},
       .key_window = window_of(&item->key, r->nearest, r->farthest),
       .value_window = window_of(&item->value, r->nearest, r->farthest),
   };
@@ -355,7 +365,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
                 &w->key_table);
     begin_strip(&w->key_table, kw);
     band_scores(&item->key, kw, &w->key_table, view.q, view.q_stride,
-                item->n.tiles ? related : NULL, &view.at, factor, w->zeros, &w->e);
+                item->n.tiles ? related : NULL, &view.at, factor, w->zeros, &view.e);
   }
   view.e_stride = band_stride(&item->key, kw);
   view.collects = vw->columns && !(vw->tail && r->nearest >= item->value.last);
@@ -609,9 +619,10 @@ static void open_operands_of(const forward_item *item, forward_scratch *w, int64
   }
 }
 
-/* An item's rows of the terms that are looked up. */
+/* An item's rows of the terms that are looked up; of the others no end is known yet. */
 static void open_rows_of(const forward_item *item, forward_scratch *w) {
   const rp_rows *const q = &item->args->q;
+  memset(w->e.known, 0, (size_t)blocks_of(&item->n));
   if (!item->pairs.count) return;
   const pair_rows rows = {
       .row0 = item->query,

@@ -70,7 +70,7 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
   x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
   take_packed(arena, relations, packed, padded, n->tiles ? parts : PARTS_NONE, &x->table);
-  x->e = take_e(arena, rows, columns);
+  x->e = take_e(arena, rows, columns, rows, 0);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);

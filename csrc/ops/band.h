@@ -401,9 +401,19 @@ typedef struct block_place {
 
 /* E of a block. */
 typedef struct band_e {
-  real *at;          /* [block][window], rows band_stride apart */
-  real *head, *tail; /* [block]: what is before the first column, and from the last on */
+  real *at;             /* [block][window], rows band_stride apart */
+  real *head, *tail;    /* [block]: what is before the first column, and from the last on */
+  unsigned char *known; /* BAND_...: which of both hold from another run of keys; NULL: none ever */
 } band_e;
+
+enum { BAND_HEAD = 1, BAND_TAIL = 2 };
+
+/* Is an end of E there already? From now on it is. */
+static bool known_end(const band_e *e, unsigned char end) {
+  const bool known = e->known && (*e->known & end);
+  if (e->known) *e->known |= end;
+  return known;
+}
 
 /* E of a window of one column, without its padding: a dot product a row. right: all pairs lie in
  * the tail. */
@@ -412,11 +422,11 @@ static void column_scores(const term *t, const window *w, const packed_term *pac
                           const band_e *to) {
   const int64_t stride = window_stride(1), padded_width = rpi_round_up(t->width, RPI_LANES);
   const real *const vector = packed->down + packed_column(packed, w) * padded_width;
-  dot_rows(x.data, x.stride, rows, vector, t->width, factor, to->tail);
-  for (int64_t r = 0; r < rows; r++) {
-    if (numbers) to->tail[r] += numbers[0];
-    if (!right) to->at[r * stride + RPI_LANES] = to->tail[r];
+  if (!w->tail || !known_end(to, BAND_TAIL)) {
+    dot_rows(x.data, x.stride, rows, vector, t->width, factor, to->tail);
+    for (int64_t r = 0; numbers && r < rows; r++) to->tail[r] += numbers[0];
   }
+  for (int64_t r = 0; !right && r < rows; r++) to->at[r * stride + RPI_LANES] = to->tail[r];
 }
 
 /* E of `count` rows from i on, in the columns that they can meet: of a wide window no more than the
@@ -474,13 +484,16 @@ static void strip_scores(const term *t, const window *w, const packed_term *pack
 static void close_scores(const term *t, const window *w, const packed_term *packed, bool numbers,
                          dense x, int64_t block, real factor, bool across, const band_e *to) {
   const int64_t rows = t->vector_count ? block : 1, stride = window_stride(w->columns);
-  if (w->head && t->vector_count) {
+  const bool head = w->head && !(t->vector_count && known_end(to, BAND_HEAD));
+  if (head && t->vector_count) {
     const int64_t padded_width = rpi_round_up(t->width, RPI_LANES);
     dot_rows(x.data, x.stride, rows, packed->down - padded_width, t->width, factor, to->head);
   }
-  for (int64_t r = 0; w->head && numbers && r < rows; r++) {
+  for (int64_t r = 0; head && numbers && r < rows; r++) {
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
+  /* the last column, of a strip that does not come near it maybe nothing */
+  if (across && w->columns > 1 && to->known) *to->known &= (unsigned char)~BAND_TAIL;
   for (int64_t r = 0; across && r < rows; r++) {
     real *const row = to->at + r * stride, *const end = row + RPI_LANES + w->columns;
     const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;
