@@ -287,7 +287,9 @@ static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t 
     take_runs(arena, columns, width, packed);
     packed->strip = rpi_arena_take(arena, rows * (padded + RPI_LANES), sizeof(real));
   }
-  if (relations) packed->across = rpi_arena_take(arena, padded * width, sizeof(real));
+  if (relations) {
+    packed->across = rpi_arena_take(arena, across_stride(columns) * width, sizeof(real));
+  }
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
   packed->numbers = rpi_arena_take(arena, padded + RPI_LANES, sizeof(real));
   if (parts & PARTS_ACROSS) packed->across_parts = take_operand(arena, columns, width);

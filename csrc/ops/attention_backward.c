@@ -468,8 +468,7 @@ static dense moved_keys(const backward_item *item, const dense *keys, int place,
   const int64_t rows = rpi_min(block, r->rows - first);
   for (int64_t j = 0; j < r->keys; j += RPI_TILE) {
     const int64_t count = rpi_min(RPI_TILE, r->keys - j);
-    const reach seen =
-        reach_of(&item->seq, &item->sees, r->query + first, rows, r->key + j, count);
+    const reach seen = reach_of(&item->seq, &item->sees, r->query + first, rows, r->key + j, count);
     if (place == LEFT ? seen.farthest >= t->first : seen.nearest < t->last) continue;
     const dense tile = rows_from(keys, j);
     moved_rows(t, place == LEFT ? t->first - 1 : t->last, &tile, count, padded, vector,

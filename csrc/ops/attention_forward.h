@@ -50,7 +50,7 @@ typedef struct forward_scratch {
   real *values; /* [keys][value width], where they need a copy */
   running state;
   packed_term key_table, value_table;
-  band_e e; /* of a block; its ends of a chunk of queries */
+  band_e e;      /* of a block; its ends of a chunk of queries */
   real *buckets; /* [block][window] */
   real *ends;    /* [2][value width]: vectors of the value term's head and tail */
   real *zeros;   /* [block + TILE] */

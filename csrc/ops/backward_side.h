@@ -8,9 +8,10 @@
  * gradient of the last relation, and dq takes keys with that relation's vector added: no
  * row sums. From the first block wholly left on, the same holds for the first relation, with dk
  * (dv) gathered anew. In blocks across the band, what lies left and right is gathered per
- * row: head and tail. So it is in all blocks of a pair of chunks that the band crosses (at n = 1024
- * the sums of rows take half of what turning its tiles took), where numbers by distance are wanted
- * (bias terms, position_bias), where dk has other parts (query terms), or is a sum of moved queries.
+ * row: head and tail. So it is in all blocks of a pair of chunks that the band crosses (at
+ * n = 1024 sums of rows take half of what turning its tiles took), where numbers by distance are
+ * wanted (bias terms, position_bias), where dk has other parts (query terms), or is a sum of moved
+ * queries.
  */
 #ifndef RPI_BACKWARD_SIDE_H
 #define RPI_BACKWARD_SIDE_H
@@ -195,8 +196,8 @@ RPI_NOINLINE void add_tile(const backward_item *item, const side *x, int which, 
   }
 }
 
-/* Has a pair of chunks keys on both sides of its queries, beyond the band? (Masks are not asked.) Then
- * many a tile would turn twice, for a few blocks each time. */
+/* Has a pair of chunks keys on both sides of its queries, beyond the band? (Masks are not asked.)
+ * Then many a tile would turn twice, for a few blocks each time. */
 static bool lies_across(const backward_item *item, int which) {
   const term *const t = &item->term[which];
   const int64_t distance = item->r.key - (item->r.query + item->seq.start);

@@ -245,7 +245,7 @@ typedef struct packed_term {
   window w;
   runs runs;        /* columns that share a vector: lines are what has a row below */
   const real *down; /* [lines][width, padded]: the table itself, or the copy; row -1: the head */
-  real *across;     /* [width][lines, padded], times the factor */
+  real *across;     /* [width][lines], across_stride apart, times the factor */
   real *copy;
   real *numbers;    /* [columns, padded] */
   real head_number; /* of what is before them */
@@ -256,6 +256,14 @@ typedef struct packed_term {
   operand across_parts, down_parts, line_parts, turned_parts;
   bool tiled, across_fits, down_fits; /* packed; all numbers have parts, those of down likewise */
 } packed_term;
+
+/* From one number of the width to the next, of so many lines: an odd number of cache lines where
+ * there are many, for a row each 4 KiB, as n = 1024 would have them, lies in one set of the first
+ * cache. */
+static int64_t across_stride(int64_t lines) {
+  const int64_t filled = rpi_divide_up(lines, RPI_LINE);
+  return lines <= RPI_TILE ? rpi_round_up(lines, RPI_LANES) : (filled | 1) * RPI_LINE;
+}
 
 /* What is packed for a block: `all` is the window of its chunk of queries. */
 static window window_to_pack(const packed_term *packed, const window *block, const window *all) {
@@ -312,9 +320,10 @@ static void find_runs(const term *t, const window *w, int64_t padded, runs *r) {
 
 /* Of more columns than one: that one is a dot product a row. */
 static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width) {
-  const int64_t lines = packed->runs.count, padded = rpi_round_up(lines, RPI_LANES);
+  const int64_t lines = packed->runs.count;
   if (packed->across_parts.at && packed->w.columns > 1) {
-    packed->across_fits = pack_operand((dense){packed->across, padded}, ROWS_ARE_INNER, padded,
+    const dense across = {packed->across, across_stride(lines)};
+    packed->across_fits = pack_operand(across, ROWS_ARE_INNER, rpi_round_up(lines, RPI_LANES),
                                        width, packed->across_parts);
   }
   const dense down = {packed->down, padded_width};
@@ -361,7 +370,7 @@ static void pack_window(const term *t, const window *w, real factor, real number
     }
     if (packed->across && w->columns > 1) {
       rpi_pack_transposed(packed->down, padded_width, lines, t->width, factor, packed->across,
-                          padded_lines, padded_lines);
+                          across_stride(lines), padded_lines);
     }
     if (tiles) pack_parts(packed, t->width, padded_width);
   }
@@ -415,6 +424,10 @@ static bool known_end(const band_e *e, unsigned char end) {
   return known;
 }
 
+static void forget_end(const band_e *e, unsigned char end) {
+  if (e->known) *e->known &= (unsigned char)~end;
+}
+
 /* E of a window of one column, without its padding: a dot product a row. right: all pairs lie in
  * the tail. */
 static void column_scores(const term *t, const window *w, const packed_term *packed,
@@ -422,6 +435,7 @@ static void column_scores(const term *t, const window *w, const packed_term *pac
                           const band_e *to) {
   const int64_t stride = window_stride(1), padded_width = rpi_round_up(t->width, RPI_LANES);
   const real *const vector = packed->down + packed_column(packed, w) * padded_width;
+  if (!w->tail) forget_end(to, BAND_TAIL);
   if (!w->tail || !known_end(to, BAND_TAIL)) {
     dot_rows(x.data, x.stride, rows, vector, t->width, factor, to->tail);
     for (int64_t r = 0; numbers && r < rows; r++) to->tail[r] += numbers[0];
@@ -449,7 +463,7 @@ static void strip_scores(const term *t, const window *w, const packed_term *pack
                          .a_row = x.stride,
                          .a_inner = 1,
                          .b = packed->across + shift + begin,
-                         .b_stride = rpi_round_up(lines->count, RPI_LANES),
+                         .b_stride = across_stride(lines->count),
                          .c = e + i * stride + RPI_LANES + begin,
                          .c_stride = stride,
                          .inner = t->width};
@@ -493,7 +507,7 @@ static void close_scores(const term *t, const window *w, const packed_term *pack
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
   /* the last column, of a strip that does not come near it maybe nothing */
-  if (across && w->columns > 1 && to->known) *to->known &= (unsigned char)~BAND_TAIL;
+  if (across && w->columns > 1) forget_end(to, BAND_TAIL);
   for (int64_t r = 0; across && r < rows; r++) {
     real *const row = to->at + r * stride, *const end = row + RPI_LANES + w->columns;
     const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;
@@ -558,11 +572,9 @@ static const real band_step[2 * RPI_LANES + 1] = {
 #endif
 };
 
-/* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
- * adds it to what is there, and adds what lies in the tail to the vectors tail[rows], what lies
- * before the first column to head[rows], each where given and sum_stride apart. offset: as
- * rpi_start's. Vector by vector, since most lie wholly in the band, or wholly beyond an end, for all
- * rows of a strip: those are only stored, or only added. rows: known where it is called. */
+/* band_store, whose rows are known where it is called. Vector by vector, since most lie wholly in
+ * the band, or wholly beyond an end, for all rows of a strip: those are only stored, or only added.
+ */
 RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, const real *x,
                                 int64_t offset, bool adds, real *buckets, real *tail, real *head,
                                 int64_t sum_stride) {
@@ -594,18 +606,23 @@ RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, 
         if (tail && highest > whole - RPI_LANES) {
           real *const sum = tail + r * sum_stride;
           /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
-          rpi_store(sum, rpi_load(sum) +
-                             weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0)));
+          rpi_store(sum,
+                    rpi_load(sum) + weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0)));
         }
         if (head && lowest < RPI_LANES) {
           real *const sum = head + r * sum_stride;
-          rpi_store(sum, rpi_load(sum) + (weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES))));
+          rpi_store(sum, rpi_load(sum) +
+                             (weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES))));
         }
       }
     }
   }
 }
 
+/* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
+ * adds it to what is there, and adds what lies in the tail to the vectors tail[rows], what lies
+ * before the first column to head[rows], each where given and sum_stride apart. offset: as
+ * rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *x,
                              int64_t offset, bool adds, real *buckets, real *tail, real *head,
                              int64_t sum_stride) {
