@@ -2,10 +2,12 @@
 """Scores finished Multi30k runs as benchmarks/multi30k/README.md says, and keeps a line of each.
 
     python benchmarks/score_multi30k.py DATA RUNS
+    python benchmarks/score_multi30k.py DATA RUNS --ensemble wide-relative
 
 DATA holds the corpus, RUNS a folder of runs, named by configuration and seed as relative-1. A run
 that has its line in benchmarks/results/multi30k.jsonl is not scored again: the test set is
-translated once.
+translated once. So it is with the ensemble of all seeds of a configuration, whose line goes to
+multi30k-ensemble.jsonl.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from relpos.evaluation import bleu, evaluate
 from relpos.train.checkpoint import checkpoints, read_json
 
 RESULTS = Path(__file__).parent / "results" / "multi30k.jsonl"
+ENSEMBLES = RESULTS.with_name("multi30k-ensemble.jsonl")
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 CONFIGURATIONS = Path(__file__).parent / "multi30k"
 AVERAGED, BEAM, ALPHAS = 10, 4, (0.6, 1.0)
@@ -66,6 +69,18 @@ def score(run: Path, data: Path) -> dict[str, Any]:
     )
 
 
+def score_ensemble(name: str, runs: Path, data: Path) -> dict[str, Any]:
+    """Every seed's mean of its last checkpoints, and the mean of their probabilities."""
+    members = sorted(path for path in runs.glob(f"{name}-[0-9]*") if (path / "log.jsonl").exists())
+    translator = relpos.Translator.load(members, average=AVERAGED)
+    return (
+        {"ensemble": name, "members": [member.name for member in members]}
+        | scores_of(translator, data)
+        | turns.machine()
+        | {"command": f"python benchmarks/score_multi30k.py DATA RUNS --ensemble {name}"}
+    )
+
+
 def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
     """The length penalty is chosen on val, the test set translated once."""
     sources, references = lines_of(data, "val")
@@ -80,9 +95,8 @@ def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
     found = translator.translate(sources, search=search)
     result = evaluate(found, [references], sources, translator=translator, lowercase=True)
     cased, lower, chrf = result.metrics
-    numbers = sum(array.size for array in translator.models[0].parameters.values())
-    assert result.likelihood is not None
-    return {
+    numbers = sum(array.size for model in translator.models for array in model.parameters.values())
+    scores = {
         "weights": numbers,
         "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
         "alpha": chosen,
@@ -91,11 +105,13 @@ def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
         "chrf2": round(chrf.value, 2),
         "signature": cased.signature,
         "precisions": cased.more,
-        "perplexity_test": round(result.likelihood.perplexity, 3),
         "by_length": {
             each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
         },
     }
+    if result.likelihood is not None:  # of one model
+        scores["perplexity_test"] = round(result.likelihood.perplexity, 3)
+    return scores
 
 
 def table(lines: list[dict[str, Any]]) -> str:
@@ -135,11 +151,26 @@ def write_page(lines: list[dict[str, Any]]) -> None:
     PAGE.write_text(page)
 
 
+def add_ensemble(name: str, runs: Path, data: Path) -> int:
+    kept = ENSEMBLES.read_text().splitlines() if ENSEMBLES.exists() else []
+    if name in {json.loads(line)["ensemble"] for line in kept}:
+        print(f"{name}: has its line in {ENSEMBLES}", file=sys.stderr)
+        return 1
+    line = score_ensemble(name, runs, data)
+    print(f"{name}: BLEU {line['bleu']}, lower case {line['bleu_lowercase']}", flush=True)
+    with ENSEMBLES.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="folder of the corpus")
     parser.add_argument("runs", type=Path, help="folder of the runs")
+    parser.add_argument("--ensemble", help="score all seeds of a configuration together")
     options = parser.parse_args()
+    if options.ensemble is not None:
+        return add_ensemble(options.ensemble, options.runs, options.data)
     kept = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     done = {json.loads(line)["run"] for line in kept}
     for run in sorted(path for path in options.runs.iterdir() if (path / "log.jsonl").exists()):
