@@ -106,6 +106,16 @@ RPI_INLINE int64_t rpi_clamp(int64_t x, int64_t low, int64_t high) {
   return rpi_min(x, high);
 }
 
+/* Has a vector stay in a register: lanes of one that was just loaded gcc loads once more, each by
+ * itself. */
+#if defined(__x86_64__)
+#define RPI_HOLD(vector) __asm__("" : "+x"(vector))
+#elif defined(__aarch64__)
+#define RPI_HOLD(vector) __asm__("" : "+w"(vector))
+#else
+#define RPI_HOLD(vector) ((void)0)
+#endif
+
 #if RPI_REAL_BYTES == 8
 typedef int64_t rpi_lane;
 #else
