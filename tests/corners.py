@@ -273,6 +273,11 @@ def _more_corners() -> list[Case]:
     for N in (1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 160):
         cases.append(Case(H=2, N=N, M=N, dropout=dropout, **both))
         cases.append(Case(N=N, M=193 - N, dropout=dropout, value=Labels(3), causal=True))
+    # Of sixteen chunks of queries one: its tail is there after the first chunk of keys, lost in the
+    # next, which the band crosses, and asked for in those on the other side.
+    one = {"B": 16, "H": 1, "N": 1024, "M": 2560, "lengths": (1024, *15 * (0,))}
+    tail = Case(**one, D=4, Dv=4, key_lengths=(2560, *15 * (0,)), starts=16 * (1030,))
+    cases.append(replace(tail, key=Band(700, 100)))
     return cases
 
 

@@ -507,7 +507,7 @@ static void close_scores(const term *t, const window *w, const packed_term *pack
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
   /* the last column, of a strip that does not come near it maybe nothing */
-  if (across && w->columns > 1) forget_end(to, BAND_TAIL);
+  if (across && w->columns != 1) forget_end(to, BAND_TAIL);
   for (int64_t r = 0; across && r < rows; r++) {
     real *const row = to->at + r * stride, *const end = row + RPI_LANES + w->columns;
     const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;
@@ -628,8 +628,12 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, con
                              int64_t sum_stride) {
   if (rows == RPI_STRIP) {
     band_store_rows(w, RPI_STRIP, columns, x, offset, adds, buckets, tail, head, sum_stride);
-  } else {
-    band_store_rows(w, rows, columns, x, offset, adds, buckets, tail, head, sum_stride);
+    return;
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    band_store_rows(w, 1, columns, x + r * RPI_TILE, offset - r, adds,
+                    buckets + r * window_stride(w->columns), tail ? tail + r * sum_stride : NULL,
+                    head ? head + r * sum_stride : NULL, sum_stride);
   }
 }
 
