@@ -9,9 +9,9 @@
  * row sums. From the first block wholly left on, the same holds for the first relation, with dk
  * (dv) gathered anew. In blocks across the band, what lies left and right is gathered per
  * row: head and tail. So it is in all blocks of a pair of chunks that the band crosses (at
- * n = 1024 sums of rows take half of what turning its tiles took), where numbers by distance are
- * wanted (bias terms, position_bias), where dk has other parts (query terms), or is a sum of moved
- * queries.
+ * n = 1024 sums of rows take at most 0.6 of what turning its tiles took), where numbers by distance
+ * are wanted (bias terms, position_bias), where dk has other parts (query terms), or is a sum of
+ * moved queries.
  */
 #ifndef RPI_BACKWARD_SIDE_H
 #define RPI_BACKWARD_SIDE_H
