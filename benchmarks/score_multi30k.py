@@ -96,7 +96,8 @@ def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
     result = evaluate(found, [references], sources, translator=translator, lowercase=True)
     cased, lower, chrf = result.metrics
     numbers = sum(array.size for model in translator.models for array in model.parameters.values())
-    scores = {
+    assert result.likelihood is not None
+    return {
         "weights": numbers,
         "bleu_val": {str(alpha): round(value, 2) for alpha, value in on_val.items()},
         "alpha": chosen,
@@ -105,13 +106,11 @@ def scores_of(translator: relpos.Translator, data: Path) -> dict[str, Any]:
         "chrf2": round(chrf.value, 2),
         "signature": cased.signature,
         "precisions": cased.more,
+        "perplexity_test": round(result.likelihood.perplexity, 3),
         "by_length": {
             each.name: [each.sentences, round(each.bleu, 2)] for each in result.by_length
         },
     }
-    if result.likelihood is not None:  # of one model
-        scores["perplexity_test"] = round(result.likelihood.perplexity, 3)
-    return scores
 
 
 def table(lines: list[dict[str, Any]]) -> str:
