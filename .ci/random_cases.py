@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More of tests/test_attention.py's random cases: seeds that the tests do not reach.
+"""More of tests/test_attention.py's random cases, seeds that the tests do not reach; and on the
+emulated device every corner, of which the tests run some.
 
 .venv/bin/python .ci/random_cases.py --factor 4      4 times as many, on every core, 2 processes
 """
@@ -7,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -16,7 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import capi  # noqa: E402
-from cases import random_case  # noqa: E402
+from cases import Case, random_case  # noqa: E402
+from corners import CORNERS  # noqa: E402
+from device_capi import DeviceCore  # noqa: E402
 from test_attention import CHUNK, CHUNKS, CORES, compare_case  # noqa: E402
 
 LIBRARIES = {
@@ -25,16 +29,31 @@ LIBRARIES = {
 }
 
 
+os.environ["RELPOS_CUDA_LIBRARY"] = str(ROOT / "build" / "emulated" / "librelpos_cuda.so")
+
+
 def wrong_in(seeds: range) -> list[str]:
-    """What is wrong in these cases, on every core that this machine can run."""
-    cores = []
+    """What is wrong in these cases, on every core that this machine can run and the device."""
+    cores: list[capi.Core] = [DeviceCore(LIBRARIES["f32"])]
     for name in CORES:
         try:
             cores.append(capi.core_by_name(LIBRARIES, name))
         except (capi.Unavailable, capi.CoreError):
             continue  # another machine's instruction set
-    faults = [compare_case(core, random_case(seed)) for seed in seeds for core in cores]
+    return wrong([random_case(seed) for seed in seeds], cores)
+
+
+def wrong_corners(corners: range) -> list[str]:
+    return wrong(CORNERS[corners.start : corners.stop], [DeviceCore(LIBRARIES["f32"])])
+
+
+def wrong(cases: list[Case], cores: list[capi.Core]) -> list[str]:
+    faults = [compare_case(core, case) for case in cases for core in cores]
     return [fault for fault in faults if fault]
+
+
+def chunks(first: int, last: int) -> list[range]:
+    return [range(at, min(at + CHUNK, last)) for at in range(first, last, CHUNK)]
 
 
 def main() -> int:
@@ -42,16 +61,19 @@ def main() -> int:
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    subprocess.run(["make", "-j2", "all", "f64"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    targets = ("all", "f64", "emulated")
+    subprocess.run(["make", "-j2", *targets], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     first, last = CHUNK * CHUNKS, CHUNK * CHUNKS * (1 + options.factor)
-    runs = [range(seed, min(seed + CHUNK, last)) for seed in range(first, last, CHUNK)]
+    seeds, corners = chunks(first, last), chunks(0, len(CORNERS))
     failed = 0
     with ProcessPoolExecutor(options.processes) as pool:
-        for run, faults in zip(runs, pool.map(wrong_in, runs), strict=True):
-            failed += len(faults)
-            print(f"seeds {run.start} to {run.stop - 1}: {len(faults)} wrong", flush=True)
-            print(*faults, sep="\n", end="\n" if faults else "")
-    print(f"{last - first} random cases, {failed} wrong")
+        in_seeds, in_corners = pool.map(wrong_in, seeds), pool.map(wrong_corners, corners)
+        for what, runs, results in (("seeds", seeds, in_seeds), ("corners", corners, in_corners)):
+            for run, faults in zip(runs, results, strict=True):
+                failed += len(faults)
+                print(f"{what} {run.start} to {run.stop - 1}: {len(faults)} wrong", flush=True)
+                print(*faults, sep="\n", end="\n" if faults else "")
+    print(f"{last - first} random cases, {len(CORNERS)} corners, {failed} wrong")
     return 1 if failed else 0
 
 

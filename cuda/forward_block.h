@@ -74,10 +74,8 @@ class ForwardBlock {
   Left left;
   float out[S::kFolds][S::kOut][4];
   Rows most, sum;
-  Rows rescaled; /* what the last tile multiplied all sums with */
-  /* Weights from the band's end on; and of all that is kept, where some are dropped, but for what
-   * is inside the band and has been closed. Those before it are the rest. */
-  Rows behind_sum, rest_sum;
+  Rows rescaled;               /* what the last tile multiplied all sums with */
+  Rows before_sum, behind_sum; /* weights up to the band's start, and from its end on: those kept */
 
   /* Of eight columns n and of row e / 2, column_of(n, e). */
   template <class X>
@@ -215,7 +213,7 @@ class ForwardBlock {
   }
 
   /* out += weights . source[first + c step], c below count. weigh(w, c): those of sixteen columns
-   * from c on, which come from the last to the first; from count on they are 0. */
+   * from c on; from count on they are 0. From the last to the first: that spares a register. */
   template <class Weigh>
   __device__ void add_source(const Source &from, Operand<S> *chunk, int first, int step, int count,
                              Weigh weigh) {
@@ -311,7 +309,7 @@ class ForwardBlock {
   __device__ void clear() {
     for (int h = 0; h < kRows; h++) {
       most[h] = -INFINITY;
-      sum[h] = behind_sum[h] = rest_sum[h] = 0;
+      sum[h] = before_sum[h] = behind_sum[h] = 0;
       clear_row(h);
     }
   }
@@ -385,6 +383,7 @@ class ForwardBlock {
     Rows added;
     weigh(x, scale, shift, added);
     drop(x, keep);
+    if (related_values && nearest <= f.low) sum_before(x, d0);
     if (related_values && farthest >= tail()) sum_behind(x, d0);
     if constexpr (S::kGeneral) {
       if (call.value_lookups) fetch_values(x, j0);
@@ -404,8 +403,9 @@ class ForwardBlock {
     multiply_rows<S::kWidth>(x, left, keys(stage));
     weigh(x, call.scale, shift, added);
     add_weighted<S::kWidth>(out, x, values(stage), s.share[warp_of()]);
-    if (meets == MEETS_TAIL) {
-      for (int h = 0; h < kRows; h++) behind_sum[h] += added[h];
+    for (int h = 0; h < kRows; h++) {
+      if (meets == MEETS_HEAD) before_sum[h] += added[h];
+      if (meets == MEETS_TAIL) behind_sum[h] += added[h];
     }
   }
 
@@ -583,8 +583,8 @@ class ForwardBlock {
       const float factor = exp2_approx(most[h] - base_of(top[h]));
       most[h] = top[h];
       rescaled[h] = factor;
+      before_sum[h] *= factor;
       behind_sum[h] *= factor;
-      rest_sum[h] *= factor;
       sum[h] *= factor;
 #pragma unroll
       for (int n = 0; n < S::kOut; n++) {
@@ -604,7 +604,22 @@ class ForwardBlock {
 #pragma unroll
       for (int e = 0; e < kOwn; e++) {
         if (!kept(keep, n, e)) number(x, n, e) = 0;
-        rest_sum[e / 2] += number(x, n, e);
+      }
+    }
+  }
+
+  /* The weights up to the band's start. They are not what the others leave of all: where that is
+   * little, the rounding of all would be much of it. */
+  __device__ void sum_before(const Scores &x, int d0) {
+#pragma unroll
+    for (int h = 0; h < kRows; h++) {
+      const int last = f.low - distance_of(h, d0);
+#pragma unroll
+      for (int n = 0; n < S::kTiles; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          if (8 * n + e <= last) before_sum[h] += number(x, n, 2 * h + e);
+        }
       }
     }
   }
@@ -652,18 +667,13 @@ class ForwardBlock {
       for (int e = 0; e < 4; e++) {
         const int at = c + column_of(e / 2, e), away = first + at;
         const bool there = away >= reach[h].nearest && away < reach[h].end;
-        const float weight = there ? exp2_approx(related(h)[at] * scale - base) : 0.0f;
-        number(w, e / 2, 2 * h + e % 2) = weight;
-        rest_sum[h] -= weight;
+        number(w, e / 2, 2 * h + e % 2) = there ? exp2_approx(related(h)[at] * scale - base) : 0.0f;
       }
     }
   }
 
   __device__ void close() {
-    for (int h = 0; h < kRows; h++) {
-      if (dropout.threshold == 0) rest_sum[h] += sum[h];
-      sum[h] = quad_sum(sum[h]);
-    }
+    for (int h = 0; h < kRows; h++) sum[h] = quad_sum(sum[h]);
     if constexpr (S::kGeneral) close_tables(chunk_of(0));
     if (call.value.count == 0) return;
     const bool tiled = S::kGeneral && f.tiled; /* then only the ends are left */
@@ -679,13 +689,13 @@ class ForwardBlock {
     });
   }
 
-  /* What the ends of the band weigh, once all that is inside has been summed. */
+  /* What the ends of the band weigh. */
   __device__ void add_ends(Sixteen &w, int c, int last) {
     if (c == 0) {
 #pragma unroll
       for (int h = 0; h < kRows; h++) {
-        const float before_sum = quad_sum(rest_sum[h]) - behind_sum[h];
-        if (t == 0) number(w, 0, 2 * h) += before_sum;
+        const float before = quad_sum(before_sum[h]);
+        if (t == 0) number(w, 0, 2 * h) += before;
       }
     }
     if (last - c >= 16) return;

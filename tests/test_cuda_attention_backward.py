@@ -48,9 +48,11 @@ def device_core(
 
 # ---- the cases of every core ---------------------------------------------------------------------
 
-# Corners at equal distances, so that every kind of them is there, and random cases with all features.
+# Corners at equal distances, so that every kind of them is there, those with a row of a table that is
+# large, and random cases with all features. .ci/random_cases.py has every corner.
 SHARES = 4
-SHARED_CASES = CORNERS[::13] + [random_case(seed) for seed in range(4, 196, 7)]
+SHARED_CASES = CORNERS[::13] + [case for case in CORNERS if case.outlier]
+SHARED_CASES += [random_case(seed) for seed in range(4, 196, 7)]
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -76,6 +78,9 @@ BANDS = {
     "biases": replace(SHAW, bias=T5, key=None, value=None, scale=1.0, per_head=True),
     "biases of all distances": replace(SHAW, bias=Band(200, 200), value=None, N=70, M=190),
     "dropout": replace(SHAW, dropout=DROPOUT, N=65, M=140),
+    "a large row, dropout": replace(
+        SHAW, H=4, value=Band(3, 3), dropout=DROPOUT, outlier=("value[0]", "first", 100.0)
+    ),
     "window": replace(SHAW, window=(30, 5), dropout=DROPOUT),
     "window to the left": replace(SHAW, window=(30, -1), H=1),
     "window to the right": replace(SHAW, window=(-1, 30), H=1),
