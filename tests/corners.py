@@ -313,6 +313,17 @@ def _tiled() -> list[Case]:
     # Several chunks of queries and of keys: of forward, and of both passes.
     cases.append(replace(wide, H=2, N=1100, M=1100, D=32, Dv=32))
     cases.append(replace(wide, H=8, N=400, M=600, D=32, Dv=40))
+    # What a tile of keys keeps of a band from block to block of queries: skew.h.
+    keeping = Case(H=16, N=500, M=600, D=32, Dv=24, key=None, value=None, query=Band(700, 700))
+    cases += [
+        keeping,
+        replace(keeping, query=Band(150, 250), key=Band(9, 9), causal=True, per_head=True),
+        replace(keeping, query=Band(90, 300, "none"), window=(200, 120), N=600),
+        replace(keeping, query=Band(700, 700), B=3, N=0, M=0, offsets=(0, 450, 450, 840)),
+        replace(keeping, query=Distances(400, 400, "clip", 300, "folded"), N=700, M=130, H=3),
+        replace(keeping, query=Distances(400, 400, "clip", 100, "folded"), N=900, M=300, D=8),
+        replace(keeping, query=(Band(700, 700), Distances(9, 9, "none", 5, "random"))),
+    ]
     return [replace(case, seed=910_000 + i) for i, case in enumerate(cases)]
 
 

@@ -496,10 +496,8 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   for (int place = 0; item->n.tiles && place < PLACES; place++) {
     memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)rpi_divide_up(count, RPI_TILE));
   }
-  if (item->pairs.count) {
-    open_pair_tables(&item->pairs, &w->pairs);
-    open_pair_keys(&item->pairs, &w->pairs, count, w->side[KEY].packed, w->zeros);
-  }
+  if (item->pairs.count) open_pair_tables(&item->pairs, &w->pairs);
+  open_pair_keys(&item->pairs, &w->pairs, count, w->side[KEY].packed, w->zeros);
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
     const backward_block block = {
         .row0 = r->query + done,

@@ -603,7 +603,7 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
                         k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
                         RPI_TILE, packed_columns(&item->pairs, keys - j));
   }
-  if (item->pairs.count) open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
+  open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }
 
 /* The same and its values, as operands of whole blocks. */

@@ -300,10 +300,16 @@ static bool same_vectors(const term *t, int64_t d, int64_t other) {
   return same;
 }
 
-/* Finds the runs of a window, where there are enough of them to be worth it. */
-static void find_runs(const term *t, const window *w, int64_t padded, runs *r) {
+/* May distances share a vector, but beyond the ends? */
+static bool has_buckets(const term *t) {
   bool buckets = false;
   for (int i = 0; i < t->vector_count; i++) buckets |= t->vectors[i].buckets != NULL;
+  return buckets;
+}
+
+/* Finds the runs of a window, where there are enough of them to be worth it. */
+static void find_runs(const term *t, const window *w, int64_t padded, runs *r) {
+  const bool buckets = has_buckets(t);
   r->count = 0;
   for (int64_t c = 0; buckets && r->line && c < w->columns; c++) {
     if (c == 0 || !same_vectors(t, w->first + c, w->first + c - 1)) {

@@ -410,7 +410,7 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
   if (p.scores) w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   if (p.values && backward) w->values = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
   if (p.query.present) {
-    take_skew(arena, n->block, n->query_columns, n->width, n->tiles, backward, &w->query);
+    take_skew(arena, n->block, n->keys, n->query_columns, n->width, n->tiles, backward, &w->query);
   }
   if (p.biased) w->biased = rpi_arena_take(arena, n->block, n->width * real_bytes);
   for (int x = 0; x < p.count; x++) {

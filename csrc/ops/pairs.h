@@ -129,9 +129,11 @@ static void open_tile_keys(const lookup *x, const lookup_scratch *at, int64_t ro
   }
 }
 
-/* Before a chunk of keys: what they meet of the query terms whose tables are there whole. */
+/* Before a chunk of keys: what they meet of the query terms whose tables are there whole; of bands
+ * nothing is kept. */
 static void open_pair_keys(const pair_terms *p, pair_scratch *w, int64_t keys, const real *packed,
                            const real *zeros) {
+  if (p->query.present) forget_lines(&w->query, keys);
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
     lookup_scratch *const at = &w->list[i];
@@ -478,7 +480,7 @@ static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence
   w->gathers_scores = is_gathered(p, w, false);
   if (w->gathers_scores) return;
   if (p->query.present) {
-    skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows,
+    skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows, j / RPI_TILE,
                 packed + j * p->query.width, parts, zeros, w->scores);
   }
   bool first = !p->query.present;

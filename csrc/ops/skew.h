@@ -51,32 +51,39 @@ RPI_INLINE void skew_round(const real *from, int64_t step, int64_t rows, int dir
 
 #define RPI_SKEW_PAD 16 /* rows that either direction may read beyond what is there */
 
-/* to[c] = lane l of from[c + l], for c from 0 to rows - 1: rows of LANES, `from` readable for
- * RPI_SKEW_PAD rows more. direction -1: of from[c - l], and as many rows before. between:
- * as large as from. */
-RPI_INLINE void skew(const real *from, int64_t rows, int direction, real *between, real *to,
-                     int64_t to_stride) {
+/* to[c] = lane l of from[c + l], for c from 0 to rows - 1: rows of LANES, those of `from` step
+ * apart and readable for RPI_SKEW_PAD rows more. direction -1: of from[c - l], and as many rows
+ * before. between: [rows + PAD][LANES]. */
+RPI_INLINE void skew(const real *from, int64_t step, int64_t rows, int direction, real *between,
+                     real *to, int64_t to_stride) {
   const rpi_lanes bit0 = lanes_with(1), bit1 = lanes_with(2);
   const rpi_lanes bit2 = lanes_with(4), bit3 = lanes_with(8);
   /* the second round reads up to 12 rows further, and every fourth row at a time */
   const int64_t more = 12, before = direction < 0 ? more : 0;
-  skew_round(from - before * RPI_LANES, RPI_LANES, rows + more, direction, bit0, bit1, between,
-             RPI_LANES);
+  skew_round(from - before * step, step, rows + more, direction, bit0, bit1, between, RPI_LANES);
   for (int64_t c = 0; c < rpi_min(rows, 4); c++) {
     skew_round(between + (c + before) * RPI_LANES, 4 * RPI_LANES, (rows - c + 3) / 4, direction,
                bit2, bit3, to + c * to_stride, 4 * to_stride);
   }
 }
 
-RPI_NOINLINE void skew_ahead(const real *from, int64_t rows, real *between, real *to,
+RPI_NOINLINE void skew_ahead(const real *from, int64_t step, int64_t rows, real *between, real *to,
                              int64_t to_stride) {
-  skew(from, rows, 1, between, to, to_stride);
+  skew(from, step, rows, 1, between, to, to_stride);
 }
 
 RPI_NOINLINE void skew_back(const real *from, int64_t rows, real *between, real *to,
                             int64_t to_stride) {
-  skew(from, rows, -1, between, to, to_stride);
+  skew(from, RPI_LANES, rows, -1, between, to, to_stride);
 }
+
+/* Of a tile of keys: what the last block of queries has computed of the distances that the next
+ * one meets as well. */
+typedef struct kept_lines {
+  int64_t first, count; /* distances */
+} kept_lines;
+
+#define RPI_KEPT_LINES (RPI_TILE - 1)
 
 /* Scratch for one tile: rows of distances are up to a block and a tile. */
 typedef struct skew_scratch {
@@ -85,11 +92,13 @@ typedef struct skew_scratch {
   real *products;       /* [1 + lines + 1][TILE]: before, the columns' lines, beyond; and with tiles
                            room for what fills a strip on both sides */
   real *rows, *between; /* [PAD + block + LANES + PAD][LANES] */
-  operand left, right;  /* of the products, on the way back: lines, and lines as inner */
+  real *kept;           /* [tiles of a chunk of keys][KEPT_LINES][TILE] */
+  kept_lines *kept_of;
+  operand left, right; /* of the products, on the way back: lines, and lines as inner */
 } skew_scratch;
 
-static void take_skew(rpi_arena *arena, int64_t block, int64_t columns, int64_t width, bool tiles,
-                      bool backward, skew_scratch *w) {
+static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t columns, int64_t width,
+                      bool tiles, bool backward, skew_scratch *w) {
   const int64_t real_bytes = sizeof(real), most = rpi_min(columns, block + RPI_TILE);
   const int64_t more = tiles ? RPI_TILED_ROWS : 0; /* lines, on either side */
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
@@ -102,6 +111,9 @@ static void take_skew(rpi_arena *arena, int64_t block, int64_t columns, int64_t 
   if (w->products) w->products += more * RPI_TILE;
   w->rows = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
   w->between = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
+  const int64_t key_tiles = rpi_divide_up(keys, RPI_TILE);
+  w->kept = rpi_arena_take(arena, key_tiles * RPI_KEPT_LINES, RPI_TILE * real_bytes);
+  w->kept_of = rpi_arena_take(arena, key_tiles, sizeof *w->kept_of);
   if (tiles) w->table.line_parts = take_operand(arena, columns, width);
   if (!tiles || !backward) return;
   w->table.turned_parts = take_operand(arena, width, columns);
@@ -146,12 +158,43 @@ static int64_t skew_line(const skew_scratch *w, const skew_range *range, int64_t
 /* Lines that a strip of an operand has before those of a range. */
 static int64_t skew_before(const skew_range *range) { return range->first % RPI_TILED_ROWS; }
 
-/* scores[rows][TILE] = k_j . w(d) for the pairs of a block and a tile. packed: the tile's keys
- * [D][TILE], whose factor the scores take over; parts: the same as an operand, or NULL. */
+/* Does each distance of a block and a tile have a line of its own? */
+static bool lines_apart(const skew_scratch *w, const skew_range *range, int64_t rows) {
+  return range->end - range->begin == rows + RPI_TILE - 1 && !is_folded(&w->table);
+}
+
+/* Other keys, or other tables. */
+static void forget_lines(skew_scratch *w, int64_t keys) {
+  memset(w->kept_of, 0, (size_t)rpi_divide_up(keys, RPI_TILE) * sizeof *w->kept_of);
+}
+
+/* How many of a range's last lines are kept: they are the first that are. Distances fall from block
+ * to block: what a tile has lowest in one block is highest in the next. */
+static int64_t lines_kept(const skew_scratch *w, const skew_range *range, int64_t tile) {
+  const kept_lines *const kept = &w->kept_of[tile];
+  const int64_t begin = w->w.first + range->begin, end = w->w.first + range->end;
+  const bool some = kept->first >= begin && kept->first < end && kept->first + kept->count >= end;
+  return some ? end - kept->first : 0;
+}
+
+/* Where distances may share lines, these are few, and none is kept. */
+static void keep_lines(const term *t, skew_scratch *w, const skew_range *range, int64_t tile) {
+  if (has_buckets(t)) return;
+  const int64_t count = rpi_min(range->lines, RPI_KEPT_LINES);
+  w->kept_of[tile] = (kept_lines){.first = w->w.first + range->begin, .count = count};
+  memcpy(w->kept + tile * RPI_KEPT_LINES * RPI_TILE, w->products + RPI_TILE,
+         (size_t)(count * RPI_TILE) * sizeof(real));
+}
+
+/* scores[rows][TILE] = k_j . w(d) for the pairs of a block and tile number `tile` of a chunk.
+ * packed: the tile's keys [D][TILE], whose factor the scores take over; parts: the same as an
+ * operand, or NULL. */
 static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_t rows,
-                        const real *packed, const operand *parts, const real *zeros, real *scores) {
+                        int64_t tile, const real *packed, const operand *parts, const real *zeros,
+                        real *scores) {
   const int64_t width = rpi_round_up(t->width, RPI_LANES);
   const skew_range range = skew_range_of(w, distance, rows);
+  const int64_t kept = lines_kept(w, &range, tile), lines = range.lines - kept;
   rpi_product product = {.a = w->table.down + range.first * width,
                          .a_row = width,
                          .a_inner = 1,
@@ -160,14 +203,16 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
                          .c = w->products + RPI_TILE,
                          .c_stride = RPI_TILE,
                          .inner = t->width};
-  if (parts && w->table.down_fits && range.lines) {
+  if (parts && w->table.down_fits && lines) {
     const int64_t before = skew_before(&range);
-    multiply_operands(operand_from(w->table.line_parts, range.first - before, 0),
-                      before + range.lines, *parts, RPI_TILE, t->width, false,
-                      product.c - before * RPI_TILE, RPI_TILE);
+    multiply_operands(operand_from(w->table.line_parts, range.first - before, 0), before + lines,
+                      *parts, RPI_TILE, t->width, false, product.c - before * RPI_TILE, RPI_TILE);
   } else {
-    rpi_block_product(RPI_START_ROW, range.lines, RPI_TILE / RPI_LANES, product, zeros);
+    rpi_block_product(RPI_START_ROW, lines, RPI_TILE / RPI_LANES, product, zeros);
   }
+  memcpy(product.c + lines * RPI_TILE, w->kept + tile * RPI_KEPT_LINES * RPI_TILE,
+         (size_t)(kept * RPI_TILE) * sizeof(real));
+  keep_lines(t, w, &range, tile);
   real *const beyond = w->products + (range.lines + 1) * RPI_TILE;
   if (range.head) {
     product.a = w->table.down - width;
@@ -185,21 +230,30 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
     for (int64_t r = 0; r < rows; r++) memcpy(scores + r * RPI_TILE, line, RPI_TILE * sizeof(real));
     return;
   }
+  const bool apart = lines_apart(w, &range, rows);
   for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-    for (int64_t c = 0; c < rows + RPI_SKEW_PAD; c++) {
+    const real *from = w->products + (1 + v) * RPI_TILE + v;
+    for (int64_t c = 0; !apart && c < rows + RPI_SKEW_PAD; c++) {
       const real *const line = w->products + skew_line(w, &range, lowest + v + c) * RPI_TILE;
       rpi_store(w->rows + c * RPI_LANES, rpi_load(line + v));
     }
     /* distances fall from query to query */
-    skew_ahead(w->rows, rows, w->between, scores + (rows - 1) * RPI_TILE + v, -RPI_TILE);
+    skew_ahead(apart ? from : w->rows, apart ? RPI_TILE : RPI_LANES, rows, w->between,
+               scores + (rows - 1) * RPI_TILE + v, -RPI_TILE);
   }
+}
+
+/* A vector of so many lines. */
+static void clear_lanes(real *line, int64_t lines) {
+  for (int64_t c = 0; c < lines; c++) rpi_store(line + c * RPI_TILE, (rpi_register){0});
 }
 
 /* The way back: w->products[line] = sum of ds over the pairs of that line, key by key. */
 static skew_range skew_collect(skew_scratch *w, int64_t distance, int64_t rows, const real *ds) {
   const skew_range range = skew_range_of(w, distance, rows);
   const int64_t lowest = distance - (rows - 1) - w->w.first;
-  memset(w->products, 0, (size_t)((range.lines + 2) * RPI_TILE) * sizeof(real));
+  const bool apart = lines_apart(w, &range, rows);
+  if (!apart) memset(w->products, 0, (size_t)((range.lines + 2) * RPI_TILE) * sizeof(real));
   real *const from = w->rows + RPI_SKEW_PAD * RPI_LANES;
   const size_t padding = RPI_SKEW_PAD * RPI_LANES * sizeof(real);
   for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
@@ -209,6 +263,13 @@ static skew_range skew_collect(skew_scratch *w, int64_t distance, int64_t rows, 
     }
     memset(from + rows * RPI_LANES, 0, padding);
     const int64_t count = rows + RPI_LANES - 1;
+    if (apart) {
+      real *const to = w->products + RPI_TILE + v;
+      skew_back(from, count, w->between, to + v * RPI_TILE, RPI_TILE);
+      clear_lanes(to, v);
+      clear_lanes(to + (v + count) * RPI_TILE, RPI_TILE - RPI_LANES - v);
+      continue;
+    }
     skew_back(from, count, w->between, w->rows, RPI_LANES);
     for (int64_t c = 0; c < count; c++) {
       real *const line = w->products + skew_line(w, &range, lowest + v + c) * RPI_TILE + v;
