@@ -625,13 +625,37 @@ RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, 
   }
 }
 
+/* to[c] += the sum of x[r][c + r - (STRIP - 1)] over the rows of a strip and a tile: by distance.
+ * From row to row the sums so far go up by a lane; BEYOND take what leaves the tile. */
+RPI_NOINLINE void add_diagonals(const real *x, real *to) {
+  enum { VECTORS = RPI_TILE / RPI_LANES };
+  enum { BEYOND = (RPI_STRIP - 1 + RPI_LANES - 1) / RPI_LANES };
+  rpi_register sums[VECTORS + BEYOND] = {{0}};
+  for (int64_t r = 0; r < RPI_STRIP; r++, x += RPI_TILE) {
+    RPI_UNROLL(40) for (int v = VECTORS + BEYOND - 1; v > 0; v--) {
+      sums[v] = RPI_UP(sums[v - 1], sums[v]);
+    }
+    sums[0] = RPI_UP((rpi_register){0}, sums[0]);
+    RPI_UNROLL(40) for (int v = 0; v < VECTORS; v++) sums[v] += rpi_load(x + v * RPI_LANES);
+  }
+  RPI_UNROLL(40) for (int v = 0; v < VECTORS + BEYOND; v++) {
+    rpi_store(to + v * RPI_LANES, rpi_load(to + v * RPI_LANES) + sums[v]);
+  }
+}
+
 /* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
- * adds it to what is there, and adds what lies in the tail to the vectors tail[rows], what lies
- * before the first column to head[rows], each where given and sum_stride apart. offset: as
- * rpi_start's. */
+ * (adds) adds it to what is there, whose rows are summed in the end: where is then no matter. And
+ * adds what lies in the tail to the vectors tail[rows], what lies before the first column to
+ * head[rows], each where given and sum_stride apart. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *x,
                              int64_t offset, bool adds, real *buckets, real *tail, real *head,
                              int64_t sum_stride) {
+  const int64_t lowest = offset - (RPI_STRIP - 1), end = RPI_LANES + w->columns - (tail ? 1 : 0);
+  const bool inside = lowest >= RPI_LANES && offset + RPI_TILE <= end;
+  if (adds && inside && rows == RPI_STRIP && columns == RPI_TILE) {
+    add_diagonals(x, buckets + lowest);
+    return;
+  }
   if (rows == RPI_STRIP) {
     band_store_rows(w, RPI_STRIP, columns, x, offset, adds, buckets, tail, head, sum_stride);
     return;

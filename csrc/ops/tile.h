@@ -163,6 +163,18 @@ RPI_INLINE rpi_register rpi_higher(rpi_register a, rpi_register b) {
 #define RPI_HIGH(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 1, 3)
 #endif
 
+/* The lanes of b one further up, the last of a before them. */
+#if RPI_LANES == 16
+#define RPI_UP(a, b)                                                                               \
+  RPI_SHUFFLE(rpi_lanes, a, b, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30)
+#elif RPI_LANES == 8
+#define RPI_UP(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 7, 8, 9, 10, 11, 12, 13, 14)
+#elif RPI_LANES == 4
+#define RPI_UP(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 3, 4, 5, 6)
+#elif RPI_LANES == 2
+#define RPI_UP(a, b) RPI_SHUFFLE(rpi_lanes, a, b, 1, 2)
+#endif
+
 /* The sum of the lanes, by halves: one after the other they would wait for each other. */
 RPI_INLINE real rpi_total(rpi_register x) {
   RPI_UNROLL(4) for (int round = 1; round < RPI_LANES; round *= 2) {
