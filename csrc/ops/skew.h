@@ -89,8 +89,8 @@ typedef struct kept_lines {
 typedef struct skew_scratch {
   packed_term table; /* the window of a block and a chunk of keys, with runs always */
   window w;
-  real *products;       /* [1 + lines + 1][TILE]: before, the columns' lines, beyond; and with tiles
-                           room for what fills a strip on both sides */
+  real *products;       /* [1 + lines + 1 + PAD][TILE]: before, the columns' lines, beyond; and with
+                           tiles room for what fills a strip on both sides */
   real *rows, *between; /* [PAD + block + LANES + PAD][LANES] */
   real *kept;           /* [tiles of a chunk of keys][KEPT_LINES][TILE] */
   kept_lines *kept_of;
@@ -107,7 +107,8 @@ static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t col
   w->table.numbers = rpi_arena_take(arena, padded, real_bytes);
   w->table.head_index = -1;
   take_runs(arena, columns, width, &w->table);
-  w->products = rpi_arena_take(arena, (more + most + 2 + more) * RPI_TILE, real_bytes);
+  const int64_t beyond = rpi_max(more, RPI_SKEW_PAD);
+  w->products = rpi_arena_take(arena, (more + most + 2 + beyond) * RPI_TILE, real_bytes);
   if (w->products) w->products += more * RPI_TILE;
   w->rows = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
   w->between = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
