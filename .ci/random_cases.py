@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More of tests/test_attention.py's random cases, seeds that the tests do not reach; and on the
-emulated device every corner, of which the tests run some.
+"""More random cases than tests/test_attention.py has; on the emulated device also every corner.
 
 .venv/bin/python .ci/random_cases.py --factor 4      4 times as many, on every core, 2 processes
 """

@@ -320,6 +320,7 @@ def _tiled() -> list[Case]:
         replace(keeping, query=Band(150, 250), key=Band(9, 9), causal=True, per_head=True),
         replace(keeping, query=Band(90, 300, "none"), window=(200, 120), N=600),
         replace(keeping, query=Band(700, 700), B=3, N=0, M=0, offsets=(0, 450, 450, 840)),
+        # of fewer heads chunks are single blocks: here folded windows as wide as others
         replace(keeping, query=Distances(400, 400, "clip", 300, "folded"), N=700, M=130, H=3),
         replace(keeping, query=Distances(400, 400, "clip", 100, "folded"), N=900, M=300, D=8),
         replace(keeping, query=(Band(700, 700), Distances(9, 9, "none", 5, "random"))),

@@ -27,8 +27,8 @@
 #include "ops/band.h"
 
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
-/* The same where keys meet relations: a tile meets 63 distances more than a block has queries. What
- * it has of them it keeps from block to block (skew.h), but not on the way back. */
+/* The same where keys meet relations: a tile meets 63 distances more than a block has queries, and
+ * keeps their products for the next block (skew.h), but on the way back multiplies them twice. */
 #define RPI_SKEW_BLOCK 192
 /* Forward adds up so many keys' weights and values by themselves: of 65,536, one tile after the
  * other, results were off by up to eight times what NumPy's are. */

@@ -626,7 +626,8 @@ RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, 
 }
 
 /* to[c] += the sum of x[r][c + r - (STRIP - 1)] over the rows of a strip and a tile: by distance.
- * From row to row the sums so far go up by a lane; BEYOND take what leaves the tile. */
+ * From row to row the sums so far go up by a lane; BEYOND take what leaves the tile, and zeros up
+ * to their ends, which a row of buckets has room for. */
 RPI_NOINLINE void add_diagonals(const real *x, real *to) {
   enum { VECTORS = RPI_TILE / RPI_LANES };
   enum { BEYOND = (RPI_STRIP - 1 + RPI_LANES - 1) / RPI_LANES };

@@ -129,8 +129,8 @@ static void open_tile_keys(const lookup *x, const lookup_scratch *at, int64_t ro
   }
 }
 
-/* Before a chunk of keys: what they meet of the query terms whose tables are there whole; of bands
- * nothing is kept. */
+/* Before a chunk of keys: what they meet of the query terms whose tables are there whole. What
+ * was kept of bands was of other keys. */
 static void open_pair_keys(const pair_terms *p, pair_scratch *w, int64_t keys, const real *packed,
                            const real *zeros) {
   if (p->query.present) forget_lines(&w->query, keys);

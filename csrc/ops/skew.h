@@ -169,8 +169,8 @@ static void forget_lines(skew_scratch *w, int64_t keys) {
   memset(w->kept_of, 0, (size_t)rpi_divide_up(keys, RPI_TILE) * sizeof *w->kept_of);
 }
 
-/* How many of a range's last lines are kept: they are the first that are. Distances fall from block
- * to block: what a tile has lowest in one block is highest in the next. */
+/* How many of a range's last lines are kept; of what is kept they are the first. Distances fall
+ * from block to block: what a tile has lowest in one block is highest in the next. */
 static int64_t lines_kept(const skew_scratch *w, const skew_range *range, int64_t tile) {
   const kept_lines *const kept = &w->kept_of[tile];
   const int64_t begin = w->w.first + range->begin, end = w->w.first + range->end;
@@ -178,7 +178,8 @@ static int64_t lines_kept(const skew_scratch *w, const skew_range *range, int64_
   return some ? end - kept->first : 0;
 }
 
-/* Where distances may share lines, these are few, and none is kept. */
+/* Not where distances may share lines: in one window they may and in the next not, and kept lines
+ * go by distance. */
 static void keep_lines(const term *t, skew_scratch *w, const skew_range *range, int64_t tile) {
   if (has_buckets(t)) return;
   const int64_t count = rpi_min(range->lines, RPI_KEPT_LINES);
@@ -244,12 +245,13 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
   }
 }
 
-/* A vector of so many lines. */
+/* Zeros in a vector of each of so many lines. */
 static void clear_lanes(real *line, int64_t lines) {
   for (int64_t c = 0; c < lines; c++) rpi_store(line + c * RPI_TILE, (rpi_register){0});
 }
 
-/* The way back: w->products[line] = sum of ds over the pairs of that line, key by key. */
+/* The way back: w->products[line] = sum of ds over the pairs of that line, key by key. What is met
+ * before and beyond is there where the range says so. */
 static skew_range skew_collect(skew_scratch *w, int64_t distance, int64_t rows, const real *ds) {
   const skew_range range = skew_range_of(w, distance, rows);
   const int64_t lowest = distance - (rows - 1) - w->w.first;
