@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -19,21 +18,19 @@ sys.path.insert(0, str(ROOT / "tests"))
 import capi  # noqa: E402
 from cases import Case, random_case  # noqa: E402
 from corners import CORNERS  # noqa: E402
-from device_capi import DeviceCore  # noqa: E402
+from device_capi import emulated  # noqa: E402
 from test_attention import CHUNK, CHUNKS, CORES, compare_case  # noqa: E402
 
 LIBRARIES = {
     "f32": ROOT / "build" / "release" / "libcore.so",
     "f64": ROOT / "build" / "f64" / "libcore_f64.so",
 }
-
-
-os.environ["RELPOS_CUDA_LIBRARY"] = str(ROOT / "build" / "emulated" / "librelpos_cuda.so")
+EMULATED = ROOT / "build" / "emulated" / "librelpos_cuda.so"
 
 
 def wrong_in(seeds: range) -> list[str]:
     """What is wrong in these cases, on every core that this machine can run and the device."""
-    cores: list[capi.Core] = [DeviceCore(LIBRARIES["f32"])]
+    cores: list[capi.Core] = [emulated(LIBRARIES["f32"], EMULATED)]
     for name in CORES:
         try:
             cores.append(capi.core_by_name(LIBRARIES, name))
@@ -43,7 +40,7 @@ def wrong_in(seeds: range) -> list[str]:
 
 
 def wrong_corners(corners: range) -> list[str]:
-    return wrong(CORNERS[corners.start : corners.stop], [DeviceCore(LIBRARIES["f32"])])
+    return wrong(CORNERS[corners.start : corners.stop], [emulated(LIBRARIES["f32"], EMULATED)])
 
 
 def wrong(cases: list[Case], cores: list[capi.Core]) -> list[str]:

@@ -234,14 +234,16 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
   }
   const bool apart = lines_apart(w, &range, rows);
   for (int v = 0; v < RPI_TILE; v += RPI_LANES) {
-    const real *from = w->products + (1 + v) * RPI_TILE + v;
-    for (int64_t c = 0; !apart && c < rows + RPI_SKEW_PAD; c++) {
+    real *const last = scores + (rows - 1) * RPI_TILE + v; /* distances fall from query to query */
+    if (apart) {
+      skew_ahead(w->products + (1 + v) * RPI_TILE + v, RPI_TILE, rows, w->between, last, -RPI_TILE);
+      continue;
+    }
+    for (int64_t c = 0; c < rows + RPI_SKEW_PAD; c++) {
       const real *const line = w->products + skew_line(w, &range, lowest + v + c) * RPI_TILE;
       rpi_store(w->rows + c * RPI_LANES, rpi_load(line + v));
     }
-    /* distances fall from query to query */
-    skew_ahead(apart ? from : w->rows, apart ? RPI_TILE : RPI_LANES, rows, w->between,
-               scores + (rows - 1) * RPI_TILE + v, -RPI_TILE);
+    skew_ahead(w->rows, RPI_LANES, rows, w->between, last, -RPI_TILE);
   }
 }
 
