@@ -29,7 +29,7 @@ from bench_attention import MEMORY_N, PASSES, SHAPES, passes, versions, write_ou
 from turns import Job, Json, Rounds, Worker
 
 OURS, PLAIN, TORCH, BUSY = "ours", "plain", "torch: ", "busy: "
-KINDS, EDGES, WINDOW = 51, 8, 256
+KINDS, EDGES, WINDOW, DOCUMENTS = 51, 8, 256, 8
 LENGTHS = (1024, 4096)
 TWICE = 2.0  # times as fast as the best PyTorch
 MEMORY_MIB = 64.0
@@ -55,7 +55,7 @@ class Bench:
     options: Json = field(default_factory=dict)  # of the scheme's side alone
     shared: Json = field(default_factory=dict)  # of both sides
     targets: tuple[float, float] | None = None  # forward, forward + backward
-    mask: bool = False
+    mask: Callable[[int], Any] | None = None  # of n; of the scheme's side alone
 
 
 def every_distance(n: int, H: int, D: int) -> dict[str, tuple[int, ...]]:
@@ -143,6 +143,19 @@ def xl_projected(relpos: Any, x: Arrays) -> Any:
     return Projected()
 
 
+def random_mask(n: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(1).random((n, n)) < 0.9
+
+
+def documents(n: int) -> Any:
+    import numpy as np
+
+    document = np.arange(n) * DOCUMENTS // n
+    return document[:, None] == document
+
+
 BIAS, LABELLED, TWO_PRODUCTS = (1.04, 1.04), (1.5, 1.5), (2.0, 2.2)
 BENCHES: dict[str, Bench] = {
     "t5": Bench(
@@ -188,7 +201,8 @@ BENCHES: dict[str, Bench] = {
     "rope": Bench(lambda relpos, x: relpos.RoPE()),
     "dropout 0.1": Bench(options={"dropout": 26 / 256, "seed": 1}, targets=(math.inf, 1.10)),
     "softcap 30": Bench(options={"softcap": 30.0}),
-    "dense mask": Bench(mask=True),
+    "dense mask": Bench(mask=random_mask),
+    "document mask": Bench(mask=documents),
     "window 256": Bench(options={"window": (WINDOW, WINDOW)}),
 }  # fmt: skip
 
@@ -233,8 +247,8 @@ def build_ours(case: Json, plain: bool) -> Job:
     options: Json = dict(bench.shared)
     if not plain:
         options |= bench.options
-        if bench.mask:
-            options["mask"] = np.random.default_rng(1).random((case["n"], case["n"])) < 0.9
+        if bench.mask is not None:
+            options["mask"] = bench.mask(case["n"])
         if bench.position is not None:
             extra = bench.extra(case["n"], case["H"], case["d"])
             options["position"] = bench.position(relpos, own | {"extra": extra})

@@ -227,6 +227,8 @@ def make_mask(case: Case, mask: Mask, random: np.random.Generator) -> MapArrays:
             seen &= random.random((heads, n, 1)) < 0.5
         elif mask.fill == "blocks":
             seen[...] = (i // 16 + j // 32) % 2 == 0
+        elif mask.fill == "patches":
+            seen[...] = (i // 100 + j // 130) % 3 == 0
         elif mask.fill == "last":
             seen[...] = j == m - 1
         elif mask.fill in ("none", "all"):

@@ -58,7 +58,8 @@ class Edges(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """A boolean mask: "random", "none" or "all" visible, "rows" of nothing, "blocks", the "last"."""
+    """A boolean mask: "random", "none" or "all" visible, "rows" of nothing, "blocks", "patches" as
+    large as tiles are, the "last" key."""
 
     fill: str = "random"
     share: float = 0.7
@@ -347,7 +348,7 @@ def random_case(seed: int) -> Case:
             ends = (-1, -1, 0, 1, 3, 16, 40, 63, 64, 65, 100)
             case = replace(case, window=(pick(ends), pick(ends)))
         if chance(0.35):
-            fill = word(["random", "random", "rows", "blocks", "last", "all", "none"])
+            fill = word(["random", "random", "rows", "blocks", "patches", "last", "all", "none"])
             share = number([0.1, 0.5, 0.9])
             case = replace(case, mask=Mask(fill, share, chance(0.3), chance(0.6), chance(0.3)))
         if chance(0.25):

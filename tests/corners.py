@@ -325,6 +325,31 @@ def _tiled() -> list[Case]:
         replace(keeping, query=Distances(400, 400, "clip", 100, "folded"), N=900, M=300, D=8),
         replace(keeping, query=(Band(700, 700), Distances(9, 9, "none", 5, "random"))),
     ]
+    # Masks that hide whole tiles, which are left out: also between two that keep lines for each other.
+    patches = Mask("patches", 0.5, False, False)
+    patched = replace(wide, H=2, N=500, M=600, mask=patches)
+    cases += [
+        patched,
+        replace(patched, causal=True, key=Band(150, 150, "none"), value=Band(150, 150, "none")),
+        replace(patched, key=None, value=None, query=Band(700, 700), bias=Band(700, 700), D=32),
+        replace(keeping, mask=patches, softcap=3.0, key=Labels(51), value=Labels(51)),
+        replace(
+            patched,
+            key=(Distances(300, 300), Labels(900, 2)),
+            query=(Labels(5), Distances(9, 9, "none", 5, "random")),
+            value=(Edges(9, 4), Labels(900, 2)),
+            dropout=Dropout(0.2, (5, 6), 7, 8),
+        ),
+        replace(
+            patched,
+            B=3,
+            N=0,
+            M=0,
+            offsets=(0, 300, 310, 620),
+            position_bias=True,
+            mask=patches._replace(end_to_end=True),
+        ),
+    ]
     return [replace(case, seed=910_000 + i) for i, case in enumerate(cases)]
 
 

@@ -148,6 +148,27 @@ def test_keys_that_are_masked_for_all_have_no_influence(core: Core) -> None:
     same(results, capi.run_both(core, case, arrays))
 
 
+def test_tiles_that_are_masked_are_left_out(core: Core) -> None:
+    """Three documents in one sequence cost what they see: of those beside it none meets a NaN in the
+    second, but for queries that are at work together with some of its own, at most 96."""
+    length, case = 192, Case(B=1, H=2, N=576, M=576, key=Band(9, 9), value=Labels(3))
+    case = replace(case, mask=Mask("all"))
+    arrays = make_arrays(case, core.dtype)
+    assert arrays.mask is not None
+    document = np.arange(case.N) // length
+    arrays.mask.map.matrices[...] = document[:, None] == document
+    arrays.remember()
+    expected = correct(core, case, arrays)
+    for name in ("k", "v"):
+        arrays[name].view[:, :, length : 2 * length] = np.nan
+    arrays.remember()
+    got = capi.run_both(core, case, arrays)
+    for name in ("out", "q"):
+        for rows in (np.s_[: length - 96], np.s_[2 * length + 96 :]):
+            same({name: expected[name][:, :, rows]}, {name: got[name][:, :, rows]})
+        assert np.isnan(got[name][:, :, length : 2 * length]).all(), name
+
+
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_rows_that_are_masked_give_zeros(core: Core, softcap: float) -> None:
     case = replace(SHARED, mask=Mask("rows", 0.5), softcap=softcap, bias=Band(1, 1))

@@ -237,10 +237,7 @@ static void backward_queries(const backward_item *item, backward_scratch *w,
 static int64_t keys_of_row(const backward_item *item, int64_t i) {
   const stretch seen = keys_seen(&item->seq, &item->sees, i, 1);
   if (!item->pairs.mask || seen.begin >= seen.end) return seen.end - seen.begin;
-  const uint8_t *const row = mask_row(&item->pairs, &item->seq, i);
-  int64_t count = 0;
-  for (int64_t j = seen.begin; j < seen.end; j++) count += row[j] != 0;
-  return count;
+  return mask_count(mask_row(&item->pairs, &item->seq, i) + seen.begin, seen.end - seen.begin);
 }
 
 /* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights
@@ -381,6 +378,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
   const pair_terms *const pairs = &item->pairs;
   const int64_t count = block->rows, width = item->padded[KEY];
   const int64_t tile_keys = rpi_min(RPI_TILE, item->r.keys - j), key = item->r.key + j;
+  if (mask_hides(pairs, &item->seq, block->row0, count, key, tile_keys)) return;
   const reach r = reach_of(&item->seq, &item->sees, block->row0, count, key, tile_keys);
   /* the strips of which some query sees some key of the tile */
   const int64_t distance = key - (block->row0 + item->seq.start);

@@ -518,6 +518,7 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
                              rpi_min(seen.end, key + keys), RPI_TILE);
   for (int64_t step = 0; step < tiles.count; step++) {
     const int64_t j = walk_at(&tiles, step) - key, tile_keys = rpi_min(RPI_TILE, keys - j);
+    if (mask_hides(&item->pairs, &item->seq, view.row0, count, key + j, tile_keys)) continue;
     open_tile(item, w, &view, j, tile_keys);
     forward_tile(item, w, &view, j, tile_keys, step == 0);
   }

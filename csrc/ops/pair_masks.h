@@ -42,6 +42,47 @@ static const uint8_t *mask_row(const pair_terms *p, const rpi_sequence *seq, int
   return m->data + pair_row(m->starts, m->batch_stride, m->head_stride, m->row_stride, p, seq, i);
 }
 
+/* Does a dense mask hide every pair of some queries with a tile of keys? Such a tile adds nothing.
+ * All of its bytes are read whatever is found, and the next tile's are asked for: together, where
+ * strip by strip they would be waited for. */
+static bool mask_hides(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t rows,
+                       int64_t key, int64_t tile_keys) {
+  enum { SOME = sizeof(rpi_lanes) };
+  rpi_lanes seen[RPI_TILE / SOME] = {{0}};
+  uint8_t any = 0, some[SOME];
+  if (!p->mask) return false;
+  for (int64_t r = 0; r < rows; r++) {
+    const uint8_t *const row = mask_row(p, seq, i + r) + key;
+    __builtin_prefetch(row + RPI_TILE);
+    for (int n = 0; tile_keys == RPI_TILE && n < RPI_TILE / SOME; n++) {
+      rpi_lanes more;
+      memcpy(&more, row + n * SOME, SOME);
+      seen[n] |= more;
+    }
+    for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) any |= row[c];
+  }
+  for (int n = 0; n < RPI_TILE / SOME; n++) {
+    memcpy(some, &seen[n], SOME);
+    for (int c = 0; c < SOME; c++) any |= some[c];
+  }
+  return any == 0;
+}
+
+/* How many of the bytes of a mask's row are not 0. As many are counted in bytes as these can count,
+ * which compares whole vectors. */
+static int64_t mask_count(const uint8_t *row, int64_t keys) {
+  int64_t count = 0, c = 0;
+  while (c + RPI_TILE <= keys) {
+    uint8_t seen[RPI_TILE] = {0};
+    for (int n = 0; n < UINT8_MAX && c + RPI_TILE <= keys; n++, c += RPI_TILE) {
+      for (int k = 0; k < RPI_TILE; k++) seen[k] = (uint8_t)(seen[k] + (row[c + k] != 0));
+    }
+    for (int k = 0; k < RPI_TILE; k++) count += seen[k];
+  }
+  for (; c < keys; c++) count += row[c] != 0;
+  return count;
+}
+
 /* Hides the pairs whose byte of a dense mask is 0. */
 static void hide_strip(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t count,
                        int64_t key, int64_t tile_keys, real *s) {
