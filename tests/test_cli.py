@@ -257,13 +257,24 @@ def test_a_share_of_unknown_tokens_is_told(capsys: Capture, tmp_path: Path) -> N
     ]
 
 
-def test_a_language_model(capsys: Capture, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "preset",
+    [
+        ("small-language", "--set", "width=32", "--set", "feed_forward=16"),
+        ("tiny-language", "--preset", "tiny-language"),
+        ("tiny", "--preset", "tiny", "--set", "encoder.layers=0"),
+    ],
+    ids=["by itself", "a preset of its own", "of another"],
+)
+def test_a_language_model(preset: tuple[str, ...], capsys: Capture, tmp_path: Path) -> None:
     source, _ = text_files.write_pairs(tmp_path, "train", 100)
     given = ("--text", source, "--validation-text", source, "--output", tmp_path / "run")
-    layers = ("--set", "encoder.layers=0", "--steps", "3", "--validate-every", "2")
-    relpos_says(capsys, "train", *given, *SMALL, *layers)
+    until = ("--subwords", "words", "--progress", "none", "--steps", "3", "--validate-every", "2")
+    relpos_says(capsys, "train", *given, *preset[1:], *until)
     found = newest(tmp_path / "run")
-    assert found is not None and found.config.encoder.layers == 0
+    assert found is not None
+    assert (found.config.encoder.layers, found.config.decoder.layers) == (0, 2)
+    assert f'preset = "{preset[0]}"\n' in (tmp_path / "run" / "run.toml").read_text()
 
 
 def test_bleu_of_validation(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
@@ -361,7 +372,8 @@ def too_few_tokens(folder: Path) -> tuple[tuple[Any, ...], str]:
 
 
 def lines_for_an_encoder(folder: Path) -> tuple[tuple[Any, ...], str]:
-    return ("--text", folder / "a"), "--text: this model has an encoder: --set encoder.layers=0"
+    given = ("--text", folder / "a", "--preset", "small")
+    return given, "--text: this model has an encoder: --preset small-language has none"
 
 
 def pairs_for_a_decoder(folder: Path) -> tuple[tuple[Any, ...], str]:

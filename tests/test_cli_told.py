@@ -37,6 +37,33 @@ def test_toml_before_python_3_11(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert told.read_toml(path) == {"width": 32}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("--preset", "paper-base"), 25_000),
+        (("--preset", "paper-big-enfr-absolute"), 25_000),
+        (("--preset", "paper-base", "--accumulate-tokens", "8192"), 8192),
+        (("--preset", "paper-base", "--tokens", "2048"), None),
+        (("--preset", "small"), None),
+        ((), None),
+    ],
+)
+def test_the_papers_batches(
+    given: tuple[str, ...], expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25,000 tokens a side, in several batches, unless something else is asked for."""
+    seen: list[told.Told] = []
+
+    def train_on(options: Any, what: told.Told) -> int:
+        seen.append(what)
+        return 0
+
+    monkeypatch.setattr("relpos.cli.training._train_on", train_on)
+    files = ("--source", "a", "--target", "b", "--output", str(tmp_path / "run"))
+    assert cli.main(["train", *files, *given]) == 0
+    assert seen[0].loop.get("accumulate_tokens") == expected
+
+
 def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(

@@ -88,11 +88,14 @@ def documented() -> dict[str, Fields]:
         for first, value, _ in rows:
             for fields in presets.values():
                 add(fields, unquoted(first), value)
-    changes: Fields = {}
-    for _, *rows in tables("absolute"):
-        for first, value, _ in rows:
-            add(changes, unquoted(first), value)
-    twins = {f"{name}-absolute": presets[name] | changes for name in presets if "paper" in name}
+    twins = {}
+    for kind in ("absolute", "language"):
+        changes: Fields = {}
+        for _, *rows in tables(kind):
+            for first, value, _ in rows:
+                add(changes, unquoted(first), value)
+        of = [name for name in presets if (kind == "absolute") == ("paper" in name)]
+        twins |= {f"{name}-{kind}": presets[name] | changes for name in of if "t2t" not in name}
     return presets | twins
 
 

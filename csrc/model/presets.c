@@ -18,23 +18,29 @@ typedef struct preset {
   int64_t k;
   int per_head;
   bool relative; /* else: sinusoidal positions and plain attention */
+  bool language; /* a decoder alone */
   double dropout;
   recipe recipe;
   int64_t warmup, steps;
 } preset;
 
 static const preset presets[] = {
-    /*                          layers C   H   FF    V     length k per head, relative, dropout */
-    {"tiny", 2, 64, 4, 128, 256, 128, 4, 1, true, 0.1, OURS, 200, 5000},
-    {"small", 2, 128, 4, 256, 8000, 256, 16, 1, true, 0.1, OURS, 1000, 20000},
-    {"paper-base", 6, 512, 8, 1024, 32768, 512, 16, 1, true, 0.1, PAPER, 4000, 100000},
-    {"paper-big", 6, 1024, 16, 4096, 32768, 512, 8, 0, true, 0.3, PAPER, 4000, 300000},
-    {"paper-big-enfr", 6, 1024, 16, 4096, 32768, 512, 8, 0, true, 0.1, PAPER, 4000, 300000},
-    {"paper-base-absolute", 6, 512, 8, 1024, 32768, 512, 16, 1, false, 0.1, PAPER, 4000, 100000},
-    {"paper-big-absolute", 6, 1024, 16, 4096, 32768, 512, 8, 0, false, 0.3, PAPER, 4000, 300000},
-    {"paper-big-enfr-absolute", 6, 1024, 16, 4096, 32768, 512, 8, 0, false, 0.1, PAPER, 4000,
+    /* layers, C, H, FF, V, length, k, per head, relative, language, dropout, recipe, warmup, steps
+     */
+    {"tiny", 2, 64, 4, 128, 256, 128, 4, 1, true, false, 0.1, OURS, 200, 5000},
+    {"tiny-language", 2, 64, 4, 128, 256, 128, 4, 1, true, true, 0.1, OURS, 200, 5000},
+    {"small", 2, 128, 4, 256, 8000, 256, 16, 1, true, false, 0.1, OURS, 1000, 20000},
+    {"small-language", 2, 128, 4, 256, 8000, 256, 16, 1, true, true, 0.1, OURS, 1000, 20000},
+    {"paper-base", 6, 512, 8, 1024, 32768, 512, 16, 1, true, false, 0.1, PAPER, 4000, 100000},
+    {"paper-big", 6, 1024, 16, 4096, 32768, 512, 8, 0, true, false, 0.3, PAPER, 4000, 300000},
+    {"paper-big-enfr", 6, 1024, 16, 4096, 32768, 512, 8, 0, true, false, 0.1, PAPER, 4000, 300000},
+    {"paper-base-absolute", 6, 512, 8, 1024, 32768, 512, 16, 1, false, false, 0.1, PAPER, 4000,
+     100000},
+    {"paper-big-absolute", 6, 1024, 16, 4096, 32768, 512, 8, 0, false, false, 0.3, PAPER, 4000,
      300000},
-    {"t2t-relative", 6, 512, 8, 2048, 32768, 512, 20, 0, true, 0.1, T2T, 8000, 250000},
+    {"paper-big-enfr-absolute", 6, 1024, 16, 4096, 32768, 512, 8, 0, false, false, 0.1, PAPER, 4000,
+     300000},
+    {"t2t-relative", 6, 512, 8, 2048, 32768, 512, 20, 0, true, false, 0.1, T2T, 8000, 250000},
 };
 
 enum { PRESETS = sizeof presets / sizeof presets[0] };
@@ -105,6 +111,7 @@ static rp_config config_of(const preset *p) {
   config.bias = 1;
   config.activation = RP_RELU;
   config.encoder = config.decoder = stack_of(p);
+  if (p->language) config.encoder.layers = 0;
   config.dropout = p->dropout;
   config.label_smoothing = 0.1;
   config.smoothing = RP_SMOOTH_ALL;

@@ -43,7 +43,7 @@ relpos translate: which model? The folder that `relpos train` has left, for exam
 _GENERATE_NEXT = """\
 relpos generate: which model? The folder of a language model, for example
 
-  relpos train --text train.txt --set encoder.layers=0 --output run
+  relpos train --text train.txt --output run
   echo "Two dogs" | relpos generate run
 
 `relpos generate --help` lists the rest."""

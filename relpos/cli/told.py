@@ -33,7 +33,8 @@ RUN_FILE = "run.toml"  # in the run's folder
 _HEAD = "# What this run was told, written by `relpos train`."
 KINDS = ("bpe", "unigram", "words")  # of new subwords
 SUBWORDS = KINDS[0]  # where none is named
-_PRESET = "small"  # where nothing names one
+_PRESET, _LANGUAGE = "small", "small-language"  # where nothing names one: of pairs, of text
+_PAPER, _PAPER_TOKENS = "paper-", 25_000  # its presets, and an update of theirs
 
 # name: (what checks a text, its letter in the help, what it is)
 _Option = tuple[Callable[[str], Any], str, str]
@@ -117,13 +118,14 @@ def told(options: argparse.Namespace) -> Told:
     if before is not None and not named:
         layers.insert(0, before)
     preset = _last([each.model for each in layers], "preset")
+    by_itself = _LANGUAGE if any("text" in each.data for each in layers) else _PRESET
     start = _last([each.model for each in layers], "start")
     if preset is None and (weights := _before(options.resume, output, start)) is not None:
         config = Config.load(weights)
     else:
         wheres = [each.where for each in layers if "preset" in each.model]
         with _said_in(wheres[-1] if wheres else ""):
-            config = Config.preset(preset or _PRESET)
+            config = Config.preset(preset or by_itself)
     data: dict[str, Any] = {}
     loop: dict[str, Any] = {}
     for each in layers:
@@ -141,7 +143,11 @@ def told(options: argparse.Namespace) -> Told:
         if shared in (True, "true"):
             raise ValueError("share_embeddings: expected false with --separate, got true")
         config = config.replace({"share_embeddings": False})
-    found = Told(preset or _PRESET, config, start, output, data, loop, begun=False)
+    preset = preset or by_itself
+    sized = loop.keys() & {"tokens", "accumulate_tokens"}
+    if preset.startswith(_PAPER) and not sized and before is None:
+        loop["accumulate_tokens"] = _PAPER_TOKENS
+    found = Told(preset, config, start, output, data, loop, begun=False)
     if goes_on is not None and before is not None:
         return _as_begun(found, before)
     return found

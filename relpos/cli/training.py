@@ -36,7 +36,7 @@ relpos train: what to train on? For a translation model, for example
 
 and for a language model, a decoder alone,
 
-  relpos train --text train.txt --set encoder.layers=0 --output run
+  relpos train --text train.txt --output run
 
 `relpos train --help` lists the rest."""
 
@@ -331,7 +331,8 @@ def _check_model(what: Told) -> None:
         raise ValueError("--source: this model is a decoder alone: --text is for it")
     if not what.pairs and what.config.encoder.layers > 0:
         raise ValueError(
-            "--text: this model has an encoder: --set encoder.layers=0 leaves a decoder alone"
+            "--text: this model has an encoder: --preset small-language has none, and "
+            "--set encoder.layers=0 leaves a decoder alone"
         )
     if what.data.get("subwords") == "words" and what.loop.get("split"):
         raise ValueError("--split: whole words have no parts; --subwords bpe has")

@@ -336,7 +336,9 @@ static void test_text_is_cut(void) {
 
 static void test_presets(void) {
   static const char *const names[] = {"tiny",
+                                      "tiny-language",
                                       "small",
+                                      "small-language",
                                       "paper-base",
                                       "paper-big",
                                       "paper-big-enfr",
@@ -399,6 +401,8 @@ static void test_the_paper(void) {
   CHECK(c.encoder.position == RP_POSITION_NONE && c.decoder.absolute == RP_ABSOLUTE_SINUSOIDAL);
   CHECK_INT(rp_config_preset("t2t-relative", &c), RP_OK);
   CHECK(c.encoder.k == 20 && !c.decoder.per_head && c.beta2 == 0.997 && c.learning_rate == 2);
+  CHECK_INT(rp_config_preset("small-language", &c), RP_OK);
+  CHECK(c.encoder.layers == 0 && c.decoder.layers == 2 && c.width == 128);
 }
 
 /* ---- what is no model ---------------------------------------------------- */
