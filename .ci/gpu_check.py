@@ -218,6 +218,7 @@ def surroundings() -> dict[str, str]:
         "RELPOS_BLAS": "builtin",
         "RELPOS_CUDA": "0",
         "RELPOS_CUDA_LIBRARY": str(CUDA),
+        "RELPOS_CUDA_MULTIPROCESSORS": "4",  # as the emulator: cases are small (docs/cuda.md)
         "RELPOS_TEST_CUDA": "gpu",
         "RELPOS_TEST_CORE": str(ROOT / "build" / "release" / "libcore.so"),
         "RELPOS_TEST_CORE_F64": str(ROOT / "build" / "f64" / "libcore_f64.so"),

@@ -17,6 +17,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -88,12 +89,20 @@ int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * al
 
 constexpr int least_major = 8; /* cp.async, and mma.sync with bf16 */
 
+/* As on a device of as few as are wished for: what is chosen by it for large calls alone, small
+ * tests choose then too (docs/cuda.md). */
+int fewer_multiprocessors(int there) {
+  const char *const wish = std::getenv("RELPOS_CUDA_MULTIPROCESSORS");
+  const int wished = wish ? std::atoi(wish) : 0;
+  return wished > 0 && wished < there ? wished : there;
+}
+
 rp_status make_ready(State &s, int device) {
   int value = 0;
   RPI_TRY(check_capability(device));
   s.context.device = device;
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, device));
-  s.context.multiprocessors = value;
+  s.context.multiprocessors = fewer_multiprocessors(value);
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   s.context.shared_bytes = value;
   CUDA_TRY(cudaDeviceGetAttribute(&value, cudaDevAttrL2CacheSize, device));

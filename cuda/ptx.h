@@ -208,7 +208,8 @@ __device__ inline int32_t look_at_turn(const int32_t *turn) {
 
 /* Waits until the number at `turn`, which was `now`, is `own`. Sums that others have added before
  * they put it there lie in the second-level cache then, where those that are added now come behind
- * them; to read them takes read_after_turn too. */
+ * them: that a GPU sends no addition off before it knows how the loop ends is its hardware's doing,
+ * PTX's memory model promises it of a fence alone. To read the sums takes read_after_turn too. */
 __device__ inline void await_turn(const int32_t *turn, int32_t own, int32_t now) {
 #ifdef __CUDACC__
   while (now != own) now = look_at_turn(turn);

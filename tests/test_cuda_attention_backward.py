@@ -538,6 +538,28 @@ def test_turns_are_taken(libraries: dict[str, Path], emulated_device: Path) -> N
         assert counted(libraries, library, replace(BANDS[name], bias=T5))["turns"] == 0
 
 
+FEWER = """
+from pathlib import Path
+import test_cuda_attention_backward as own
+from dataclasses import replace
+core = Path({core!r})
+case = replace(own.SHAW, H=1, N=510, M=384)
+print(own.counted({{"f32": core}}, Path({library!r}), case)["turns"])
+"""
+
+
+@pytest.mark.parametrize(("wish", "turns"), [("1", True), ("4", False), ("-1", False)])
+def test_fewer_multiprocessors(
+    libraries: dict[str, Path], emulated_device: Path, wish: str, turns: bool
+) -> None:
+    """A call that is too small for four is large enough for one."""
+    text = FEWER.format(core=str(libraries["f32"]), library=str(library_of(emulated_device)))
+    environment = os.environ | {"RELPOS_CUDA_MULTIPROCESSORS": wish}
+    ran = capi.run_script(text, environment=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert (int(ran.stdout) > 0) == turns
+
+
 def test_rows_of_padding_are_zero_by_turns(
     libraries: dict[str, Path], emulated_device: Path
 ) -> None:
@@ -587,9 +609,9 @@ def test_turns_give_the_same_bits_again(
     libraries: dict[str, Path], emulated_device: Path, causal: bool
 ) -> None:
     """Whichever block is fast: that shows on a GPU, where all of a sequence's are at work at once."""
-    times, N = (20, 4096) if str(emulated_device) == "gpu" else (2, 512)
+    times, H, N = (20, 16, 4096) if str(emulated_device) == "gpu" else (2, 4, 512)
     core = device_core(libraries, BF16, BF16, aligned=True)
-    case = Case(H=4, N=N, M=N, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16), causal=causal)
+    case = Case(H=H, N=N, M=N, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16), causal=causal)
     arrays = make_arrays(case, core.dtype)
     forward = capi.run_forward(core, case, arrays)
     first = capi.run_backward(core, case, arrays, forward)
