@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's attention in plain float64 NumPy, one sentence after another: relpos.reference and
-relpos.reference_layers put together, for norm before, ReLU and Shaw's or no positions, with dropout.
+"""A model's attention in plain float64 NumPy, one sentence after another: relpos.reference put
+together, for norm before, ReLU and Shaw's or no positions, with dropout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import relpos
-from relpos import reference, reference_layers
+from relpos import reference
 from relpos.reference import Dropout, Term
 
 # rpi_site of csrc/model/model.h
@@ -53,7 +53,7 @@ class ReferenceModel:
 
     def keep(self, x: Any, rate: float, stack: str, layer: int, site: str) -> Any:
         drop = self.dropout(rate, stack, layer, site)
-        return reference_layers.packed_keep(drop, [0, len(x)], [self.ordinal], x.shape[1])
+        return reference.packed_keep(drop, [0, len(x)], [self.ordinal], x.shape[1])
 
     # ---- the pass --------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class ReferenceModel:
         shared = config.share_embeddings or name == "encoder"
         table = self.weights["source_embedding.weight" if shared else "target_embedding.weight"]
         scale = math.sqrt(config.width) if config.scale_embeddings else 1.0
-        x = reference_layers.embed(tokens, table, scale)
+        x = reference.embed(tokens, table, scale)
         x = x * self.keep(x, config.dropout, name, 0, "embedding")
         for layer in range(own.layers):
             at = f"{name}.{layer}"
@@ -84,20 +84,20 @@ class ReferenceModel:
                 x = self.add(x, self.linear(f"{at}.cross.out", z), name, layer, "cross added")
             h = self.linear(f"{at}.feed_forward.in", self.norm(f"{at}.feed_forward.norm", x))
             keep = self.keep(h, config.activation_dropout, name, layer, "activation")
-            f = self.linear(f"{at}.feed_forward.out", reference_layers.relu(h, keep))
+            f = self.linear(f"{at}.feed_forward.out", reference.relu(h, keep))
             x = self.add(x, f, name, layer, "added")
         return self.norm(f"{name}.norm", x)
 
     def norm(self, name: str, x: Any) -> Any:
         gain, shift = self.weights[f"{name}.gain"], self.weights[f"{name}.shift"]
-        return reference_layers.norm(x, gain, shift, self.config.norm_epsilon)
+        return reference.norm(x, gain, shift, self.config.norm_epsilon)
 
     def linear(self, name: str, x: Any) -> Any:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def add(self, x: Any, f: Any, stack: str, layer: int, site: str) -> Any:
         keep = self.keep(f, self.config.dropout, stack, layer, site)
-        return reference_layers.residual(x, f, keep)
+        return reference.residual(x, f, keep)
 
     # ---- attention -------------------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from relpos import reference_layers as layers
-from relpos.reference import Dropout, philox4x32
+from relpos.reference import Dropout, layers, philox4x32
 
 OFFSETS, ORDINALS = [0, 3, 3, 4, 9], [7, 2**32 - 1, 0, 12]
 ROWS, C = 9, 21

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import relpos
-from relpos import _core
+from relpos import _core, reference
 from relpos.position import sinusoid, transformer_xl
 
 H, D = 3, 5
@@ -55,6 +55,20 @@ def test_projection_and_its_gradient(left: int, right: int, width: int) -> None:
     assert dweight.shape == weight.shape and dweight.dtype == np.float32
     bound = (max(left, right) + 4) * UNIT * (abs(rows).T @ abs(R))
     assert (abs(dweight - rows.T @ R) <= bound).all()
+
+
+@pytest.mark.parametrize(("left", "right"), SIDES)
+def test_the_reference(left: int, right: int) -> None:
+    """The core's table, where it makes the sinusoids itself; and backward is forward's transpose."""
+    width, weight = 8, numbers(H * D, 8)
+    table = reference.wave_table(weight, H, left, right)
+    ours = _core.wave_table(weight, width, H, left, right)
+    size = abs(weight).sum(axis=1).reshape(H, 1, D)
+    assert (abs(table - ours) <= (width + 2) * UNIT * size).all()
+    dtable = numbers(*table.shape, seed=2)
+    dweight = reference.wave_table_backward(width, left, right, dtable)
+    assert dweight.shape == weight.shape
+    assert (dweight * weight).sum() == pytest.approx((dtable * table).sum(), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("causal", [False, True])

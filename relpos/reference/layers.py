@@ -13,6 +13,7 @@ backward takes forward's inputs and the gradient `d...` of the result, and gives
     swiglu      a = keep x s(x) y,       h = (x, y),  s(x) = 1 / (1 + e^-x)
     cross_entropy   loss_r = -sum_c y_c log softmax(logits_r)_c,   y: the smoothed label
     adam        one step of the optimiser
+    wave_table  row d of a head = W R(-d),  R(t) = (sin t w, cos t w):  Transformer-XL's positions
 
 Nothing in this file is fast, and nothing in it shares code with the core.
 """
@@ -26,7 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .reference import Array, Dropout, dropout_factors
+from .attention import Array, Dropout, dropout_factors
 
 Smoothing = Literal["all", "others"]
 
@@ -241,3 +242,27 @@ def adam(
     mean, square = m / (1 - adam.beta1**step), v / (1 - adam.beta2**step)
     move = mean / (np.sqrt(square) + adam.epsilon) + adam.decay * weights
     return weights - adam.rate * move, m, v
+
+
+def waves(places: Array, width: int) -> Array:
+    """R(t) of every place t: sines, then cosines, of frequencies 10000^(-c / half); an odd last column
+    is 0."""
+    half = width // 2
+    angles = np.asarray(places, np.float64)[:, None] * 10000.0 ** (-np.arange(half) / max(half, 1))
+    unused = np.zeros((len(angles), width - 2 * half))
+    return np.concatenate([np.sin(angles), np.cos(angles), unused], axis=1)
+
+
+def wave_table(weight: Array, heads: int, left: int, right: int) -> Array:
+    """(H, left + 1 + right, D): what every head's projection makes of the distances from -left on.
+
+    weight: (H D, width). A key at distance d from a query stands -d places before it.
+    """
+    rows = waves(-np.arange(-left, right + 1), weight.shape[1]) @ np.asarray(weight, np.float64).T
+    return rows.reshape(len(rows), heads, -1).transpose(1, 0, 2)
+
+
+def wave_table_backward(width: int, left: int, right: int, dtable: Array) -> Array:
+    """dweight."""
+    drows = np.asarray(dtable, np.float64).transpose(1, 0, 2).reshape(left + 1 + right, -1)
+    return drows.T @ waves(-np.arange(-left, right + 1), width)
