@@ -115,10 +115,11 @@ def edges_of(n: int) -> list[tuple[int, int, int]]:
     return [(i, 2 * i % n, i % 3) for i in range(n)] + [(0, 0, 1), (0, 0, 1)]
 
 
-def edge_list(n: int = N) -> relpos.EdgeList:
-    """Those of all sequences, the last first."""
-    b, i, j, label = np.array([(b, *e) for b in range(B) for e in edges_of(n)])[::-1].T
-    return relpos.EdgeList(i, j, label, b)
+def edge_list(first: int = 0, last: int = N) -> relpos.EdgeList:
+    """Those of all sequences, the last first; of these queries, as far as their keys are there."""
+    edges = [(b, *e) for b in range(B) for e in edges_of(N) if first <= e[0] < last > e[1]]
+    b, i, j, label = np.array(edges, int).reshape(-1, 4)[::-1].T
+    return relpos.EdgeList(i - first, j, label, b)
 
 
 def xl(x: Pairs, clamp: int | None = None, u: bool = True) -> Any:
@@ -283,6 +284,9 @@ class Example:
     formula: Callable[[Pairs], Any]  # s (n, m), and what is added to the values (n, m, Dv)
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     lengths: bool = True  # whether other lengths than N make sense
+    cut: Callable[..., Any] | None = (
+        None  # where not: for queries (first, last) and the keys to last
+    )
     most: int = 1000  # the longest length it knows
 
     @property
@@ -294,11 +298,25 @@ def both(rows: int, *heads: int) -> dict[str, tuple[int, ...]]:
     return {"key_table": (*heads, rows, D), "value_table": (*heads, rows, D)}
 
 
-def rat_sql_of(**t: Any) -> Any:
+def labels_of(first: int = 0, last: int = N) -> Any:
+    return np.ascontiguousarray(LABELS[:, :, first:last, :last])
+
+
+def rat_sql_of(first: int = 0, last: int = N, **t: Any) -> Any:
     return (
         relpos.Shaw(t["key_table"], t["value_table"]),
-        relpos.ShawGraph(t["key_table_2"], t["value_table_2"], labels=LABELS),
+        relpos.ShawGraph(t["key_table_2"], t["value_table_2"], labels=labels_of(first, last)),
     )
+
+
+def cross_of(first: int = 0, last: int = N, **t: Any) -> Any:
+    places = QUERY_PLACES[first:last], KEY_PLACES[:last]
+    return relpos.CrossPositions(relpos.Shaw(**t), *places)
+
+
+def cross_xl_of(first: int = 0, last: int = N, **t: Any) -> Any:
+    places = [QUERY_PLACES[first:last]] * B, [KEY_PLACES[:last]] * B
+    return relpos.CrossPositions(relpos.TransformerXL(**t), *places)
 
 
 def plane_of(**t: Any) -> Any:
@@ -327,15 +345,21 @@ EXAMPLES: dict[str, Example] = {
         graph,
         {"key_table": (H, 6, D), "value_table": (6, D), "bias_table": (H, 6)},
         lengths=False,
+        cut=lambda first, last, **t: relpos.ShawGraph(**t, labels=labels_of(first, last)),
     ),
     "rat-sql": Example(
         rat_sql_of,
         rat_sql,
         both(5) | {"key_table_2": (6, D), "value_table_2": (6, D)},
         lengths=False,
+        cut=rat_sql_of,
     ),
     "edges": Example(
-        lambda **t: relpos.ShawGraph(**t, edges=edge_list()), edge_graph, both(3), lengths=False
+        lambda **t: relpos.ShawGraph(**t, edges=edge_list()),
+        edge_graph,
+        both(3),
+        lengths=False,
+        cut=lambda first, last, **t: relpos.ShawGraph(**t, edges=edge_list(first, last)),
     ),
     "xl": Example(lambda **t: relpos.TransformerXL(**t), xl, XL),
     "xl clamped": Example(
@@ -417,18 +441,18 @@ EXAMPLES: dict[str, Example] = {
         {"slopes": (H,)},
     ),
     "cross positions": Example(
-        lambda **t: relpos.CrossPositions(relpos.Shaw(**t), QUERY_PLACES, KEY_PLACES),
+        cross_of,
         cross,
         both(5),
         lengths=False,
+        cut=cross_of,
     ),
     "cross positions, xl": Example(
-        lambda **t: relpos.CrossPositions(
-            relpos.TransformerXL(**t), [QUERY_PLACES] * B, [KEY_PLACES] * B
-        ),
+        cross_xl_of,
         cross_xl,
         {"position_weight": (H * D, 6)},
         lengths=False,
+        cut=cross_xl_of,
     ),
     "plane": Example(
         plane_of,
