@@ -233,11 +233,16 @@ static void backward_queries(const backward_item *item, backward_scratch *w,
 
 /* ---- a block ------------------------------------------------------------- */
 
-/* The keys that query i sees. */
+/* The keys that query i sees. Through a mask they are counted once, by the first item that has its
+ * chunk of queries: no two have it in one phase. */
 static int64_t keys_of_row(const backward_item *item, int64_t i) {
   const stretch seen = keys_seen(&item->seq, &item->sees, i, 1);
   if (!item->pairs.mask || seen.begin >= seen.end) return seen.end - seen.begin;
-  return mask_count(mask_row(&item->pairs, &item->seq, i) + seen.begin, seen.end - seen.begin);
+  int64_t *const known = item->unmasked + lse_at(item->args->shape, &item->seq, item->head) + i;
+  if (*known < 0) {
+    *known = mask_count(mask_row(&item->pairs, &item->seq, i) + seen.begin, seen.end - seen.begin);
+  }
+  return *known;
 }
 
 /* -lse_i and -delta_i of a block. A row that saw no key starts at -inf: its weights

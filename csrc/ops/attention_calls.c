@@ -107,6 +107,7 @@ typedef struct backward_call {
   const rpi_attention_backward_args *args;
   bounds n;
   slot_list list;
+  int64_t *unmasked;          /* backward_item */
   backward_scratch **scratch; /* [workers] */
 } backward_call;
 
@@ -153,6 +154,7 @@ static void backward_task(void *context, int64_t task, int worker) {
         .n = call->n,
         .pairs = pair_terms_of(s, at->head, p.b),
         .sums = at,
+        .unmasked = call->unmasked,
         .term = {key_term(s, at->head), value_term(s, at->head)},
         .width = {s->D, s->Dv},
         .padded = {call->n.width, call->n.value_width},
@@ -171,10 +173,17 @@ static void backward_task(void *context, int64_t task, int worker) {
   }
 }
 
+/* Rows of a call that have a number for its mask. */
+static int64_t masked_rows(const rp_attention *s) {
+  if (!s->mask.data) return 0;
+  return s->H * (s->offsets ? s->offsets[s->B] : s->B * s->N);
+}
+
 /* The one list of what backward needs, for counting and for carving. */
 static void carve_backward(rpi_arena *arena, const rp_attention *s, int workers,
                            backward_call *call) {
   call->list = slots_carve(arena, s, &call->n);
+  call->unmasked = rpi_arena_take(arena, masked_rows(s), sizeof *call->unmasked);
   call->scratch = rpi_arena_take(arena, workers, sizeof *call->scratch);
   for (int worker = 0; worker < workers; worker++) {
     backward_scratch *const scratch = take_backward(arena, &call->n, s);
@@ -189,6 +198,7 @@ static rp_status attention_backward_by(const rpi_attention_backward_args *args, 
   rpi_arena arena = rpi_arena_over(args->workspace, args->workspace_bytes);
   carve_backward(&arena, s, workers, &call);
   RPI_TRY(check_carved(&arena, workers));
+  for (int64_t i = 0; i < masked_rows(s); i++) call.unmasked[i] = -1;
   const int64_t phases = phase_count(s);
   for (int64_t phase = 0; phase < phases; phase++) {
     slots_open(&call.list, phase, args->gradients);

@@ -100,6 +100,7 @@ typedef struct backward_item {
   bounds n;
   pair_terms pairs;
   const slot *sums;
+  int64_t *unmasked; /* [as lse]: keys that a row sees through a dense mask; -1: not counted yet */
   /* of each side */
   term term[SIDES];
   int64_t width[SIDES], padded[SIDES];
