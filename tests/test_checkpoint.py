@@ -22,6 +22,7 @@ import pytest
 
 import relpos
 from relpos.train import Checkpoint, CheckpointError, CheckpointWarning, checkpoint, newest
+from relpos.train.average import average
 from small_model import assert_same_bits, pairs, small_config, small_model
 
 
@@ -239,19 +240,25 @@ CALLS = ("mkdir", "open", "write", "fsync", "close", "rename", "listdir", "scand
 
 
 @contextmanager
-def failing(at: int) -> Iterator[list[str]]:
-    """The call of that number, counted over all of CALLS, says that the disk is full."""
-    made: list[str] = []
+def failing(at: int) -> Iterator[list[tuple[str, Path]]]:
+    """The call of that number, counted over all of CALLS, says that the disk is full; 0: none does.
+    What was called, and for which path."""
+    made: list[tuple[str, Path]] = []
     real = {name: getattr(os, name) for name in CALLS}
+    opened: dict[int, Path] = {}
 
     def wrapped(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            made.append(name)
+            given = arguments[0]
+            made.append((name, opened.get(given, Path()) if type(given) is int else Path(given)))
             if len(made) == at:
                 if name == "close":
                     real[name](*arguments)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real[name](*arguments, **keywords)
+            returned = real[name](*arguments, **keywords)
+            if name == "open":
+                opened[returned] = Path(given)
+            return returned
 
         return call
 
@@ -259,6 +266,42 @@ def failing(at: int) -> Iterator[list[str]]:
         for name in CALLS:
             patch.setattr(os, name, wrapped(name))
         yield made
+
+
+def synced(made: list[tuple[str, Path]]) -> set[Path]:
+    """What was synced and not written to since, among the calls that `failing` tells of."""
+    last = {path: name for name, path in made if name in ("write", "fsync")}
+    return {path for path, name in last.items() if name == "fsync"}
+
+
+def there(folder: Path, partial: Path) -> set[Path]:
+    """All that lies in a folder, by the names that it had in another one."""
+    return {partial / path.relative_to(folder) for path in folder.rglob("*")}
+
+
+def test_a_loss_of_power_leaves_no_half_of_it(tmp_path: Path) -> None:
+    """All is synced before the manifest is begun, the manifest before the rename, and then that."""
+    with failing(0) as made:
+        saved = checkpoint.save(tmp_path, trained(1, ema=0.9), tokenizer=OneFile())
+    [(at, partial)] = [(i, path) for i, (name, path) in enumerate(made) if name == "rename"]
+    manifest = partial / "manifest.json"
+    begun = made.index(("open", manifest))
+    files = there(saved.folder, partial) - {manifest}
+    assert len(files) == 8 and synced(made[:begun]) == files
+    assert {path for name, path in made[begun:] if name == "write"} == {manifest}
+    assert synced(made[begun:at]) == {manifest, partial}
+    assert synced(made[at:]) == {tmp_path}
+
+
+def test_nor_half_of_a_mean(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path / "run", trained(1), tokenizer=OneFile())
+    with failing(0) as made:
+        average([saved], tmp_path / "means" / "mean")
+    [(at, partial)] = [(i, path) for i, (name, path) in enumerate(made) if name == "rename"]
+    files = there(tmp_path / "means" / "mean", partial)
+    assert partial / "tokenizer" / "inner" / "words.txt" in files
+    assert files | {partial, tmp_path} <= synced(made[:at])
+    assert synced(made[at:]) == {tmp_path / "means"}
 
 
 def test_every_call_failing_in_turn(tmp_path: Path) -> None:
@@ -281,7 +324,7 @@ def test_every_call_failing_in_turn(tmp_path: Path) -> None:
                 assert [str(each.message) for each in warned] == [
                     f"{tmp_path}: no old checkpoint removed: {os.strerror(errno.ENOSPC)}"
                 ]
-        seen.add(made[at - 1])
+        seen.add(made[at - 1][0])
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of anything that is half there
             assert newest(tmp_path) is not None

@@ -12,8 +12,17 @@ from pathlib import Path
 import numpy as np
 
 from relpos.config import Config
+from relpos.data.files import sync_folder
 from relpos.model import Transformer
-from relpos.train.checkpoint import CONFIG, MODEL, TOKENIZER, Checkpoint, write_json
+from relpos.train.checkpoint import (
+    CONFIG,
+    MODEL,
+    TOKENIZER,
+    Checkpoint,
+    make_folder,
+    sync_files,
+    write_json,
+)
 
 # How a run is trained may change on the way, what it trains may not; its seed made the weights.
 HOW = frozenset(
@@ -30,7 +39,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
 
     checkpoints: Checkpoint each, of one model: another one is refused by the name of the field that
         differs.
-    folder: str or PathLike. Made, and there only when it is whole.
+    folder: str or PathLike. Made, and there only when it is whole, as a checkpoint is.
 
     Returns the path of the weights.
     """
@@ -46,7 +55,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
     model = Transformer(config, tokens=config.max_length, sentences=1, training=False)
     put_mean(model, [each.folder / MODEL for each in checked])
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".partial-mean-{path.name}-{os.getpid()}")
     try:
         partial.mkdir()
@@ -56,10 +65,13 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
         write_json(partial / "average.json", {"steps": steps})
         if (tokenizer := checked[-1].tokenizer) is not None:
             shutil.copytree(tokenizer, partial / TOKENIZER)
+        sync_files(partial)
+        sync_folder(partial)
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    sync_folder(path.parent)
     return path / MODEL
 
 

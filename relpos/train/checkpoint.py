@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +251,7 @@ def save(
 def _save(
     folder: Path, model: Transformer, state: dict[str, Any], tokenizer: Saves | None
 ) -> Checkpoint:
-    _make_folder(folder)
+    make_folder(folder)
     _remove_partial(folder)
     partial = folder / f"{_PARTIAL}{os.getpid()}-{next(_ordinals)}"
     try:
@@ -281,26 +281,28 @@ def _write(
     if tokenizer is not None:
         save_subwords(partial / TOKENIZER, tokenizer)
     files = {}
-    for path in sorted(_files_of(partial)):
-        # The model's files are synced already, those of subwords may not be.
-        _sync_file(path)
+    for path in sync_files(partial):
         name = path.relative_to(partial).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(str(path))}
     write_json(partial / MANIFEST, {"format": _FORMAT, "files": files})
     sync_folder(partial)
 
 
-def _files_of(partial: Path) -> Iterator[Path]:
-    """Every file in a folder and below it; the folders below it are synced."""
+def sync_files(partial: Path) -> list[Path]:
+    """Every file in a folder and below it, synced, as the folders below it are."""
 
     def stop(error: OSError) -> None:
         raise error  # a folder that cannot be listed would be left out in silence
 
+    files = []
     for folder, _, names in os.walk(partial, onerror=stop):
         for name in names:
-            yield Path(folder) / name
+            # The model's files are synced already, those of subwords may not be.
+            _sync_file(Path(folder) / name)
+            files.append(Path(folder) / name)
         if Path(folder) != partial:
             sync_folder(Path(folder))
+    return sorted(files)
 
 
 def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
@@ -347,7 +349,7 @@ def _remove(folder: Path, ignore_errors: bool = False) -> None:
         shutil.rmtree(folder, ignore_errors=ignore_errors)
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """With the folders above it, each of them synced into the one that holds it."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
