@@ -217,13 +217,31 @@ def test_nothing_to_find(tmp_path: Path) -> None:
 
 
 def test_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = trained(1)
-    build = {"version": relpos.__version__, "isa": "other", "blas": relpos.build_info()["blas"]}
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_build", lambda: build)
-        saved = checkpoint.save(tmp_path, model)
-    with pytest.warns(CheckpointWarning, match=r"another build \(isa other then and \w+ now\)"):
-        saved.restore(small_model())
+    """Is told, a device and a precision too; not what older versions did not save."""
+    model, same = trained(1), relpos.build_info()
+    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16"}
+    build = {"version": same["version"], "isa": "other", "blas": same["blas"]}
+    cpu = {"device": "cpu", "precision": "f32"}
+    for changes, told in (
+        (build, r"isa other then and \w+ now"),
+        (build | cpu, r"isa other then and \w+ now"),
+        (
+            build | gpu | {"isa": same["isa"]},
+            "device NVIDIA H100 80GB HBM3 then and cpu now, precision bf16 then and f32 now",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_build", lambda _, changes=changes: changes)
+            saved = checkpoint.save(tmp_path, model)
+        with pytest.warns(CheckpointWarning, match=rf"another build or device \({told}\)"):
+            saved.restore(small_model())
+    state = checkpoint.save(tmp_path, model).state
+    assert state["build"] == build | cpu | {"isa": same["isa"]}
+    for older in ({}, {"build": build | {"isa": same["isa"]}}):
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            patch.setattr(checkpoint, "read_json", lambda _, older=older: older)
+            assert saved.restore(small_model()) == older
 
 
 def test_what_was_cut_off_is_cleared_away(tmp_path: Path) -> None:

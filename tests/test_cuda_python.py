@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import relpos
+from relpos.train import CheckpointWarning, checkpoint
 from small_model import BOS, EOS, assert_same_bits, pairs, sentences, small_config
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -161,6 +164,19 @@ def test_an_open_model_is_copied_to_the_device(tmp_path: Path) -> None:
     host = relpos.Transformer.load(file, training=False)
     device = relpos.Transformer.load(file, training=False, device="cuda")
     assert_same_bits(device.parameters, host.parameters)
+
+
+def test_a_checkpoint_tells_where_it_was_made(tmp_path: Path) -> None:
+    """By what the device is, not by its number."""
+    config = config_of(SCHEMES["shaw"])
+    saved = checkpoint.save(tmp_path, model_on("cuda", config, precision="bf16"))
+    title = relpos.devices()[1].title
+    told = rf"\(device {re.escape(title)} then and cpu now, precision bf16 then and f32 now\)"
+    with pytest.warns(CheckpointWarning, match=told):
+        saved.restore(model_on("cpu", config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved.restore(model_on("cuda:0", config, precision="bf16"))
 
 
 def test_profile_and_precision() -> None:

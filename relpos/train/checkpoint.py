@@ -7,7 +7,7 @@
         average.safetensors     the average of the weights, likewise, where config.ema is not 0
         optimizer.safetensors   moments, averages and counters
         config.json             the configuration once more, to be read by people
-        state.json              step, attempt, epoch, place in the data, seeds, what the build was
+        state.json              step, attempt, epoch, place in the data, seeds, build and device
         tokenizer/              the subwords, as they save themselves
         manifest.json           size and SHA-256 of every other file, written last
       .partial-4711-0/          one that is being written, or that was cut off
@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from relpos.config import Config
 from relpos.data.files import named, sha256_of, sync_folder
 from relpos.data.subwords import save_subwords
-from relpos.library import build_info
+from relpos.library import build_info, devices
 from relpos.model import Transformer
 
 MODEL = "model.safetensors"
@@ -52,7 +52,8 @@ _PARTIAL = ".partial-"
 _OURS = re.compile(
     re.escape(_PARTIAL) + r"\d+-\d+"
 )  # not that of a mean, which another process may write
-_BUILD = ("version", "isa", "blas")  # what the bits of a run depend on
+# What the bits of a run depend on.
+_BUILD = ("version", "isa", "blas", "device", "precision")
 
 
 class Saves(Protocol):
@@ -123,19 +124,22 @@ class Checkpoint:
     def restore(self, model: Transformer) -> dict[str, Any]:
         """Puts weights, moments, averages and counters into a model; returns the state.
 
-        Warns where the build differs in what decides rounding: the run goes on, not to the bit.
+        Warns where build, device or precision differ in what decides rounding: the run goes on, not
+        to the bit. What an older version did not save is not compared.
         """
         state = self.state
         model.restore(self.folder / MODEL)
         model.restore(self.folder / OPTIMIZER, "optimizer")
-        then, now = state.get("build"), _build()
-        if isinstance(then, dict) and then != now:
-            changed = ", ".join(
-                f"{name} {then.get(name)} then and {now[name]} now"
-                for name in _BUILD
-                if then.get(name) != now[name]
+        then, now = state.get("build"), _build(model)
+        changed = ", ".join(
+            f"{name} {then[name]} then and {now[name]} now"
+            for name in _BUILD
+            if isinstance(then, dict) and name in then and then[name] != now[name]
+        )
+        if changed:
+            message = (
+                f"{self.folder}: saved by another build or device ({changed}): equal up to rounding"
             )
-            message = f"{self.folder}: saved by another build ({changed}): equal up to rounding"
             warnings.warn(message, CheckpointWarning, stacklevel=2)
         return state
 
@@ -236,7 +240,7 @@ def save(
         raise ValueError(f"keep: expected 1 or more, got {keep}")
     folder = Path(run)
     step, attempt = model.counters
-    whole = {**(state or {}), "step": step, "attempt": attempt, "build": _build()}
+    whole = {**(state or {}), "step": step, "attempt": attempt, "build": _build(model)}
     try:
         saved = _save(folder, model, whole, tokenizer)
     except OSError as error:
@@ -357,9 +361,16 @@ def make_folder(folder: Path) -> None:
         sync_folder(path.parent)
 
 
-def _build() -> dict[str, str]:
-    info = build_info()
-    return {"version": info["version"], "isa": info["isa"], "blas": info["blas"]}
+def _build(model: Transformer) -> dict[str, str]:
+    """With the device by its title: which of several alike it was changes no bit."""
+    info, device = build_info(), model.device
+    if device != "cpu":
+        name = device if ":" in device else f"{device}:0"
+        device = next(each.title for each in devices() if each.name == name)
+    return {
+        "version": info["version"], "isa": info["isa"], "blas": info["blas"],
+        "device": device, "precision": model.precision,
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
