@@ -423,6 +423,9 @@ model = here.trained(1)
 before = here.Path(sys.argv[1]) / "before"
 old = checkpoint.save(before, model)
 model.step(here.pairs())
+unbroken = here.trained(1)
+for seed in (0, 2):
+    unbroken.step(here.pairs(seed=seed))
 lost = kept = 0
 for at in range(1, 1000):
     run = before.with_name(f"run-{at}")
@@ -449,10 +452,16 @@ for at in range(1, 1000):
         assert os.WEXITSTATUS(status) == 0
         break
     assert os.WTERMSIG(status) == signal.SIGKILL
-    step = newest(run).step
+    found, again = newest(run), here.small_model()
+    step = found.step
     assert step in (1, 2)
     lost += step == 1
     kept += step == 2
+    found.restore(again)
+    for seed in (0, 2)[step - 1 :]:
+        again.step(here.pairs(seed=seed))
+    assert again.counters == unbroken.counters == (3, 3)
+    here.assert_same_bits(here.state_of(again), here.state_of(unbroken))
 saved = checkpoint.save(before.with_name("run-20"), model, keep=1)
 assert here.names(saved.folder.parent) == [saved.folder.name]
 print(lost, kept)
@@ -460,7 +469,8 @@ print(lost, kept)
 
 
 def test_kill_in_the_middle_of_saving(tmp_path: Path) -> None:
-    """At every call that touches the disk: what is found is the old one or the new one, whole."""
+    """At every call that touches the disk: what is found is the old one or the new one, whole, and
+    goes on from there as if nothing had been."""
     done = run_script(KILLED_WHILE_SAVING, tmp_path)
     assert done.returncode == 0, done.stderr
     lost, kept = map(int, done.stdout.split())
