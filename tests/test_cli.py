@@ -225,6 +225,34 @@ def test_going_on_as_it_was(run: SimpleNamespace, capsys: Capture, tmp_path: Pat
     assert "learning_rate=0.003, and 0.002 before" in capsys.readouterr().err
 
 
+LIMITED = """
+import os, resource, sys
+most = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+os.execv(sys.executable, [sys.executable, "-m", "relpos", *sys.argv[2:]])
+"""
+
+
+def test_no_space_for_a_checkpoint(run: SimpleNamespace, tmp_path: Path) -> None:
+    """A sentence and a status; with space the run goes on from the last one, bit for bit."""
+    made, last = tmp_path / "run", "step-000000030"
+    shutil.copytree(run.made, made)
+    shutil.rmtree(made / last)
+    before = sorted(made.rglob("*"))
+    most = (run.made / last / checkpoint.OPTIMIZER).stat().st_size - 1
+    command = ("train", "--resume", "--output", str(made), "--progress", "none")
+    failed = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(most), *command],
+        capture_output=True, text=True, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    told = rf"relpos: cannot write '{made}/\S+/optimizer\.safetensors': File too large\n"
+    assert re.fullmatch(told, failed.stderr) and failed.returncode == 1
+    assert sorted(made.rglob("*")) == before
+    assert cli.main([*command]) == 0
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER):
+        assert (made / last / name).read_bytes() == (run.made / last / name).read_bytes()
+
+
 def test_subwords_by_themselves(capsys: Capture, tmp_path: Path) -> None:
     """Few lines give few tokens; a model of sentencepiece is taken as it is."""
     pytest.importorskip("sentencepiece")
