@@ -178,11 +178,9 @@ class DeviceArray:
         return self.constant(self.numpy() + other.numpy())
 
     def through(self, name: str, change: Callable[[Any], Any]) -> DeviceArray:
-        """change(self), for schemes whose tables are made of their parameters."""
-        raise TypeError(
-            f"{name}: the scheme computes with it, which relpos does not do on {self.device} for "
-            "arrays of any library; relpos.torch does, for tensors"
-        )
+        """change(self), for schemes whose tables are made of their parameters: on the host, and so
+        waited for."""
+        return self.constant(change(self.numpy()))
 
     def on(self, stream: int) -> DeviceArray:
         """The same array, to be read on this stream. What relpos itself has computed is in order

@@ -52,6 +52,12 @@ SCHEMES: dict[str, tuple[Make, list[tuple[int, ...]]]] = {
         [(H, 8, D), (H, 8, D)],
     ),
     "alibi": (lambda: relpos.ALiBi(), []),
+    "alibi, learned": (lambda a: relpos.ALiBi(a), [(H,)]),
+    "t5": (lambda a: relpos.T5Bias(a, max_distance=9, bias_scale=2.0), [(8, H)]),
+    "transformer-xl": (
+        lambda a, b, c: relpos.TransformerXL(a, b, c),
+        [(H * D, 6), (H, D), (H, D)],
+    ),
     "rope": (lambda: relpos.RoPE(), []),
     "rope, alibi": (lambda: (relpos.RoPE(pairing="interleaved"), relpos.ALiBi()), []),
     "labels": (
@@ -628,12 +634,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         lambda: {"mask": Foreign(rows(N, M))},
         TypeError,
         "mask: lies on cuda:0; relpos reads it on the host, copy it there",
-    ),
-    "a scheme that computes": (
-        lambda: {"position": relpos.T5Bias(Foreign(rows(8, H)))},
-        TypeError,
-        "bias_table: the scheme computes with it, which relpos does not do on cuda:0 for arrays of "
-        "any library; relpos.torch does, for tensors",
     ),
     "DLPack 2": (
         lambda: {"q": Foreign(qkv()[0], major=2)},

@@ -102,7 +102,7 @@ def on_host(name: str, x: Any) -> Any:
 
 
 def through(name: str, table: Any, change: Callable[[Any], Any]) -> Any:
-    """change(table), computed where the table lies: with NumPy on the host, with torch in
+    """change(table): with NumPy on the host, also of arrays on a device, and with torch in
     relpos.torch. `change` uses what both have, and the functions below."""
     if isinstance(table, DeviceArray):
         return table.through(name, change)
