@@ -14,8 +14,9 @@ from pathlib import Path
 
 import relpos
 
-if len(sys.argv) == 3:
-    pairs, folder = list(relpos.data.read_pairs(*sys.argv[1:])), Path("run")
+if len(sys.argv) > 1:
+    source, target = sys.argv[1:]
+    pairs, folder = list(relpos.data.read_pairs(source, target)), Path("run")
     config, subwords = relpos.Config.preset("small"), None  # pieces of words, learned from the text
 else:
     random.seed(1)
@@ -26,7 +27,7 @@ else:
     config = config.replace({"learning_rate": 0.003, "warmup": 100, "steps": 400})
     folder = Path(tempfile.mkdtemp()) / "run"
 
-held = len(pairs) // 100
+held = max(len(pairs) // 100, 1)
 trainer = relpos.Trainer(
     config,  # .replace({"encoder.k": 8, "dropout": 0.3}) and so on: docs/presets.md
     pairs[:-held],
