@@ -295,6 +295,83 @@ static void test_step_without_memory(void) {
   rp_set_threads(0);
 }
 
+/* Two batches of which the second takes more workspace than the first. */
+static void growing(rp_batch batches[2]) {
+  static const int32_t tokens[40] = {3, 1, 4, 1, 5, 9, 2, 6};
+  static const int64_t offsets[] = {0, 20, 33, 40};
+  batches[0] = batches[1] = batch_of();
+  batches[0].sentences = 2;
+  batches[1].source = batches[1].target = batches[1].labels = tokens;
+  batches[1].source_offsets = batches[1].target_offsets = offsets;
+}
+
+static rp_status step_both(rp_model *model) {
+  rp_batch batches[2];
+  rp_result result = {.struct_size = sizeof result};
+  growing(batches);
+  return rp_model_step(model, batches, 2, &result);
+}
+
+static rp_status backward_both(rp_model *model) {
+  rp_batch batches[2];
+  growing(batches);
+  const rp_status status = rp_model_backward(model, &batches[0], NULL);
+  return status == RP_OK ? rp_model_backward(model, &batches[1], NULL) : status;
+}
+
+/* With one thread; more of them, set afterwards, take more workspace than was planned. */
+static rp_model *stepped(const char *position, int recompute) {
+  rp_config config = config_of(position);
+  const rp_limits limits = limits_of(recompute);
+  rp_model *model = NULL;
+  config.dropout = config.attention_dropout = 0.1; /* masks tell of an attempt that was counted */
+  rp_set_threads(1);
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  step(model, RP_OK);
+  rp_set_threads(8);
+  return model;
+}
+
+/* Whichever allocation fails, of the first batch or the second: weights stay, what was accumulated
+ * is dropped, and the next step is as if the call had never been. */
+static void test_no_call_without_memory(const char *position, int recompute,
+                                        rp_status (*call)(rp_model *)) {
+  for (int64_t fail_at = 0;; fail_at++) {
+    ledger l = {.fail_at = -1};
+    const rpi_allocator allocator = {allocate, release, &l};
+    rpi_set_allocator(&allocator);
+    rp_model *const model = stepped(position, recompute);
+    rp_model *const other = stepped(position, recompute);
+    const uint64_t before = digest(model);
+    l.fail_at = l.calls + fail_at;
+    const rp_status status = call(model);
+    const bool failed = l.calls > l.fail_at;
+    CHECK_INT(status, failed ? RP_ERROR_MEMORY : RP_OK);
+    if (failed) {
+      CHECK_TEXT(rp_last_error(), "no memory for attention's workspace");
+      CHECK(digest(model) == before);
+      CHECK_INT(rp_model_update(model, NULL), RP_ERROR_ORDER);
+      l.fail_at = -1;
+      const int64_t calls = l.calls;
+      CHECK_INT(step_both(model), RP_OK);
+      CHECK(l.calls > calls); /* it asks again for what it did not get */
+      CHECK_INT(step_both(other), RP_OK);
+      CHECK(digest(model) == digest(other));
+      CHECK(digest(model) != before);
+    }
+    rp_model_free(model);
+    rp_model_free(other);
+    CHECK_INT(l.held, 0);
+    rpi_set_allocator(NULL);
+    if (!failed) {
+      CHECK_INT(fail_at, 2); /* one of each batch */
+      break;
+    }
+    if (!CHECK(fail_at < 100)) break;
+  }
+  rp_set_threads(0);
+}
+
 static void test_files_without_memory(void) {
   const rp_config config = config_of("shaw");
   const rp_limits limits = limits_of(0);
@@ -661,6 +738,11 @@ int main(void) {
   test_huge();
   test_create_without_memory();
   test_step_without_memory();
+  for (int i = 0; i < 4; i++) {
+    const char *const position = i < 2 ? "shaw" : "transformer-xl";
+    test_no_call_without_memory(position, i % 2, step_both);
+    test_no_call_without_memory(position, i % 2, backward_both);
+  }
   test_files_without_memory();
   test_null();
   test_arguments();
