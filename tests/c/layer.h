@@ -44,12 +44,12 @@ typedef struct array {
 } array;
 
 static inline array array_of(const char *name, int64_t count, real value) {
-  real *const memory = malloc((size_t)(count + 2 * MARGIN) * sizeof(real));
-  if (memory == NULL) abort();
+  real *const block = malloc((size_t)(count + 2 * MARGIN) * sizeof(real));
+  if (block == NULL) abort();
   for (int64_t i = 0; i < count + 2 * MARGIN; i++) {
-    memory[i] = i < MARGIN || i >= count + MARGIN ? CANARY : value;
+    block[i] = i < MARGIN || i >= count + MARGIN ? CANARY : value;
   }
-  return (array){memory + MARGIN, count, name};
+  return (array){block + MARGIN, count, name};
 }
 
 static inline array array_random(const char *name, int64_t count, double scale) {

@@ -7,6 +7,8 @@
  * width / 2 products and their sum or difference; a gradient a sum over all distances, of what two
  * rows give: so many roundings of the sum of the magnitudes are allowed, and no more.
  */
+#define _POSIX_C_SOURCE 200809L
+
 #include "model/waves.h"
 
 #include <float.h>
@@ -15,6 +17,7 @@
 #include <string.h>
 
 #include "base/memory.h"
+#include "faults.h"
 #include "layer.h"
 
 typedef struct sides {
@@ -247,9 +250,9 @@ static void *refuse(void *context, size_t bytes) {
   (void)bytes;
   return NULL;
 }
-static void keep(void *context, void *memory) {
+static void keep(void *context, void *block) {
   (void)context;
-  (void)memory;
+  (void)block;
 }
 
 static void test_public(void) {
@@ -289,6 +292,37 @@ static void test_public(void) {
   release(&t);
 }
 
+/* Every allocation fails in turn: what there was before it is given back, nothing is written. */
+static void test_without_memory(bool gradient, bool made) {
+  trial t = open_trial(&cases[4]);
+  const sides *const s = &t.s;
+  const real *const waves = made ? NULL : t.waves;
+  const int64_t count = gradient ? s->H * s->D * s->width : s->H * s->D * rows_of(s);
+  real *const to = gradient ? t.dweight : t.table, *const before = numbers(count);
+  memcpy(before, to, (size_t)count * sizeof *before);
+  rpi_set_allocator(&faulty_allocator);
+  int n = 1;
+  for (; n < 100; n++) {
+    reset();
+    memory.fail_at = n;
+    const rp_status status =
+        gradient ? rp_wave_gradient(s->H, s->D, s->width, s->left, s->right, waves, t.dtable, to)
+                 : rp_wave_table(s->H, s->D, s->width, s->left, s->right, waves, t.weight, to);
+    CHECK_INT(memory.held, 0);
+    if (memory.calls < n) {
+      CHECK_INT(status, RP_OK);
+      break;
+    }
+    CHECK_INT(status, RP_ERROR_MEMORY);
+    CHECK_TEXT(rp_last_error(), "wave table: no memory for ");
+    CHECK(memcmp(to, before, (size_t)count * sizeof *before) == 0);
+  }
+  CHECK_INT(n, made ? 4 : 2); /* the last finds nothing to fail */
+  rpi_set_allocator(NULL);
+  rpi_release(before);
+  release(&t);
+}
+
 int main(void) {
   for (int i = 0; table_at(i) != NULL; i++) {
     test_formula(table_at(i));
@@ -298,5 +332,6 @@ int main(void) {
   test_made();
   test_made_far();
   test_public();
+  for (int i = 0; i < 4; i++) test_without_memory(i % 2, i / 2);
   return check_report();
 }
