@@ -307,6 +307,35 @@ def test_bad_batches_are_refused(
         assert model.step(pairs()).finite == 1
 
 
+def graphs_of(lengths: tuple[int, ...]) -> list[Any]:
+    """Of two relations, with every label that there may be."""
+    return [np.arange(n * n).reshape(n, n) % 3 - 1 for n in lengths]
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("label", [-2, 2, 5])
+def test_labels_of_graphs_out_of_range_are_refused(core: Core, side: str, label: int) -> None:
+    """Each would be looked up in a table of two rows."""
+    lengths = (1, 2, 3)
+    good = {"source": graphs_of(lengths), "target": graphs_of(lengths)}
+    bad = {name: [graph.copy() for graph in graphs] for name, graphs in good.items()}
+    bad[side][1][1, 0] = label
+    tokens = sentences(0, lengths)
+    fine, wrong = (Sentences(tokens, tokens, tokens, *both.values()) for both in (good, bad))
+    changes = SMALL | {"encoder.relations": 2, "decoder.relations": 2}
+    with Model(Config(core, "tiny", changes)) as model:
+        before = bits(model)
+        with pytest.raises(CoreError) as refused:
+            model.step(fine, wrong)
+        assert refused.value.status == ARGUMENT
+        assert refused.value.message == (
+            f"batches[1]: {side}_graphs has label {label} at (1, 0) of sentence 1, "
+            "must be from -1 to 1"
+        )
+        assert bits(model) == before
+        assert model.step(fine).finite == 1
+
+
 def test_calls_in_the_wrong_order_are_refused(core: Core) -> None:
     with Model(Config(core, "tiny", SMALL)) as model:
         with pytest.raises(CoreError, match="nothing is accumulated") as refused:
