@@ -432,6 +432,28 @@ def test_uninstall_leaves_what_is_not_ours(tmp_path: Path) -> None:
     assert not (prefix / "include" / "relpos").exists()
 
 
+def test_make_needs_no_python(tmp_path: Path) -> None:
+    """To build and to install, away from any repository; of `make test`, what it would run."""
+    marker, tools, copy = tmp_path / "called", tmp_path / "tools", tmp_path / "copy"
+    for folder in ("csrc", "tests/c"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    for name in ("Makefile", "cuda/cuda.mk"):
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
+    tools.mkdir()
+    for name in ("python", "python3", Path(sys.executable).name):
+        tool = tools / name
+        tool.write_text(f'#!/bin/sh\necho "$0 $*" | tee -a "{marker}"\nexit 99\n')
+        tool.chmod(0o755)
+    path = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    prefix, quick = f"PREFIX={tmp_path / 'prefix'}", ("VARIANT=debug", "BLAS=builtin")
+    run("make", "-s", "-j2", *quick, "all", "install", prefix, cwd=copy, **path)
+    assert (tmp_path / "prefix" / "lib" / "libcore.so").exists()
+    told = run("make", "-n", *quick, "test", cwd=copy, **path)
+    assert "build/debug/tests/test_model" in told and not re.search(r"\bpython", told)
+    assert not marker.exists(), marker.read_text()
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
