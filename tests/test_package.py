@@ -454,6 +454,28 @@ def test_make_needs_no_python(tmp_path: Path) -> None:
     assert not marker.exists(), marker.read_text()
 
 
+def test_a_blas_by_its_path(tmp_path: Path) -> None:
+    """That library is used, by whatever prefix its names have, and no other in its absence."""
+    openblas = relpos.library_dir() / "libscipy_openblas.so"
+    if not openblas.exists():
+        pytest.skip("the package was built without OpenBLAS")
+    named, build = tmp_path / "libnamed.so", tmp_path / "build"
+    named.symlink_to(openblas)
+    make(build, "-j2", "VARIANT=debug", f"BLAS={named}", f"{build}/libcore.a")
+    (tmp_path / "program.c").write_text(BLAS)
+    flags = (f"-I{ROOT}/csrc/include", build / "libcore.a", "-lm", "-ldl", "-pthread")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    run(*compiler, "program.c", *flags, "-o", "program", cwd=tmp_path)
+    assert run(tmp_path / "program", cwd=tmp_path).startswith("OpenBLAS 0.3.34")
+    named.unlink()
+    assert run(tmp_path / "program", cwd=tmp_path) == f"builtin ({named} not found)\n"
+
+
+def test_a_blas_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    said = make(tmp_path, f"BLAS={tmp_path}/libnone.so", "all", fails=True)
+    assert f"BLAS={tmp_path}/libnone.so: expected auto, builtin, a library's path" in said
+
+
 def test_an_unknown_variant_is_refused(tmp_path: Path) -> None:
     said = make(tmp_path, "VARIANT=debgu", "names", fails=True)
     assert "VARIANT=debgu: expected one of release debug" in said
