@@ -120,20 +120,20 @@ rp_status make_ready(State &s, int device) {
 rp_status not_given(cudaError_t error, int64_t bytes, const char *what) {
   if (error != cudaErrorMemoryAllocation) CUDA_TRY(error);
   (void)cudaGetLastError(); /* it has been seen */
-  return fail(RP_ERROR_MEMORY, "%lld bytes of %s cannot be had", static_cast<long long>(bytes),
-              what);
+  return fail(RP_ERROR_MEMORY, "cuda:%d: %lld bytes of %s cannot be had", context().device,
+              static_cast<long long>(bytes), what);
 }
 
 /* Both sides of a piece of staging memory. */
 rp_status allocate_both(int64_t bytes, char **on_host, char **on_device) {
   const auto size = static_cast<size_t>(bytes);
   cudaError_t error = cudaMallocHost(on_host, size);
-  if (error != cudaSuccess) return not_given(error, bytes, "page-locked memory");
+  if (error != cudaSuccess) return not_given(error, bytes, "page-locked memory for staging");
   error = cudaMalloc(on_device, size);
   if (error == cudaSuccess) return RP_OK;
   cudaFreeHost(*on_host);
   *on_host = nullptr;
-  return not_given(error, bytes, "device memory");
+  return not_given(error, bytes, "device memory for staging");
 }
 
 rp_status begin_staging(Staging &s) {

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -226,3 +230,75 @@ def test_a_fault_is_no_lack_of_memory(
     ):
         with pytest.raises(relpos.DeviceError, match="^CUDA: "):
             call()
+
+
+def first_gpu() -> relpos.Device:
+    return next(d for d in relpos.devices() if d.name == "cuda:0")
+
+
+def test_a_model_that_does_not_fit(emulated_device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever part finds no room: a sentence, and what was had before it is given back. One that
+    fits is made afterwards and computes the same."""
+    if emulated_device == Path("gpu"):
+        pytest.skip("the emulator is told how much memory there is")
+    config = config_of(SCHEMES["shaw"])
+    expected = model_on("cuda", config).step(pairs()).loss
+    gc.collect()
+    held = first_gpu().memory - first_gpu().memory_free
+    need = relpos.model_memory(config, tokens=256, sentences=32, device="cuda").total
+    said = "model: no memory for {} bytes on cuda; relpos.model_memory says what they are for"
+    for part in range(16):
+        monkeypatch.setenv("EMU_MEMORY", str(held + need * part // 16))
+        with pytest.raises(MemoryError, match=f"^{said.format(need)}$"):
+            model_on("cuda", config)
+        assert first_gpu().memory_free == need * part // 16
+    monkeypatch.setenv("EMU_MEMORY", str(held + need))
+    with pytest.raises(MemoryError, match=f"^{said.format('[0-9]{9}')}$"):
+        relpos.Transformer(config, tokens=1 << 16, sentences=32, device="cuda")
+    assert first_gpu().memory_free == need
+    assert model_on("cuda", config).step(pairs()).loss == expected
+    gc.collect()
+    assert first_gpu().memory_free == need
+
+
+FULL_FROM_THE_START = """
+import os
+import relpos
+from small_model import pairs, small_config
+
+def model(tokens):
+    return relpos.Transformer(small_config(), tokens=tokens, sentences=32, device="cuda")
+
+for room in (1000, 1000000):
+    os.environ["EMU_MEMORY"] = str(room)
+    try:
+        model(256)
+    except MemoryError as error:
+        print(error, "-", relpos.devices()[1].memory_free)
+os.environ["EMU_MEMORY"] = "40000000"
+try:
+    model(1 << 16)
+except MemoryError:
+    print("too large")
+print(model(256).step(pairs()).finite)
+"""
+
+
+def test_a_gpu_that_is_full_from_the_start(emulated_device: Path, tmp_path: Path) -> None:
+    """Nor has the first model, or the staging memory that comes with it, any room."""
+    if emulated_device == Path("gpu"):
+        pytest.skip("the emulator is told how much memory there is")
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_FROM_THE_START],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    model, staging, *others = done.stdout.splitlines()
+    assert model.startswith("model: no memory for ") and model.endswith(" - 1000")
+    expected = "cuda:0: 33554432 bytes of device memory for staging cannot be had - 1000000"
+    assert staging == expected
+    assert others == ["too large", "True"]
