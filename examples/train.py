@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a translation model on two text files, whose lines belong together, and see what it says:
 
-    python examples/train.py train.en train.de          into the folder `run`
+    python examples/train.py train.en train.de          into a new folder `run`
 
 Without files it learns to say lines backwards, in some ten seconds. The last hundredth of the lines
 is held out, for validation. `relpos train` does all of this and more.

@@ -206,8 +206,8 @@ def attention(
     mask: bool (N, M), (B, N, M) or (B|1, H|1, N, M), True: visible. For packed arrays a list of
         one (n, m) or (H|1, n, m) per sequence, or (flat, starts): the matrices end to end, (count,)
         or (H|1, count), and int (B,) where each begins. Together with causal, lengths and window,
-        only what all of them show is seen. On a CPU 64 keys that are hidden from 96 queries or
-        more side by side are left out: documents in one sequence cost what they see.
+        only what all of them show is seen. On a CPU tiles of 64 keys and 96 queries (192 where keys
+        meet relations) that are hidden altogether are left out, as between documents.
     window: int or (left, right). Query i sees the keys from i + start - left to i + start + right;
         None for no bound on a side; one number bounds both.
     layout: "bhnd", or "bnhd" for padded arrays (B, N, H, D). Strided views of either will do,

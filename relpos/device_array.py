@@ -179,8 +179,8 @@ class DeviceArray:
 
     def through(self, name: str, change: Callable[[Any], Any]) -> DeviceArray:
         """change(self), for schemes whose tables are made of their parameters: on the host, and so
-        waited for."""
-        return self.constant(change(self.numpy()))
+        waited for, on the stream that copies are in order with."""
+        return self.constant(change(self.on(0).numpy()))
 
     def on(self, stream: int) -> DeviceArray:
         """The same array, to be read on this stream. What relpos itself has computed is in order

@@ -229,6 +229,8 @@ def make_mask(case: Case, mask: Mask, random: np.random.Generator) -> MapArrays:
             seen[...] = (i // 16 + j // 32) % 2 == 0
         elif mask.fill == "patches":
             seen[...] = (i // 100 + j // 130) % 3 == 0
+        elif mask.fill == "columns":
+            seen[...] = (i // 192 + j // 64) % 2 == 0
         elif mask.fill == "last":
             seen[...] = j == m - 1
         elif mask.fill in ("none", "all"):

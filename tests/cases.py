@@ -59,7 +59,7 @@ class Edges(NamedTuple):
 
 class Mask(NamedTuple):
     """A boolean mask: "random", "none" or "all" visible, "rows" of nothing, "blocks", "patches" as
-    large as tiles are, the "last" key."""
+    large as tiles are, "columns" of tiles that every other block sees, the "last" key."""
 
     fill: str = "random"
     share: float = 0.7

@@ -325,7 +325,8 @@ def _tiled() -> list[Case]:
         replace(keeping, query=Distances(400, 400, "clip", 100, "folded"), N=900, M=300, D=8),
         replace(keeping, query=(Band(700, 700), Distances(9, 9, "none", 5, "random"))),
     ]
-    # Masks that hide whole tiles, which are left out: also between two that keep lines for each other.
+    # Masks that hide whole tiles, which are left out; "columns" between two that would keep lines
+    # for each other.
     patches = Mask("patches", 0.5, False, False)
     patched = replace(wide, H=2, N=500, M=600, mask=patches)
     cases += [
@@ -349,6 +350,11 @@ def _tiled() -> list[Case]:
             position_bias=True,
             mask=patches._replace(end_to_end=True),
         ),
+    ]
+    columns = Mask("columns", 0.5, False, False)
+    cases += [
+        replace(keeping, N=600, mask=columns),
+        replace(keeping, N=600, mask=columns, query=Band(150, 250), key=Band(9, 9), per_head=True),
     ]
     return [replace(case, seed=910_000 + i) for i, case in enumerate(cases)]
 

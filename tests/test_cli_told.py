@@ -64,6 +64,20 @@ def test_the_papers_batches(
     assert seen[0].loop.get("accumulate_tokens") == expected
 
 
+def test_the_papers_batches_go_on(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    """A job's command says the same every time, and the preset need not be said again."""
+    sizes = [f"--set={x}" for x in ("width=16", "heads=2", "feed_forward=16", "max_length=16")]
+    sizes += [f"--set={stack}.layers=1" for stack in ("encoder", "decoder")]
+    own = ("--subwords", "words", "--save-every", "1", "--output", tmp_path / "run", "--resume")
+    given = ("train", *run.files, *own, "--progress", "none", *sizes)
+    relpos_says(capsys, *given, "--preset", "paper-base", "--steps", "1")
+    relpos_says(capsys, *given, "--preset", "paper-base", "--steps", "2")
+    relpos_says(capsys, *given, "--steps", "3")
+    found = newest(tmp_path / "run")
+    assert found is not None and found.step == 3
+    assert "accumulate_tokens = 25000\n" in (tmp_path / "run" / "run.toml").read_text()
+
+
 def test_toml(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(

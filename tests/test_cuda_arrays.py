@@ -347,6 +347,16 @@ def test_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waits == ["cuda:0"] * 5
 
 
+def test_parameters_are_read_behind_what_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, by a copy that is in order with the default stream, not with the library's."""
+    monkeypatch.setattr("relpos.device_array.current_stream", lambda x, device: (77, object()))
+    there = [Foreign(x) for x in qkv()]
+    for scheme, shape in ((relpos.T5Bias, (8, H)), (relpos.ALiBi, (H,))):
+        table = Foreign(rows(*shape))
+        relpos.attention(*there, position=scheme(table))  # type: ignore[operator]
+        assert table.streams[-1] == 1
+
+
 def test_nothing_is_allocated_beside_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that only the call has is freed at its end, which waits for the GPU, and a stream that
     is being captured takes no allocation."""

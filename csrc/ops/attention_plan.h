@@ -5,8 +5,9 @@
  * Each sequence is cut into chunks of queries and chunks of keys. An item is one
  * head of one sequence on one chunk of queries (forward), or on one pair of chunks
  * (backward). All scratch is sized by chunks: a worker's memory does not grow with N or M.
- * One thing does: sums of a long table. Backward keeps those of one phase, about one item a query
- * chunk, and fewer the more rows of the table an item can meet (table_sums.h).
+ * Two things do: sums of a long table, of which backward keeps those of one phase, about one item
+ * a query chunk, and fewer the more rows of the table an item can meet (table_sums.h); and where
+ * there is a dense mask a number a row, how many keys it shows.
  *
  * Backward walks the pairs in phases, like a Latin square:
  *

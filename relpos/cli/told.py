@@ -47,7 +47,11 @@ LOOP: dict[str, _Option] = {
     "patience": (count, "N", "end after so many validations in a row without a better one"),
     "tokens": (count, "N", "the most tokens of a batch, on each side (4096)"),
     "sentences": (count, "N", "the most sentences of a batch (512)"),
-    "accumulate_tokens": (count, "N", "the most tokens of an update, in several batches"),
+    "accumulate_tokens": (
+        count,
+        "N",
+        "the most of an update, in several batches (a paper's preset: 25,000)",
+    ),
     "split": (share, "P", "the chance that a token of the training data is split in two (0)"),
     "validate_every": (count, "N", "updates between validations (500)"),
     "save_every": (count, "N", "updates between checkpoints (1000)"),
@@ -143,10 +147,12 @@ def told(options: argparse.Namespace) -> Told:
         if shared in (True, "true"):
             raise ValueError("share_embeddings: expected false with --separate, got true")
         config = config.replace({"share_embeddings": False})
-    preset = preset or by_itself
+    begun_with = before.model.get("preset") if before is not None else None
+    paper = (preset or begun_with or by_itself).startswith(_PAPER)
     sized = loop.keys() & {"tokens", "accumulate_tokens"}
-    if preset.startswith(_PAPER) and not sized and before is None:
+    if paper and not sized and (before is None or "accumulate_tokens" in before.train):
         loop["accumulate_tokens"] = _PAPER_TOKENS
+    preset = preset or by_itself
     found = Told(preset, config, start, output, data, loop, begun=False)
     if goes_on is not None and before is not None:
         return _as_begun(found, before)

@@ -144,8 +144,8 @@ def _add_train(commands: Any) -> None:
     model.add_argument(
         "--preset",
         metavar="NAME",
-        help="the configuration to change (small, or that of the run that --resume goes on with);\n"
-        "see --list-presets",
+        help="the configuration to change (small, of --text small-language, or that of the run that\n"
+        "--resume goes on with); see --list-presets",
     )
     model.add_argument(
         "--start",
