@@ -287,9 +287,11 @@ def run_pytest(part: Part, what: str, files: list[Path], *options: str) -> None:
     command += ["-p", "no:cacheprovider", "-p", "gpu_check"]
     command += options
     names = [str(file.relative_to(ROOT)) for file in files]
-    # as the emulator, since cases are small: docs/cuda.md
-    few = {"RELPOS_CUDA_MULTIPROCESSORS": "4"}
-    status, text = part.run(*command, *names, GPU_CHECK_DONE=str(part.path), **few)
+    status, text = part.run(
+        *command, *names,
+        GPU_CHECK_DONE=str(part.path),
+        RELPOS_CUDA_MULTIPROCESSORS="4",  # as the emulator, since cases are small: docs/cuda.md
+    )  # fmt: skip
     for alone, verdict, shared, name in VERDICT.findall(text):
         ended = (verdict or shared).lower()
         part.done[alone or name] = ended if ended in DONE else f"failed: {ended}"

@@ -115,7 +115,7 @@ def edges_of(n: int) -> list[tuple[int, int, int]]:
     return [(i, 2 * i % n, i % 3) for i in range(n)] + [(0, 0, 1), (0, 0, 1)]
 
 
-def edge_list(first: int = 0, last: int = N) -> relpos.EdgeList:
+def edge_list(first: int, last: int) -> relpos.EdgeList:
     """Those of all sequences, the last first; of these queries, as far as their keys are there."""
     edges = [(b, *e) for b in range(B) for e in edges_of(N) if first <= e[0] < last > e[1]]
     b, i, j, label = np.array(edges, int).reshape(-1, 4)[::-1].T
@@ -283,10 +283,7 @@ class Example:
     make: Callable[..., Any]  # of the parameters, by name
     formula: Callable[[Pairs], Any]  # s (n, m), and what is added to the values (n, m, Dv)
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    lengths: bool = True  # whether other lengths than N make sense
-    cut: Callable[..., Any] | None = (
-        None  # where not: for queries (first, last) and the keys to last
-    )
+    lengths: bool = True  # other lengths than N make sense; else make takes (first, last) as well
     most: int = 1000  # the longest length it knows
 
     @property
@@ -298,8 +295,16 @@ def both(rows: int, *heads: int) -> dict[str, tuple[int, ...]]:
     return {"key_table": (*heads, rows, D), "value_table": (*heads, rows, D)}
 
 
-def labels_of(first: int = 0, last: int = N) -> Any:
+def labels_of(first: int, last: int) -> Any:
     return np.ascontiguousarray(LABELS[:, :, first:last, :last])
+
+
+def graph_of(first: int = 0, last: int = N, **t: Any) -> Any:
+    return relpos.ShawGraph(**t, labels=labels_of(first, last))
+
+
+def edge_graph_of(first: int = 0, last: int = N, **t: Any) -> Any:
+    return relpos.ShawGraph(**t, edges=edge_list(first, last))
 
 
 def rat_sql_of(first: int = 0, last: int = N, **t: Any) -> Any:
@@ -341,26 +346,18 @@ EXAMPLES: dict[str, Example] = {
         {"key_table": (5, D)},
     ),
     "graph": Example(
-        lambda **t: relpos.ShawGraph(**t, labels=LABELS),
+        graph_of,
         graph,
         {"key_table": (H, 6, D), "value_table": (6, D), "bias_table": (H, 6)},
         lengths=False,
-        cut=lambda first, last, **t: relpos.ShawGraph(**t, labels=labels_of(first, last)),
     ),
     "rat-sql": Example(
         rat_sql_of,
         rat_sql,
         both(5) | {"key_table_2": (6, D), "value_table_2": (6, D)},
         lengths=False,
-        cut=rat_sql_of,
     ),
-    "edges": Example(
-        lambda **t: relpos.ShawGraph(**t, edges=edge_list()),
-        edge_graph,
-        both(3),
-        lengths=False,
-        cut=lambda first, last, **t: relpos.ShawGraph(**t, edges=edge_list(first, last)),
-    ),
+    "edges": Example(edge_graph_of, edge_graph, both(3), lengths=False),
     "xl": Example(lambda **t: relpos.TransformerXL(**t), xl, XL),
     "xl clamped": Example(
         lambda **t: relpos.TransformerXL(**t, clamp_len=4), lambda x: xl(x, 4), XL
@@ -445,14 +442,12 @@ EXAMPLES: dict[str, Example] = {
         cross,
         both(5),
         lengths=False,
-        cut=cross_of,
     ),
     "cross positions, xl": Example(
         cross_xl_of,
         cross_xl,
         {"position_weight": (H * D, 6)},
         lengths=False,
-        cut=cross_xl_of,
     ),
     "plane": Example(
         plane_of,

@@ -112,7 +112,7 @@ def test_a_cache_fed_token_by_token_is_one_call(name: str, real: Any) -> None:
                 np.ascontiguousarray(x)
                 for x in (q[:, :, first:last], k[:, :, :last], v[:, :, :last])
             ),
-            position=example.cut(first, last, **tables) if example.cut else position,
+            position=position if example.lengths else example.make(first, last, **tables),
             causal=True,
         )
         np.testing.assert_allclose(

@@ -25,8 +25,7 @@ typedef struct preset {
 } preset;
 
 static const preset presets[] = {
-    /* layers, C, H, FF, V, length, k, per head, relative, language, dropout, recipe, warmup, steps
-     */
+    /* layers, C, H, FF, V, length, k, per head, relative, language, dropout, recipe, ... */
     {"tiny", 2, 64, 4, 128, 256, 128, 4, 1, true, false, 0.1, OURS, 200, 5000},
     {"tiny-language", 2, 64, 4, 128, 256, 128, 4, 1, true, true, 0.1, OURS, 200, 5000},
     {"small", 2, 128, 4, 256, 8000, 256, 16, 1, true, false, 0.1, OURS, 1000, 20000},

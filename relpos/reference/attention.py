@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every operation of the core in plain NumPy: documentation, and oracle of the tests.
+"""Attention with every term and map in plain NumPy, and what it is made of.
 
 One head of one sequence, query i at absolute position i + start, keys from 0 (docs/math.md). A term
 has a table w of T rows and an index t(i,j): a row of the table, or none. Any number of each kind,
