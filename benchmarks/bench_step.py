@@ -211,7 +211,8 @@ def shape_of(config: Any) -> Any:
 
     stacks = (config.encoder, config.decoder)
     known = config.share_embeddings and config.share_output and config.activation == "relu"
-    if not known or any(s.position != "shaw" or not s.per_layer or s.tied for s in stacks):
+    known = known and all(s.position == "shaw" and s.per_layer and not s.tied for s in stacks)
+    if not known or any({s.value_per_layer, s.value_per_head} != {None} for s in stacks):
         raise ValueError(f"the peers cannot be {config!r}")
     return Shape(
         width=config.width, heads=config.heads, feed_forward=config.feed_forward,

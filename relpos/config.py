@@ -48,6 +48,10 @@ def _flag(text: str) -> bool:
     return text == "true"
 
 
+def _own(text: str) -> bool | None:
+    return None if text == "as-keys" else _flag(text)
+
+
 def _default(read: Callable[[str], Any], name: str) -> Any:
     return read(_DEFAULTS[name])
 
@@ -67,6 +71,7 @@ class Stack:
     tied: bool. One table for keys and values.
     per_layer, per_head: bool. Whether every layer, every head has tables of its own. DeBERTa's layers
         share theirs; per_head is Shaw's, Music's, relative-key's and the graphs'.
+    value_per_layer, value_per_head: bool or None. The same of tables of values; None: as keys.
     relations: int. Kinds of labels in the batch's graphs; 0: no graphs.
     relation_key, relation_value: bool. Which terms the labels have.
     buckets, max_distance: int. T5's and DeBERTa's.
@@ -90,6 +95,8 @@ class Stack:
     tied: bool = _default(_flag, "encoder.tied")
     per_layer: bool = _default(_flag, "encoder.per_layer")
     per_head: bool = _default(_flag, "encoder.per_head")
+    value_per_layer: bool | None = _default(_own, "encoder.value_per_layer")
+    value_per_head: bool | None = _default(_own, "encoder.value_per_head")
     relations: int = _default(int, "encoder.relations")
     relation_key: bool = _default(_flag, "encoder.relation_key")
     relation_value: bool = _default(_flag, "encoder.relation_value")
@@ -221,7 +228,13 @@ class Config:
 # Values and their text
 # --------------------------------------------------------------------------------------------------
 
-_READ: dict[Any, Callable[[str], Any]] = {"bool": _flag, "int": int, "float": float, "str": str}
+_READ: dict[Any, Callable[[str], Any]] = {
+    "bool": _flag,
+    "bool | None": _own,
+    "int": int,
+    "float": float,
+    "str": str,
+}
 
 
 def _read(cls: type[Config], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -247,6 +260,8 @@ def _pairs(name: str, value: Any) -> Iterator[tuple[str, str]]:
         yield name, value
     elif isinstance(value, bool | np.bool_):
         yield name, "true" if value else "false"
+    elif value is None and name.endswith((".value_per_layer", ".value_per_head")):
+        yield name, "as-keys"
     elif isinstance(value, int | np.integer):
         try:
             yield name, str(int(value))

@@ -112,9 +112,12 @@ class ReferenceModel:
             visible = np.tri(len(n), dtype=bool)
         if own.position == "shaw":
             index = reference.relation_index(len(n), len(n), 0, own.k, own.k)
-            where = f"{stack}.{layer}" if own.per_layer else stack
-            for kind in ("key", "value"):
+            apart = own.value_per_layer is not None
+            per_layer = {"key": own.per_layer}
+            per_layer["value"] = own.value_per_layer if apart else own.per_layer
+            for kind, each in per_layer.items():
                 if getattr(own, kind):
+                    where = f"{stack}.{layer}" if each else stack
                     table = self.weights[f"{where}.attention.{kind}_table"]
                     terms.append((kind, table, index))
         return self.heads(stack, stack, layer, "self", q, k, v, terms, visible)

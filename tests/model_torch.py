@@ -219,7 +219,11 @@ class Terms:
 
     def parameter(self, name: str) -> Tensor:
         """A layer's own, or that of all layers of the stack."""
-        own = self.name if self.flag("per_layer") else f"{self.stack}.attention"
+        keys = self.flag("per_layer")
+        of_values = {"as-keys": keys, "true": True, "false": False}
+        values = of_values[self.model.setting(f"{self.stack}.value_per_layer")]
+        per_layer = values if name.endswith("value_table") else keys
+        own = self.name if per_layer else f"{self.stack}.attention"
         return self.p[f"{own}.{name}"]
 
     def rows(self, name: str, index: Tensor, present: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from small_model import small_config
 from test_layout import ROOT
 
 HEADER = ROOT / "csrc" / "include" / "relpos" / "model.h"
-C_TYPES = {"int64_t": {"int"}, "uint64_t": {"int"}, "double": {"float"}, "int": {"bool", "str"}}
+C_TYPES = {"int64_t": {"int"}, "uint64_t": {"int"}, "double": {"float"}}
+C_TYPES["int"] = {"bool", "bool | None", "str"}
 
 
 def members(struct: str) -> dict[str, str]:
@@ -80,12 +81,25 @@ def test_every_field_can_be_set() -> None:
         "width": 32, "encoder.k": 5, "decoder.layers": 2, "norm": "post", "dropout": 1 / 3,
         "bias": not config.bias, "encoder.key": False, "encoder.beyond": "none", "ema": 0.999,
         "seed": 2**64 - 1, "activation": "gelu", "label_smoothing": 0.0, "encoder.softcap": 1e-30,
+        "encoder.value_per_head": False, "decoder.value_per_layer": True,
     }  # fmt: skip
     for name, value in others.items():
         changed = config.replace({name: value})
         assert read(changed, name) == value and type(read(changed, name)) is type(value)
         before, after = dict(config.pairs()), dict(changed.pairs())
         assert [key for key in before if before[key] != after[key]] == [name]
+
+
+def test_values_are_shared_as_keys_are() -> None:
+    """None says so, and is for nothing else."""
+    apart = Config().replace({"encoder.value_per_head": False})
+    assert repr(apart) == "Config(encoder=Stack(value_per_head=False))"
+    assert apart.replace({"encoder.value_per_head": None}) == Config()
+    assert Config(encoder=Stack(value_per_head=None)).pairs() == Config().pairs()
+    with pytest.raises(
+        TypeError, match="encoder.per_head: expected a number, a bool or a str, got"
+    ):
+        apart.replace({"encoder.per_head": None})
 
 
 def read(config: Config, name: str) -> Any:

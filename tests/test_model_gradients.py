@@ -49,6 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
     "shaw one table for all": SHAW | both(per_layer=False, per_head=False),
     "shaw per layer": SHAW | both(per_layer=True, per_head=False),
     "shaw per head, shared by layers": SHAW | both(per_layer=False, per_head=True),
+    "shaw, values shared by layers and heads": SHAW
+    | both(value_per_layer=False, value_per_head=False),
+    "shaw, keys shared, values per layer and head": SHAW
+    | both(per_layer=False, per_head=False, value_per_layer=True, value_per_head=True),
     "shaw keys alone": SHAW | both(value=False),
     "shaw values alone": SHAW | both(key=False),
     "shaw tied": SHAW | both(tied=True),
@@ -96,6 +100,9 @@ CASES: dict[str, dict[str, Any]] = {
     | both(rope_rule="ntk", rope_scaling=2.0),
     "graphs": both(position="none", relations=3, relation_key=True, relation_value=True),
     "graphs beside shaw, tied": SHAW | both(relations=3, tied=True),
+    "graphs beside shaw, values shared by layers": SHAW | both(relations=3, value_per_layer=False),
+    "graphs, values per head": both(position="none", relations=3, per_head=False)
+    | both(value_per_head=True),
     "graphs in the encoder": SHAW | {"encoder.relations": 3, "encoder.relation_value": False},
     "window and softcap": SHAW | both(window=2, softcap=3.0),
     "decoder alone": SHAW | {"encoder.layers": 0},

@@ -42,8 +42,12 @@ NEAR = 2e-5
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [SHAW, SHAW | both(per_head=True), SHAW | {"decoder.layers": 0}, both(position="none")],
-    ids=["shaw", "per head", "encoder alone", "none"],
+    [
+        SHAW, SHAW | both(per_head=True), SHAW | both(value_per_layer=False, value_per_head=False),
+        SHAW | both(per_layer=False, per_head=False, value_per_layer=True, value_per_head=True),
+        SHAW | {"decoder.layers": 0}, both(position="none"),
+    ],
+    ids=["shaw", "per head", "values shared", "values apart", "encoder alone", "none"],
 )  # fmt: skip
 def test_maps_equal_the_reference_in_float64(changes: dict[str, Any], dropout: bool) -> None:
     model = made(changes | {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.2})

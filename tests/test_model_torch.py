@@ -29,6 +29,8 @@ MORE: dict[str, dict[str, Any]] = {
     "sinusoids in halves": both(position="none", absolute="sinusoidal", sinusoid_first=3)
     | both(sinusoid_interleaved=False, sinusoid_rule="closed"),
     "music, values alone": both(position="music", key=False, value=True),
+    "music, values shared": both(position="music", key=True, value=True)
+    | both(value_per_layer=False, value_per_head=False),
     "music, tied": both(position="music", key=True, value=True, tied=True),
     "rope, linear scaling": both(position="rope", rope_scaling=3.0, rope_base=500.0),
     "t5, many buckets": both(position="t5", buckets=32, max_distance=128, per_layer=False),

@@ -398,6 +398,10 @@ def test_tables_of_a_model() -> None:
         plots.tables(model, "decoder")
     with pytest.raises(ValueError, match=r"layer: expected below 2, got 2"):
         plots.tables(model, "encoder", 2)
+    apart = config.replace({"encoder.value_per_layer": False, "encoder.value_per_head": False})
+    found = plots.tables_of(relpos.Transformer(apart, tokens=16), "encoder", 1)
+    assert [table.shape for table in found.values()] == [(2, 6, 8), (6, 8)]
+    assert len(plots.tables(relpos.Transformer(apart, tokens=16), head=1).axes) == 8
     shared = config.replace({"encoder.per_layer": False, "encoder.value": False})
     model = relpos.Transformer(shared, tokens=16)
     [(name, table)] = plots.tables_of(model, "encoder", 1).items()

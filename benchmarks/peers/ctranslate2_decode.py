@@ -26,7 +26,10 @@ def export(model: Any, folder: Path) -> None:
     """Writes a relpos.Transformer as a CTranslate2 model."""
     config = model.config
     for stack in (config.encoder, config.decoder):
-        if stack.position not in ("shaw", "none") or (stack.position == "shaw" and stack.per_head):
+        apart = {stack.value_per_layer, stack.value_per_head} != {None}
+        if stack.position not in ("shaw", "none") or (
+            stack.position == "shaw" and (stack.per_head or apart)
+        ):
             raise ValueError(
                 "CTranslate2 has Shaw's positions with tables that heads share, or none"
             )

@@ -55,7 +55,8 @@ static rp_status check_complete(const loading *l) {
   RPI_CHECK(l->counters < 2, RP_ERROR_FILE, "it is optimizer state, no weights");
   RPI_CHECK(!l->problem[0], RP_ERROR_FILE, "%s", l->problem);
   for (int i = 0; i < RPI_CONFIG_FIELDS; i++) {
-    RPI_CHECK(l->seen[i], RP_ERROR_FILE, "its metadata lack '%s'", rpi_config_field(i));
+    RPI_CHECK(l->seen[i] || rpi_config_may_lack(i), RP_ERROR_FILE, "its metadata lack '%s'",
+              rpi_config_field(i));
   }
   return rpi_config_check(&l->config);
 }

@@ -28,6 +28,7 @@ typedef struct field {
   double low, high;           /* NUMBER */
   bool below;                 /* NUMBER: high itself is not allowed */
   const char *const *choices; /* CHOICE: names of 0, 1, ..., then NULL */
+  bool late;                  /* files from before there was such a field mean 0 */
 } field;
 
 static const char *const positions[] = {
@@ -38,6 +39,7 @@ static const char *const absolutes[] = {"none", "sinusoidal", "learned", NULL};
 static const char *const frequency_rules[] = {"open", "closed", NULL};
 static const char *const beyonds[] = {"clip", "none", NULL};
 static const char *const rope_rules[] = {"linear", "ntk", NULL};
+static const char *const values_own[] = {"as-keys", "false", "true", NULL};
 static const char *const norms[] = {"pre", "post", NULL};
 static const char *const activations[] = {"relu", "gelu", "swiglu", NULL};
 static const char *const smoothings[] = {"all", "others", NULL};
@@ -50,6 +52,7 @@ static const char *const schedules[] = {"constant", "noam",   "inverse-sqrt",
 #define SHARE(member) {PLACE(member), .kind = NUMBER, .low = 0, .high = 1, .below = true}
 #define FLAG(member) {PLACE(member), .kind = SWITCH}
 #define NAMED(member, names) {PLACE(member), .kind = CHOICE, .choices = (names)}
+#define LATE(member, names) {PLACE(member), .kind = CHOICE, .choices = (names), .late = true}
 
 /* The sizes that multiply: 4 tables (keys and values of two stacks) x layers x heads x rows x head
  * width is below 2^56, as a length or k allows 2^21 rows. Everything else is smaller. */
@@ -67,7 +70,8 @@ static const char *const schedules[] = {"constant", "noam",   "inverse-sqrt",
       NAMED(side.sinusoid_rule, frequency_rules), COUNT(side.sinusoid_first, -LENGTH, LENGTH),     \
       NAMED(side.position, positions), COUNT(side.k, 0, LENGTH), COUNT(side.k_right, -1, LENGTH),  \
       NAMED(side.beyond, beyonds), FLAG(side.key), FLAG(side.value), FLAG(side.tied),              \
-      FLAG(side.per_layer), FLAG(side.per_head), COUNT(side.relations, 0, LENGTH),                 \
+      FLAG(side.per_layer), FLAG(side.per_head), LATE(side.value_per_layer, values_own),           \
+      LATE(side.value_per_head, values_own), COUNT(side.relations, 0, LENGTH),                     \
       FLAG(side.relation_key), FLAG(side.relation_value), COUNT(side.buckets, 0, LENGTH),          \
       COUNT(side.max_distance, 0, LENGTH), COUNT(side.clamp, 0, LENGTH),                           \
       DECIMAL(side.rope_base, 1e-3, 1e12), FLAG(side.rope_interleaved),                            \
@@ -117,6 +121,8 @@ _Static_assert((int)FIELDS == (int)RPI_CONFIG_FIELDS, "the table and config.h co
 const char *rpi_config_field(int index) {
   return index >= 0 && index < FIELDS ? fields[index].name : NULL;
 }
+
+bool rpi_config_may_lack(int index) { return fields[index].late; }
 
 /* ---- names that are nearly right ----------------------------------------- */
 

@@ -6,11 +6,13 @@
 #ifndef RPI_CONFIG_H
 #define RPI_CONFIG_H
 
+#include <stdbool.h>
+
 #include "base/error.h"
 #include "relpos/model.h"
 
 enum {
-  RPI_CONFIG_FIELDS = 85, /* names that rpi_config_field gives */
+  RPI_CONFIG_FIELDS = 89, /* names that rpi_config_field gives */
   RPI_CONFIG_TEXT = 40    /* bytes of the longest text of a field, with its zero */
 };
 
@@ -21,6 +23,10 @@ rp_status rpi_config_get(const rp_config *config, const char *name, char *text, 
 
 /* NULL before the first and after the last. */
 const char *rpi_config_field(int index);
+
+/* May a file be without this field, as those written before there was one are? It is 0 then. */
+bool rpi_config_may_lack(int index);
+
 const char *rpi_preset_name(int index);
 
 /* Of names that name_at gives, or where that is NULL of `names`, which end with NULL: the first of

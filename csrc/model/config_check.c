@@ -80,6 +80,24 @@ static rp_status check_position(const rp_config *config, const rp_stack *s, cons
   }
 }
 
+/* One table for keys and values is shared as it is. */
+static rp_status check_tied(const rp_stack *s, const char *side) {
+  const int wanted[] = {s->value_per_layer, s->value_per_head};
+  const bool keys[] = {s->per_layer != 0, s->per_head != 0};
+  static const char *const names[] = {"per_layer", "per_head"};
+  const bool has =
+      s->position == RP_POSITION_SHAW || s->position == RP_POSITION_MUSIC || s->relations != 0;
+  for (int i = 0; has && s->tied != 0 && i < 2; i++) {
+    RPI_CHECK(
+        wanted[i] == RP_VALUES_AS_KEYS || (wanted[i] == RP_VALUES_OWN) == keys[i],
+        RP_ERROR_ARGUMENT,
+        "config: %s.value_%s=%s with %s.tied=true, must be as-keys or %s.%s's: keys and values "
+        "have one table",
+        side, names[i], keys[i] ? "false" : "true", side, side, names[i]);
+  }
+  return RP_OK;
+}
+
 static rp_status check_relations(const rp_stack *s, const char *side) {
   if (s->relations == 0) return RP_OK;
   RPI_CHECK(s->relation_key != 0 || s->relation_value != 0, RP_ERROR_ARGUMENT,
@@ -109,6 +127,7 @@ static rp_status check_stack(const rp_config *config, const rp_stack *s, const c
   RPI_CHECK(s->softcap == 0 || s->softcap >= 1e-30, RP_ERROR_ARGUMENT,
             "config: %s.softcap=%g, must be 0 (none) or from 1e-30 to 1e30", side, s->softcap);
   RPI_TRY(check_position(config, s, side));
+  RPI_TRY(check_tied(s, side));
   return check_relations(s, side);
 }
 

@@ -57,10 +57,20 @@ static void declare_self(builder *b, const rp_config *config, rpi_self_params *t
 }
 
 static void declare_tables(builder *b, const rp_config *config, const rp_stack *stack,
-                           const rpi_scheme *has, bool own, rpi_table_params *to) {
+                           const rpi_scheme *has, bool layer, rpi_table_params *to) {
   const int64_t C = config->width, D = rpi_head_width(config), HD = config->heads * D;
-  const int64_t heads = stack->per_head ? config->heads : 0, rows = has->rows;
+  const int64_t heads = has->per_head ? config->heads : 0, rows = has->rows;
+  const int64_t value_heads = has->value_per_head ? config->heads : 0;
+  const bool own = has->per_layer == layer, own_value = has->value_per_layer == layer;
   RPI_TABLE_PARAMETERS(FIELD)
+}
+
+/* What a layer has not is its stack's, if anybody's. */
+static void share_tables(const rpi_table_params *shared, rpi_table_params *to) {
+#define SHARE(field, ...)                                                                          \
+  if (to->field == RPI_ABSENT) to->field = shared->field;
+  RPI_TABLE_PARAMETERS(SHARE)
+#undef SHARE
 }
 
 static void declare_cross(builder *b, const rp_config *config, rpi_cross_params *to) {
@@ -88,15 +98,15 @@ static void declare_stack(builder *b, const rp_config *config, int number, rpi_a
       declare(b, "relative_embedding.weight", RPI_EMBEDDING, true, has.embedding, 0, has.rows, C);
   rpi_table_params shared;
   enter(b, name, -1, "attention");
-  declare_tables(b, config, stack, &has, !stack->per_layer, &shared);
+  declare_tables(b, config, stack, &has, false, &shared);
   for (int64_t l = 0; l < stack->layers; l++) {
     rpi_layer_params layer;
     enter(b, name, l, "attention.norm");
     declare_norm(b, config, &layer.norm[RPI_SELF]);
     enter(b, name, l, "attention");
     declare_self(b, config, &layer.self);
-    declare_tables(b, config, stack, &has, stack->per_layer != 0, &layer.tables);
-    if (!stack->per_layer) layer.tables = shared;
+    declare_tables(b, config, stack, &has, true, &layer.tables);
+    share_tables(&shared, &layer.tables);
     if (number == RPI_DECODER && config->encoder.layers != 0) {
       enter(b, name, l, "cross.norm");
       declare_norm(b, config, &layer.norm[RPI_CROSS]);

@@ -9,7 +9,8 @@
  *
  *   config, stack   what the model is; stack: the one the group belongs to
  *   C, HD, F        width, heads times head width, feed-forward width
- *   own             tables: is this the place for them (the layer, or the stack that shares them)?
+ *   own, own_value  tables: is this the place for them (the layer, or the stack that shares them)?
+ *                   and for those of values?
  *
  * Linear weights are [out, in]. Parameters lie in one flat buffer in the order of this file;
  * gradients, moments and average have the same layout. A field holds the parameter's place in it,
@@ -53,11 +54,11 @@ enum rpi_start { RPI_ZEROS, RPI_ONES, RPI_GLOROT, RPI_LINEAR, RPI_EMBEDDING, RPI
   X(out, "out.weight", RPI_LINEAR, true, true, 0, C, F)                                            \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 
-/* Tables of a layer's positions, or of all layers of a stack. T, heads and the questions are
- * answered by positions.h. */
+/* Tables of a layer's positions, or of all layers of a stack. Rows, heads (of values apart) and the
+ * questions are answered by positions.h. */
 #define RPI_TABLE_PARAMETERS(X)                                                                    \
   X(key, "key_table", RPI_GLOROT, true, own && has->key, heads, rows, D)                           \
-  X(value, "value_table", RPI_GLOROT, true, own && has->value, heads, rows, D)                     \
+  X(value, "value_table", RPI_GLOROT, true, own_value && has->value, value_heads, rows, D)         \
   X(distance, "distance_table", RPI_GLOROT, true, own && has->distance, heads, rows, D)            \
   X(bias, "bias_table", RPI_ZEROS, false, own && has->bias, 0, config->heads, rows)                \
   X(slopes, "slopes", RPI_SLOPES, false, own && has->slopes, 0, 0, config->heads)                  \
@@ -66,8 +67,8 @@ enum rpi_start { RPI_ZEROS, RPI_ONES, RPI_GLOROT, RPI_LINEAR, RPI_EMBEDDING, RPI
   X(position_bias, "position_bias", RPI_ZEROS, false, own && has->waves, 0, config->heads, D)      \
   X(relation_key, "relation_key_table", RPI_GLOROT, true, own && has->relation_key, heads,         \
     stack->relations, D)                                                                           \
-  X(relation_value, "relation_value_table", RPI_GLOROT, true, own && has->relation_value, heads,   \
-    stack->relations, D)
+  X(relation_value, "relation_value_table", RPI_GLOROT, true, own_value && has->relation_value,    \
+    value_heads, stack->relations, D)
 
 #define RPI_FIELD(field, ...) int64_t field;
 typedef struct rpi_norm_params {
@@ -93,7 +94,7 @@ enum rpi_part { RPI_SELF, RPI_CROSS, RPI_FEED_FORWARD, RPI_PARTS };
 typedef struct rpi_layer_params {
   rpi_norm_params norm[RPI_PARTS];
   rpi_self_params self;
-  rpi_table_params tables; /* where the stack shares them: the stack's */
+  rpi_table_params tables; /* those that the stack shares: the stack's */
   rpi_cross_params cross;
   rpi_feed_forward_params feed_forward;
 } rpi_layer_params;

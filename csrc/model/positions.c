@@ -13,10 +13,20 @@
 #include "ops/linear.h"
 #include "model/waves.h"
 
+/* Has every layer, or head, a table of values of its own? */
+static bool is_own(int values, int keys) {
+  return values == RP_VALUES_AS_KEYS ? keys != 0 : values == RP_VALUES_OWN;
+}
+
 rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
   const rp_stack *const stack = rpi_stack_of(config, number);
   const int64_t reach = config->max_length - 1, ahead = rpi_is_causal(number) ? 0 : reach;
-  rpi_scheme has = {.left = reach, .right = ahead};
+  rpi_scheme has = {.left = reach,
+                    .right = ahead,
+                    .per_layer = stack->per_layer != 0,
+                    .per_head = stack->per_head != 0,
+                    .value_per_layer = is_own(stack->value_per_layer, stack->per_layer),
+                    .value_per_head = is_own(stack->value_per_head, stack->per_head)};
   switch (stack->position) {
     case RP_POSITION_SHAW:
       has.left = stack->k;
@@ -161,9 +171,8 @@ static rp_relation band(const rpi_positions *p, const real *table, int64_t head_
 }
 
 /* A table that is a parameter, [T, D] or [H, T, D]. */
-static rp_relation plain_band(const rpi_positions *p, const real *table) {
+static rp_relation plain_band(const rpi_positions *p, const real *table, bool per_head) {
   const int64_t D = rpi_head_width(p->config);
-  const bool per_head = rpi_stack_of(p->config, p->stack)->per_head != 0;
   return band(p, table, per_head ? p->has.rows * D : 0, D);
 }
 
@@ -171,11 +180,11 @@ static void set_shaw(const rpi_positions *p, const rp_stack *stack, const real *
                      const real *value, rp_attention *a) {
   const int beyond = stack->position == RP_POSITION_MUSIC ? RP_BEYOND_NONE : stack->beyond;
   if (stack->key) {
-    a->key[0] = plain_band(p, key);
+    a->key[0] = plain_band(p, key, p->has.per_head);
     a->key[0].beyond = beyond;
   }
   if (stack->value) {
-    a->value[0] = plain_band(p, stack->tied ? key : value);
+    a->value[0] = plain_band(p, stack->tied ? key : value, p->has.value_per_head);
     a->value[0].beyond = beyond;
   }
 }
@@ -270,17 +279,18 @@ static void set_relations(const rpi_positions *p, const rp_stack *stack,
   const int64_t D = rpi_head_width(p->config);
   rp_relation term = {.map = RP_MAP_LABEL,
                       .rows = stack->relations,
-                      .head_stride = stack->per_head ? stack->relations * D : 0,
                       .row_stride = D,
                       .labels = graphs->labels,
                       .label_bytes = graphs->label_bytes,
                       .label_starts = graphs->starts};
   if (stack->relation_key) {
     term.table = place(weights, at->relation_key);
+    term.head_stride = p->has.per_head ? stack->relations * D : 0;
     a->key[a->key[0].table ? 1 : 0] = term;
   }
   if (stack->relation_value) {
     term.table = place(weights, stack->tied ? at->relation_key : at->relation_value);
+    term.head_stride = p->has.value_per_head ? stack->relations * D : 0;
     a->value[a->value[0].table ? 1 : 0] = term;
   }
 }
@@ -306,7 +316,7 @@ rp_status rpi_positions_forward(const rp_ops *ops, const rpi_positions *p,
     case RP_POSITION_DEBERTA: RPI_TRY(set_deberta(ops, p, stack, weights, a)); break;
     case RP_POSITION_RELATIVE_KEY:
     case RP_POSITION_RELATIVE_KEY_QUERY:
-      a->key[0] = plain_band(p, place(weights, at->distance));
+      a->key[0] = plain_band(p, place(weights, at->distance), p->has.per_head);
       if (stack->position == RP_POSITION_RELATIVE_KEY_QUERY) a->query[0] = a->key[0];
       break;
     case RP_POSITION_ALIBI:

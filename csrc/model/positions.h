@@ -24,8 +24,10 @@
 /* Which parameters a stack's scheme has. */
 typedef struct rpi_scheme {
   bool key, value, distance, bias, slopes, waves, embedding, relation_key, relation_value;
-  int64_t left, right; /* the distances it tells apart */
-  int64_t rows;        /* T of its tables; 0: it has none */
+  bool per_layer, per_head;             /* of every table but those of values */
+  bool value_per_layer, value_per_head; /* of value and relation_value */
+  int64_t left, right;                  /* the distances it tells apart */
+  int64_t rows;                         /* T of its tables; 0: it has none */
 } rpi_scheme;
 
 /* Does no query of the stack see a later key of its own sequence? */

@@ -82,21 +82,25 @@ def tables(
     of_shaw = config.position == "shaw"
     farthest = config.k if of_shaw else model.config.max_length - 1
     clipped = of_shaw and config.beyond == "clip"
+    some = any(table.ndim == 3 for table in found.values())
     figure = canvas.figure_of(figure, (11.5, 3.3 * len(found) + 0.5))
     grid = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1.15, 1, 1))
     for (name, table), (left, middle, other) in zip(found.items(), grid, strict=True):
         offsets = np.arange(table.shape[-2]) - farthest
+        own = (
+            None if some and table.ndim == 2 else head
+        )  # beside tables by head, one for all of them
         if name == "distance_table":
             table = table[..., ::-1, :]
         tied = config.tied and name == "key_table"
         of = "relations of keys and values" if tied else _NAMES[name]
         table_norms(table, offsets, clipped=clipped, ax=left)
         canvas.title(left, f"{of}: length of each row")
-        table_similarity(table, offsets, head=head, clipped=clipped, ax=middle)
-        which = "mean of all heads" if head is None and table.ndim == 3 else f"head {head or 0}"
+        table_similarity(table, offsets, head=own, clipped=clipped, ax=middle)
+        which = "mean of all heads" if own is None and table.ndim == 3 else f"head {own or 0}"
         canvas.title(middle, f"cosine of two rows, {which}")
-        table_components(table, offsets, head=head or 0, ax=other)
-        canvas.title(other, f"principal components, head {head or 0}")
+        table_components(table, offsets, head=own or 0, ax=other)
+        canvas.title(other, f"principal components, head {own or 0}")
     figure.suptitle(f"{stack}, layer {layer}", fontsize=canvas.TITLE + 1, color=canvas.ink(figure))
     return figure
 

@@ -25,6 +25,8 @@ static const variant variants[] = {
     {"shaw", {"decoder.k", "0", "bias", "false", "activation", "swiglu"}},
     {"shaw", {"decoder.k", "2", "decoder.beyond", "none", "decoder.per_head", "false"}},
     {"shaw", {"decoder.k", "4", "decoder.tied", "true", "decoder.per_layer", "false"}},
+    {"shaw", {"decoder.value_per_layer", "false", "decoder.value_per_head", "false"}},
+    {"shaw", {"decoder.per_layer", "false", "decoder.value_per_layer", "true"}},
     {"shaw", {"decoder.k", "13", "decoder.value", "false", "norm", "post"}},
     {"shaw", {"decoder.k", "5", "decoder.key", "false", "decoder.window", "4"}},
     {"transformer-xl", {"decoder.softcap", "2"}},

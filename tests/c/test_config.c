@@ -456,6 +456,29 @@ static void test_ranges(void) {
   CHECK_TEXT(rp_last_error(), "config: encoder.position=11, must be one of");
 }
 
+static void test_tables_of_values(void) {
+  set_to("encoder.value_per_head", "false", "false");
+  set_to("decoder.value_per_layer", "true", "true");
+  set_to("decoder.value_per_layer", "as-keys", "as-keys");
+  set_refused("encoder.value_per_head", "1", "must be one of as-keys, false, true");
+  TAKEN(c.encoder.value_per_head = RP_VALUES_SHARED);
+  TAKEN(c.encoder.tied = 1; c.encoder.value_per_head = RP_VALUES_OWN);
+  REFUSED(RP_ERROR_ARGUMENT, "config: encoder.value_per_head=3", c.encoder.value_per_head = 3);
+  REFUSED(RP_ERROR_ARGUMENT,
+          "config: encoder.value_per_head=false with encoder.tied=true, must be as-keys or "
+          "encoder.per_head's: keys and values have one table",
+          c.encoder.tied = 1;
+          c.encoder.value_per_head = RP_VALUES_SHARED);
+  REFUSED(RP_ERROR_ARGUMENT, "config: decoder.value_per_layer=true with decoder.tied=true",
+          c.decoder.tied = 1;
+          c.decoder.per_layer = 0; c.decoder.value_per_layer = RP_VALUES_OWN);
+  TAKEN(c.decoder.position = RP_POSITION_T5; c.decoder.tied = 1;
+        c.decoder.value_per_head = RP_VALUES_SHARED); /* it has no such table */
+  REFUSED(RP_ERROR_ARGUMENT, "config: decoder.value_per_head=false with decoder.tied=true",
+          c.decoder.position = RP_POSITION_T5;
+          c.decoder.tied = 1; c.decoder.relations = 2; c.decoder.value_per_head = RP_VALUES_SHARED);
+}
+
 static void test_sizes_together(void) {
   REFUSED(RP_ERROR_SHAPE, "width=64, must be a multiple of heads=5, or head_width be given",
           c.heads = 5);
@@ -640,6 +663,7 @@ int main(void) {
   test_presets();
   test_the_paper();
   test_ranges();
+  test_tables_of_values();
   test_sizes_together();
   test_positions_together();
   test_rope_together();

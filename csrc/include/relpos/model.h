@@ -73,6 +73,13 @@ enum {
 
 enum { RP_ROPE_LINEAR = 0 /* linear */, RP_ROPE_NTK = 1 /* ntk */ };
 
+/* How tables of values are shared, where keys have tables too. */
+enum {
+  RP_VALUES_AS_KEYS = 0, /* as-keys */
+  RP_VALUES_SHARED = 1,  /* false */
+  RP_VALUES_OWN = 2      /* true */
+};
+
 /* One stack of layers: the encoder or the decoder. */
 typedef struct rp_stack {
   int64_t layers; /* 0: the stack is left out */
@@ -94,6 +101,8 @@ typedef struct rp_stack {
                       deberta always has */
   int per_head;    /* every head has a table of its own; 0: shared. Without effect on t5, alibi,
                       transformer-xl, deberta */
+  int value_per_layer; /* shaw, music, and relations below: the same of the tables of values, */
+  int value_per_head;  /* RP_VALUES_...; as-keys: as per_layer and per_head */
 
   int64_t relations;                /* kinds of labels in the batch's graphs; 0: no graphs */
   int relation_key, relation_value; /* which terms the labels have */
