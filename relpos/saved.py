@@ -136,18 +136,19 @@ def load_model(
     saved: Saved,
     *,
     tokenizer: Any = None,
+    unpickle: bool = False,
     batch_tokens: int,
     device: str = "cpu",
     precision: Precision = "f32",
 ) -> tuple[Transformer, Subwords]:
     """The model, for work without training, and its vocabulary.
 
-    tokenizer: the vocabulary itself, where it is an object of the user's own.
+    tokenizer, unpickle: as of `load_subwords`.
     batch_tokens: int. The most of a batch on each side; a single sentence always fits.
     device, precision: as of `Transformer`.
     """
     check_tokenizer(saved)
-    subwords = load_subwords(saved.tokenizer, tokenizer=tokenizer)
+    subwords = load_subwords(saved.tokenizer, tokenizer=tokenizer, unpickle=unpickle)
     config = Config.load(saved.weights[-1])
     check_vocabulary(subwords, config)
     tokens = max(batch_tokens, config.max_length)

@@ -98,6 +98,7 @@ class Translator:
         average: int | None = None,
         best: bool = False,
         tokenizer: Any = None,
+        unpickle: bool = False,
         batch_tokens: int = BATCH_TOKENS,
         device: str = "cpu",
         precision: Precision = "f32",
@@ -109,6 +110,8 @@ class Translator:
         average: int. The mean of so many of a run's last checkpoints.
         best: bool. A run's checkpoint with the best validation instead of the newest.
         tokenizer: the vocabulary itself, where it is an object of your own; of two a pair.
+        unpickle: bool. Such an object is read from the folder, which runs what whoever wrote it
+            wants (`relpos.data.load_subwords`).
         batch_tokens: int. The most source tokens that are translated at the same time.
         device, precision: as of `Transformer`.
         """
@@ -121,8 +124,8 @@ class Translator:
         models, found = [], None
         for path in given:
             model, subwords = load_model(
-                find_model(path, average, best), tokenizer=tokenizer, batch_tokens=batch_tokens,
-                device=device, precision=precision,
+                find_model(path, average, best), tokenizer=tokenizer, unpickle=unpickle,
+                batch_tokens=batch_tokens, device=device, precision=precision,
             )  # fmt: skip
             if found is not None and subwords.fingerprint() != found.fingerprint():
                 raise ValueError(

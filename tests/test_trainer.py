@@ -215,17 +215,18 @@ def test_a_function_that_wraps_goes_on_as_it_began(tmp_path: Path) -> None:
 
 
 def test_subwords_of_a_class_of_ones_own(tmp_path: Path) -> None:
-    """Nothing is saved of them but a description, and they are given again."""
+    """They are given again, or read from their pickle by who says so."""
     own, run = Numbers(100), tmp_path / "run"
     numbers: dict[str, Any] = {"data": [("5 6", "6 5"), ("7 8 9", "9 8 7")], "validation": None}
     make(run, **numbers, subwords=own, steps=2).train()
     assert (run / "tokenizer" / "numbers.json").exists()
     for folder, given in ((run, {"resume": True}), (tmp_path / "new", {"start": run})):
-        with pytest.raises(ValueError, match="subwords.json: .* an object of your own"):
+        with pytest.raises(ValueError, match="tokenizer.pickle: .* an object of your own"):
             make(folder, **numbers, **given, subwords=None)
         trainer = make(folder, **numbers, **given, subwords=own, steps=3)
         assert trainer.subwords is own and trainer.train().reason == "steps"
     assert relpos.Translator.load(run, tokenizer=own).subwords is own
+    assert isinstance(relpos.Translator.load(run, unpickle=True).subwords, Numbers)
     with pytest.raises(TypeError, match="tokenizer: expected the Subwords that .* tells of, got 3"):
         relpos.Translator.load(run, tokenizer=3)
     with pytest.raises(ValueError, match="subwords.json: size: expected 100, got 99"):

@@ -103,6 +103,14 @@ def add_threads(command: Any) -> None:
     )
 
 
+def add_unpickle(group: Any) -> None:
+    group.add_argument(
+        "--unpickle",
+        action="store_true",
+        help="read a tokenizer of somebody's own from its pickle, which runs what they want",
+    )
+
+
 def add_device(command: Any) -> None:
     command.add_argument(
         "--device",

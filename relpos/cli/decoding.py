@@ -23,6 +23,7 @@ from relpos.cli.arguments import (
     add_output,
     add_progress,
     add_threads,
+    add_unpickle,
     count,
     use_threads,
 )
@@ -87,6 +88,7 @@ def add_running(command: Any) -> None:
     group.add_argument(
         "--best", action="store_true", help="a run's checkpoint with the best validation"
     )
+    add_unpickle(group)
     group.add_argument(
         "--batch-tokens",
         type=count,
@@ -197,7 +199,8 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
 
     use_threads(options)
     return Translator.load(
-        models, average=options.average, best=options.best, batch_tokens=options.batch_tokens,
+        models, average=options.average, best=options.best, unpickle=options.unpickle,
+        batch_tokens=options.batch_tokens,
         device=options.device, precision=options.precision,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from relpos.cli.arguments import (
     add_command,
     add_device,
     add_threads,
+    add_unpickle,
     count,
     use_threads,
 )
@@ -82,6 +83,7 @@ def add_commands(commands: Any) -> None:
     running.add_argument(
         "--best", action="store_true", help="a run's checkpoint with the best validation"
     )
+    add_unpickle(running)
     add_threads(running)
     add_device(running)
 
@@ -132,7 +134,8 @@ def _load(options: argparse.Namespace) -> Translator:
 
     use_threads(options)
     return Translator.load(
-        options.model, average=options.average, best=options.best, device=options.device,
+        options.model, average=options.average, best=options.best, unpickle=options.unpickle,
+        device=options.device,
         precision=options.precision,
     )  # fmt: skip
 

@@ -5,8 +5,8 @@ A vocabulary travels in a folder: `subwords.json`, which says what it is, and it
 
     tokenizer/subwords.json  tokenizer/sentencepiece.model      (or tokenizer/words.txt)
 
-Where source and target have one each, they lie in folders below it, `source` and `target`. An object
-of the user's own is not in it: its description is, and the object is given again.
+Where source and target have one each, they lie in folders below it, `source` and `target`. How an
+object of the user's own gets there is in objects.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relpos.config import Config
+from relpos.data import objects
 from relpos.data.files import read_json
 from relpos.data.pieces import SentencePiece
 from relpos.data.text import Item, check_text, texts_of
@@ -40,13 +41,15 @@ from relpos.data.vocabulary import (
 from relpos.position.arrays import check_count
 
 
-def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
+def load_subwords(folder: Folder, *, tokenizer: Any = None, unpickle: bool = False) -> Subwords:
     """The vocabulary that was saved in a folder.
 
     folder: str or PathLike, as the `tokenizer` of a checkpoint.
     tokenizer: the object itself, where it is one of your own, wrapped or Subwords; it is checked to
         be the same, and so are Subwords of any kind. Of `Sides` a pair of them, or of one of them
-        and None.
+        and None. One of Hugging Face's tokenizers is in the folder, and need not be given.
+    unpickle: bool. Any other object that can be pickled is in the folder too, and is read from there
+        if this is True, which is for folders of people you trust: a pickle is a program.
     """
     if isinstance(tokenizer, type):
         raise TypeError(f"tokenizer: expected an object, got {tokenizer!r:.80}")
@@ -60,17 +63,14 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None) -> Subwords:
     known = (*kinds, OWN)
     if told.get("kind") not in known:
         raise ValueError(f"{path}: kind: expected {', '.join(known)}, got {told.get('kind')!r}")
-    if told["kind"] in OUTSIDE and tokenizer is None:
-        raise ValueError(
-            f"{path}: the vocabulary was an object of your own, which is not in the folder: "
-            "load_subwords(folder, tokenizer=...) takes it"
-        )
+    if told["kind"] in OBJECTS and tokenizer is None:
+        tokenizer = objects.fetch(Path(folder), unpickle)
     if told["kind"] == Wrapped.kind:
         subwords: Subwords = _wrapped_again(path, told, tokenizer)
     elif told["kind"] == OWN:
         subwords = _own_again(path, tokenizer)
     elif told["kind"] == Sides.kind:
-        subwords = _sides_again(Path(folder), tokenizer)
+        subwords = _sides_again(Path(folder), tokenizer, unpickle)
     elif tokenizer is None or isinstance(tokenizer, Subwords):
         subwords = kinds[told["kind"]].load(folder)
     else:
@@ -236,9 +236,9 @@ class Wrapped:
     size, bos, eos: int.
     unknown: int. -1: there is none.
 
-    What it is cannot be saved with the model: `save` writes sizes and a fingerprint, and
-    `load_subwords` wants the object again. The fingerprint is of what it makes of a few sentences
-    and of each character of ASCII.
+    It is saved with the model, one of Hugging Face's tokenizers in their format, any other by pickle,
+    which `load_subwords` reads only if it is told to; one that cannot be pickled is to be given
+    again. Its fingerprint is of what it makes of a few sentences and of each character of ASCII.
     """
 
     kind = "wrapped"
@@ -309,6 +309,7 @@ class Wrapped:
             return type(error).__name__
 
     def save(self, folder: Folder) -> None:
+        objects.store(Path(folder), self._tokenizer)
         save_vocabulary(folder, self, self.kind)
 
     def __repr__(self) -> str:
@@ -324,7 +325,7 @@ def _wrapped_again(path: Path, told: dict[str, Any], tokenizer: Any) -> Wrapped:
 
 
 OWN = "own"  # the kind of Subwords that say none themselves
-OUTSIDE = (Wrapped.kind, OWN)  # kinds of which the folder has the description alone
+OBJECTS = (Wrapped.kind, OWN)  # kinds that are objects of the user's own
 
 
 def save_subwords(folder: Folder, subwords: Any) -> None:
@@ -334,6 +335,7 @@ def save_subwords(folder: Folder, subwords: Any) -> None:
     (path / DESCRIPTION).unlink(missing_ok=True)  # another vocabulary's
     subwords.save(path)
     if isinstance(subwords, Subwords) and not (path / DESCRIPTION).is_file():
+        objects.store(path, subwords)
         save_vocabulary(path, subwords, OWN)
 
 
@@ -343,7 +345,7 @@ def wants_object(folder: Folder) -> bool:
     kind = read_json(path / DESCRIPTION).get("kind") if (path / DESCRIPTION).is_file() else None
     if kind == Sides.kind:
         return any(wants_object(path / side) for side in ("source", "target"))
-    return kind in OUTSIDE
+    return kind in OBJECTS and not objects.comes_alone(path)
 
 
 def _own_again(path: Path, tokenizer: Any) -> Subwords:
@@ -434,7 +436,7 @@ def _fingerprint_before(subwords: Subwords) -> str:
     return subwords.fingerprint()
 
 
-def _sides_again(folder: Path, tokenizer: Any) -> Sides:
+def _sides_again(folder: Path, tokenizer: Any, unpickle: bool) -> Sides:
     if isinstance(tokenizer, Sides):
         tokenizer = tokenizer.source, tokenizer.target
     elif isinstance(tokenizer, Subwords):  # another vocabulary: load_subwords compares
@@ -445,7 +447,7 @@ def _sides_again(folder: Path, tokenizer: Any) -> Sides:
             f"tokenizer: expected a pair, as source and target have a vocabulary each, got {pair!r:.80}"
         )
     source, target = (
-        load_subwords(folder / name, tokenizer=own)
+        load_subwords(folder / name, tokenizer=own, unpickle=unpickle)
         for name, own in zip(("source", "target"), pair, strict=True)
     )
     return Sides(source, target)

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a tokenizer of the user's own goes into the folder of a vocabulary, and comes out of it.
+
+    tokenizer.json      one of Hugging Face's `tokenizers`, in that package's own format
+    tokenizer.pickle    any other that can be pickled
+
+A pickle is read where that is asked for and nowhere else: whoever wrote it decides what reading does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from relpos.data.files import write_file
+
+HUGGING_FACE, PICKLE = "tokenizer.json", "tokenizer.pickle"
+
+
+def store(folder: Path, tokenizer: Any) -> None:
+    """Leaves nothing of an object that can be neither; another vocabulary's file goes in any case."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (HUGGING_FACE, PICKLE):
+        (folder / name).unlink(missing_ok=True)
+    if _is_hugging_face(tokenizer):
+        return write_file(folder / HUGGING_FACE, tokenizer.to_str().encode())
+    try:
+        content = pickle.dumps(tokenizer)
+    except Exception:  # classes raise what they like
+        return
+    write_file(folder / PICKLE, content)
+
+
+def comes_alone(folder: Path) -> bool:
+    """Is it read from the folder, and nobody need be asked?"""
+    return (folder / HUGGING_FACE).is_file()
+
+
+def fetch(folder: Path, unpickle: bool) -> Any:
+    """What `store` has left, made again."""
+    if not isinstance(unpickle, bool):
+        raise TypeError(f"unpickle: expected a bool, got {type(unpickle).__name__}")
+    if comes_alone(folder):
+        return _hugging_face(folder / HUGGING_FACE)
+    path = folder / PICKLE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: the vocabulary was an object of your own, which is not in the folder: "
+            "load_subwords(folder, tokenizer=...) takes it"
+        )
+    if not unpickle:
+        raise ValueError(
+            f"{path}: the vocabulary was an object of your own, pickled there, and reading it runs "
+            "what whoever wrote it wants: where you trust them, load_subwords(folder, unpickle=True) "
+            "reads it (--unpickle); tokenizer=... takes the object instead"
+        )
+    try:
+        return pickle.loads(path.read_bytes())
+    except Exception as error:  # as above, and files are cut, and classes not found
+        raise ValueError(
+            f"{path}: cannot be unpickled here: {type(error).__name__}: {error}; "
+            "load_subwords(folder, tokenizer=...) takes the object"
+        ) from error
+
+
+def _is_hugging_face(tokenizer: Any) -> bool:
+    package = sys.modules.get("tokenizers")  # whoever has such an object has imported it
+    return package is not None and isinstance(tokenizer, package.Tokenizer)
+
+
+def _hugging_face(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ImportError(
+            f"{path}: to read it, pip install tokenizers: the vocabulary is one of that package"
+        ) from None
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: not a tokenizer of Hugging Face's: {error}") from None
