@@ -106,6 +106,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/* Is the whole tile hidden by a dense mask? */
+__device__ inline bool tile_hidden(const Call &call, const Where &w) {
+  return mask_hides<kTile, kTile>(call, w.seq, w.b, w.head, w.i, w.j);
+}
+
 /* ---- (4) -------------------------------------------------------------------------------- */
 
 /* A gradient's rows of a tile: factor * sums, zeros for padding. */
@@ -134,6 +139,7 @@ __global__ void __launch_bounds__(kThreads) queries_kernel(const __grid_constant
   Ends ends = {};
   for (int j = seen.first; j <= seen.last; j += kTile) {
     at_tile(&w, tile.row, j);
+    if (tile_hidden(call, w)) continue;
     weigh_tile<S>(c, w, s);
     add_weighted_rows<S>(
         s, column, call.D, [&](int i, int key) { return s.slopes[i][key]; },
@@ -162,6 +168,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const __grid_constant
   Ends ends = {};
   for (int i = seen.first; i <= seen.last; i += kTile) {
     at_tile(&w, i, tile.row);
+    if (tile_hidden(call, w)) continue;
     weigh_tile<S>(c, w, s);
     add_weighted_rows<S>(
         s, column, call.D, [&](int key, int query) { return s.slopes[query][key]; },
@@ -197,6 +204,7 @@ __global__ void __launch_bounds__(kThreads)
     const Stretch seen = keys_seen(w.seq, tile.row);
     for (int j = seen.first; j <= seen.last; j += kTile) {
       at_tile(&w, tile.row, j);
+      if (tile_hidden(call, w)) continue;
       weigh_tile<S>(c, w, s); /* waits for the zeros too */
       for (int x = 0; x < sums.count; x++) {
         const Summed &term = sums.terms[x];

@@ -342,6 +342,10 @@ class ForwardBlock {
   __device__ void take_tile(int stage, int j0) {
     const int d0 = j0 - q0 - seq.start; /* of row 0 and column 0 */
     const bool tiled = S::kGeneral && f.tiled;
+    if constexpr (S::kGeneral) {
+      const bool hidden = mask_hides<S::kQueries, S::kKeys>(call, seq, batch, head, q0, j0);
+      if (hidden && !fills_cells(d0)) return;
+    }
     /* What is met, and seen, is the warp's own affair; diagonals of a tile are the block's. */
     const int top = tiled ? 0 : warp_row, bottom = top + (tiled ? S::kQueries : S::kWarpRows) - 1;
     const int nearest = d0 - bottom, farthest = d0 + S::kKeys - 1 - top;
@@ -392,6 +396,12 @@ class ForwardBlock {
     if (S::kGeneral && tiled && related_values && meets == MEETS_BAND) {
       close_tile_band(nearest, j0);
     }
+  }
+
+  /* Do pairs of the block's tile fill cells that last until the end, the hidden ones too? */
+  __device__ bool fills_cells(int d0) const {
+    const bool crossed = d0 + S::kKeys - 1 > f.low && d0 - (S::kQueries - 1) < f.high;
+    return f.banded && !f.tiled && call.value.count > 0 && crossed;
   }
 
   /* A tile of which all is seen, kept and given one number a row: one run of instructions without a

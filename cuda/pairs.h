@@ -242,6 +242,22 @@ __device__ inline bool mask_shows(const Call &call, const Sequence &seq, int b, 
                    j] != 0;
 }
 
+/* Does a dense mask hide every pair of rows x keys pairs from (i, j) on? Such a tile adds nothing.
+ * All threads of the block ask, and all are told. */
+template <int kRows, int kKeys>
+__device__ inline bool mask_hides(const Call &call, const Sequence &seq, int b, int head, int i,
+                                  int j) {
+  if (!call.mask) return false;
+  const int rows = seq.queries - i < kRows ? seq.queries - i : kRows;
+  const int keys = seq.keys - j < kKeys ? seq.keys - j : kKeys;
+  bool any = false;
+  for (int at = static_cast<int>(threadIdx.x); at < kRows * kKeys; at += blockDim.x) {
+    const int row = at / kKeys, key = at % kKeys;
+    any |= row < rows && key < keys && mask_shows(call, seq, b, head, i + row, j + key);
+  }
+  return __syncthreads_or(any) == 0;
+}
+
 /* The row of the table for a pair, or -1. Not for edges. */
 __device__ inline int relation_of(const Lookup &x, const Sequence &seq, int b, int head, int i,
                                   int j) {

@@ -252,6 +252,9 @@ GENERAL = {
     "labels of keys": replace(SHAW, key=None, query=Labels(130, 2), value=None, N=66, M=130),
     "edges": replace(SHAW, key=Edges(5, 4, "repeated"), query=Edges(70, 3), value=Edges(5, 3), H=1),
     "mask": replace(SHAW, mask=Mask(), dropout=DROPOUT, N=66),
+    "mask of whole tiles": replace(
+        SHAW, mask=Mask("patches"), key=(Band(9, 9), Labels(5)), query=Band(9, 9), N=210, M=270, H=1
+    ),
     "softcap": replace(SHAW, softcap=2.0, value=None, N=66),
     "width 200": replace(SHAW, D=200, Dv=150, key=Band(9, 9), query=Band(1, 1), N=66, M=66, H=1),
     "unaligned": replace(SHAW, D=30, Dv=44, gap=3, query=Band(5, 5), key=Labels(9)),
@@ -664,3 +667,16 @@ def test_the_general_way_multiplies_on_tensor_cores(
         found = counted(libraries, library, case)["mma"] / (tile * 4 * 4)
         # products with the table itself are made once for each tile of queries, not each pair
         assert expected <= found <= expected + 0.5, (name, found)
+
+
+def test_what_a_mask_hides_costs_nothing_backward(
+    libraries: dict[str, Path], emulated_device: Path
+) -> None:
+    library = library_of(emulated_device)
+    plain = Case(N=384, M=384, D=64, Dv=64, key=Labels(5), mask=Mask("all"))
+    costs = [
+        counted(libraries, library, replace(plain, mask=Mask(fill)))["mma"]
+        for fill in ("all", "columns", "none")
+    ]
+    once = costs[2]  # what rows meet of the table
+    assert costs[0] - once == 2 * (costs[1] - once) > 20 * once > 0

@@ -81,6 +81,17 @@ PATHS = {
     ),
     # masks
     "mask": replace(SHAW, mask=Mask("random", 0.5, True)),
+    "mask of whole tiles": replace(SHAW, mask=Mask("patches"), N=210, M=270, H=1),
+    "mask of whole tiles, long": replace(
+        LONG,
+        mask=Mask("patches"),
+        value=(Band(149, 149), Labels(5)),
+        N=210,
+        M=270,
+        H=1,
+        D=16,
+        Dv=16,
+    ),
     "rows of nothing": replace(SHAW, mask=Mask("rows"), softcap=2.0, window=(9, 0)),
     "softcap": replace(SHAW, softcap=1.0, H=1, bias=Band(4, 4)),
     # widths and edges of tiles
@@ -463,6 +474,17 @@ def test_what_position_hides_costs_nothing(
     window = counted(libraries, library, replace(plain, window=(64, 0)))
     assert causal["mma"] == 2 * TILE * (8 * 9 // 2)
     assert window["mma"] == 2 * TILE * (8 + 7)  # 64 keys back are in the tile before, all of them
+
+
+def test_what_a_mask_hides_costs_nothing(libraries: dict[str, Path], emulated_device: Path) -> None:
+    """Every other tile of keys, for three of queries."""
+    library = library_of(emulated_device)
+    plain = Case(N=384, M=384, D=64, Dv=64, mask=Mask("all"))
+    costs = [
+        counted(libraries, library, replace(plain, mask=Mask(fill)))["mma"]
+        for fill in ("all", "columns", "none")
+    ]
+    assert costs == [2 * TILE * 36, 2 * TILE * 18, 0]
 
 
 def test_labels_cost_a_table(libraries: dict[str, Path], emulated_device: Path) -> None:

@@ -59,6 +59,7 @@ def numbers(said: str) -> list[float]:
         ("copied", [2.0 * (i + 1) for i in range(THREADS)]),
         ("copy_of_any_kind", [float(i + 1) for i in range(THREADS)]),
         ("multiply", [0.0] * THREADS),
+        ("votes", [1.0] * THREADS),
         ("halves", [float(i ^ 1) if i % 32 < 16 else -1.0 for i in range(THREADS)]),
         ("much_shared", [float(THREADS - i) for i in range(THREADS)]),
         ("turns", [64.0 * (i + 1) + 57 for i in range(THREADS)]),
@@ -98,6 +99,7 @@ def test_counters(planted: dict[str, Path]) -> None:
 FAULTS = [
     ("early_return", r"deadlock: thread 0 .* has returned; thread 3 .* waits in __syncthreads at"),
     ("divergent_barrier", r"divergent barrier: other threads wait in __syncthreads at"),
+    ("divergent_vote", r"divergent barrier: other threads wait in __syncthreads"),
     ("lying_mask", r"the calling lane is not in its mask \(thread \d+ of block \(0,0,0\), __shfl"),
     ("half_a_warp", r"deadlock: .* waits in __shfl_sync at"),
     ("two_operations", r"lane \d+ waits elsewhere, in "),

@@ -74,6 +74,7 @@ struct Fiber {
   uint3 place{};
   int id = 0, lane = 0, warp = 0;
   Wait wait = Wait::none;
+  bool any = false; /* what the last barrier was told */
   Site at{};
   unsigned mask = 0;
   void *argument = nullptr;
@@ -115,7 +116,8 @@ extern void (*copy_hook)(const void *to, const void *from, size_t);
 void check_launch(dim3 grid, dim3 block, size_t bytes, const void *kernel);
 void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> body);
 void set_shared_limit(const void *kernel, size_t bytes);
-void barrier(int id, int threads, bool wait, Site at);
+/* says: true where any thread says so, to those that wait */
+bool barrier(int id, int threads, bool wait, Site at, bool says = false);
 void yield();                                                    /* for loops that spin */
 bool arrive(unsigned mask, void *argument, Site at, void **all); /* the last lane: true ... */
 void release(unsigned mask);                                     /* ... and it calls this */
@@ -194,6 +196,9 @@ void pass_turn(int32_t *turn, int32_t next);
 constexpr int warpSize = 32;
 
 inline void __syncthreads(EMU_SITE) { emu::barrier(0, 0, true, {"__syncthreads", file, line}); }
+inline int __syncthreads_or(int says, EMU_SITE) {
+  return emu::barrier(0, 0, true, {"__syncthreads_or", file, line}, says != 0);
+}
 inline void __syncwarp(unsigned mask = ~0u, EMU_SITE) {
   int none = 0;
   emu::collective(mask, none, {"__syncwarp", file, line}, [&](int **) {

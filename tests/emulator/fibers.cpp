@@ -95,6 +95,7 @@ constexpr size_t default_shared = 48 << 10, most_shared = 227 << 10;
 
 struct Barrier {
   int arrived = 0, expected = 0;
+  bool any = false;
   Site at{};
   std::vector<Fiber *> waiting;
 };
@@ -400,7 +401,7 @@ void run(dim3 grid, dim3 block, size_t bytes, std::function<void()> kernel_body)
   throw Fault(failure);
 }
 
-void barrier(int id, int expected, bool wait, Site at) {
+bool barrier(int id, int expected, bool wait, Site at, bool says) {
   Barrier &b = now->barriers[id];
   if (expected == 0) expected = threads;
   if (b.arrived != 0 && b.expected != expected) {
@@ -412,13 +413,18 @@ void barrier(int id, int expected, bool wait, Site at) {
   b.expected = expected;
   b.at = at;
   current->at = at;
+  b.any = b.any || says;
   if (++b.arrived == expected) {
     stats.barriers++;
     if (sync_hook != nullptr) sync_hook(-1, 0);
     const auto all = std::move(b.waiting);
+    current->any = b.any;
     b = Barrier{};
     const size_t from = now->ready.size();
-    for (size_t i = all.size(); i-- > 0;) wake(all[i]);
+    for (size_t i = all.size(); i-- > 0;) {
+      all[i]->any = current->any;
+      wake(all[i]);
+    }
     shuffle_ready(from);
     if (now->numbered && seed != 0 && draw(4) == 0) leave_block();
   } else if (wait) {
@@ -427,6 +433,7 @@ void barrier(int id, int expected, bool wait, Site at) {
     spins = 0;
     next();
   }
+  return current->any;
 }
 
 void yield() {

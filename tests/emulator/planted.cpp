@@ -48,6 +48,17 @@ __global__ void divergent_barrier(float *x) {
   x[0] = 1;
 }
 
+__global__ void votes(float *x) {
+  const int i = static_cast<int>(threadIdx.x);
+  const bool one = __syncthreads_or(i == 41) != 0, none = __syncthreads_or(0) != 0;
+  const bool other = __syncthreads_or(i == 3) != 0, last = __syncthreads_or(i < 0) != 0;
+  x[i] = one && !none && other && !last;
+}
+__global__ void divergent_vote(float *x) {
+  if (threadIdx.x < 32) x[0] = static_cast<float>(__syncthreads_or(1));
+  else __syncthreads();
+}
+
 /* ---- warps ---- */
 
 __global__ void lying_mask(float *x) { x[threadIdx.x] = __shfl_sync(0xffffu, 1.0f, 0); }
@@ -189,6 +200,8 @@ cudaError_t start(const char *name, Run &run) {
       {"missing_barrier", missing_barrier},
       {"early_return", early_return},
       {"divergent_barrier", divergent_barrier},
+      {"votes", votes},
+      {"divergent_vote", divergent_vote},
       {"lying_mask", lying_mask},
       {"half_a_warp", half_a_warp},
       {"two_operations", two_operations},
