@@ -13,6 +13,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,6 +323,7 @@ def test_workspace_is_linear_in_length(
 SIZES = """
 import sys
 from pathlib import Path
+from typing import Any
 import capi, test_cuda_attention_backward as tests
 from case_arrays import make_arrays
 from device_capi import DeviceCore
@@ -372,6 +374,7 @@ import hashlib, sys
 import numpy as np
 import capi, test_cuda_attention_backward as tests
 from pathlib import Path
+from typing import Any
 from case_arrays import make_arrays
 from device_capi import DeviceCore
 
@@ -543,6 +546,7 @@ def test_turns_are_taken(libraries: dict[str, Path], emulated_device: Path) -> N
 
 FEWER = """
 from pathlib import Path
+from typing import Any
 import test_cuda_attention_backward as own
 from dataclasses import replace
 core = Path({core!r})
@@ -605,6 +609,35 @@ def turned_case(seed: int) -> Case:
 @pytest.mark.parametrize("seed", range(24))
 def test_turns_in_any_window(libraries: dict[str, Path], emulated_device: Path, seed: int) -> None:
     report([compare_rounded(device_core(libraries, 0, BF16, aligned=True), turned_case(seed))])
+
+
+def masked_case(seed: int) -> Case:
+    """Masks that hide whole tiles, beside bands that cross some of them and whatever else."""
+    random = np.random.default_rng(seed)
+
+    def draw(*of: Any) -> Any:
+        return of[random.integers(len(of))]
+
+    def band() -> Band:
+        most = draw(2, 20, 300)
+        return Band(int(random.integers(most)), int(random.integers(most)), draw("clip", "none"))
+
+    H, N, M = draw(1, 2), int(random.integers(65, 300)), int(random.integers(65, 300))
+    fill = draw("patches", "columns", "columns", "none", "last")
+    case = Case(H=H, N=N, M=M, D=8, Dv=8, mask=Mask(fill, per_head=draw(False, True)))
+    case = replace(case, key=draw(None, band(), band()), value=draw(None, band(), band()))
+    case = replace(case, query=draw(None, None, band()), bias=draw(None, None, band()))
+    if random.integers(4) == 0:
+        case = replace(case, value=(case.value, Labels(9)) if case.value else Labels(9))
+    case = replace(case, starts=draw(None, None, (int(random.integers(-200, 200)),)))
+    case = replace(case, causal=draw(False, True), window=draw((-1, -1), (90, 100)))
+    return replace(case, dropout=draw(None, DROPOUT), softcap=draw(0.0, 0.0, 3.0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_of_whole_tiles(libraries: dict[str, Path], emulated_device: Path, seed: int) -> None:
+    core = device_core(libraries, 0, BF16 if seed % 3 == 2 else 0)
+    report([(compare_rounded if seed % 3 == 2 else compare_case)(core, masked_case(seed))])
 
 
 @pytest.mark.parametrize("causal", [False, True])
