@@ -173,10 +173,12 @@ static void backward_task(void *context, int64_t task, int worker) {
   }
 }
 
-/* Rows of a call that have a number for its mask. */
+/* Rows of a call that have a number for its mask; -1, which no arena takes, where they overflow. */
 static int64_t masked_rows(const rp_attention *s) {
+  int64_t rows = s->offsets ? s->offsets[s->B] : 0;
   if (!s->mask.data) return 0;
-  return s->H * (s->offsets ? s->offsets[s->B] : s->B * s->N);
+  if (!s->offsets && !rpi_multiply(s->B, s->N, &rows)) return -1;
+  return rpi_multiply(s->H, rows, &rows) ? rows : -1;
 }
 
 /* The one list of what backward needs, for counting and for carving. */

@@ -238,13 +238,20 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
   for (int64_t phase = 0; phase < phases; phase++) {
     most = rpi_max(most, list_slots(&list, phase, NULL));
   }
-  const int64_t slots = most * s->H, real_bytes = sizeof(real);
+  const int64_t real_bytes = sizeof(real);
+  int64_t slots = 0;
+  if (!rpi_multiply(most, s->H, &slots)) arena->failed = true;
   list.slots = rpi_arena_take(arena, slots, sizeof *list.slots);
   for (int i = 0; i < RPI_SUMMED; i++) {
     if (!list.most[i]) continue;
-    list.lines[i] = rpi_arena_take(arena, slots * list.most[i], list.width[i] * real_bytes);
-    list.numbers[i] = rpi_arena_take(arena, slots * list.most[i], real_bytes);
-    list.line_of[i] = rpi_arena_take(arena, slots * list.listed[i], sizeof *list.line_of[i]);
+    int64_t lines = 0, named = 0;
+    if (!rpi_multiply(slots, list.most[i], &lines) ||
+        !rpi_multiply(slots, list.listed[i], &named)) {
+      arena->failed = true;
+    }
+    list.lines[i] = rpi_arena_take(arena, lines, list.width[i] * real_bytes);
+    list.numbers[i] = rpi_arena_take(arena, lines, real_bytes);
+    list.line_of[i] = rpi_arena_take(arena, named, sizeof *list.line_of[i]);
   }
   return list;
 }

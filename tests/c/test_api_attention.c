@@ -395,6 +395,25 @@ static void test_workspace(void) {
   CHECK_INT(rp_attention_workspace(&a, NULL, &b), RP_ERROR_SHAPE);
   CHECK(f == -7 && b == -7);
   CHECK_INT(rp_set_threads(2), RP_OK);
+  /* The same of backward's lists alone: numbers of a mask, names of a table's rows. */
+  static const uint8_t mask = 1;
+  static const int8_t label = 0;
+  a = rp_attention_default();
+  a.B = a.M = a.D = a.Dv = 1;
+  a.H = BEYOND - 1;
+  a.N = INT64_C(1) << 24; /* times H: 2^64 */
+  a.mask.data = &mask;
+  CHECK_INT(rp_attention_workspace(&a, NULL, &b), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "attention: the workspace's size overflows");
+  a.N = 1;
+  a.mask.data = NULL;
+  a.key[0] = (rp_relation){.table = q_data, .row_stride = 1, .rows = INT64_C(1) << 30};
+  a.key[0].map = RP_MAP_LABEL;
+  a.key[0].labels = &label;
+  a.key[0].label_bytes = 1;
+  CHECK_INT(rp_attention_workspace(&a, NULL, &b), RP_ERROR_SHAPE);
+  CHECK_TEXT(rp_last_error(), "attention: the workspace's size overflows");
+  CHECK(b == -7);
 }
 
 /* ---- empty calls ----------------------------------------------------------------- */
