@@ -134,7 +134,7 @@ def test_a_run_of_it_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "lines").write_text("abc\nb a\n")
     translate = ["translate", str(run), str(tmp_path / "lines"), "--max-length", "4"]
     assert cli.main(translate) != 0
-    assert "reads it (--unpickle)" in capsys.readouterr().err
+    assert "translate: --unpickle)" in capsys.readouterr().err
     assert cli.main([*translate, "--unpickle"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     page = tmp_path / "page.html"

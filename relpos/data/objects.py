@@ -54,7 +54,7 @@ def fetch(folder: Path, unpickle: bool) -> Any:
         raise ValueError(
             f"{path}: the vocabulary was an object of your own, pickled there, and reading it runs "
             "what whoever wrote it wants: where you trust them, load_subwords(folder, unpickle=True) "
-            "reads it (--unpickle); tokenizer=... takes the object instead"
+            "reads it (of relpos translate: --unpickle); tokenizer=... takes the object instead"
         )
     try:
         return pickle.loads(path.read_bytes())
