@@ -159,8 +159,11 @@ def load_model(
             device=device, precision=precision,
         )  # fmt: skip
         return model, subwords
-    for each in saved.weights:
-        check_same(config, Config.load(each), saved.weights[-1], each)
+    try:
+        for each in saved.weights:
+            check_same(config, Config.load(each), saved.weights[-1], each)
+    except ValueError as error:  # the search has a max_length and a seed too, which are not meant
+        raise ValueError(f"average: of different models: {error}") from None
     model = Transformer(
         config, tokens=tokens, sentences=SENTENCES, training=False,
         device=device, precision=precision,

@@ -410,6 +410,17 @@ def test_what_a_model_is_called(models: SimpleNamespace, tmp_path: Path) -> None
         assert (np.mean(both, axis=0).astype("f4") == weights).all(), name
 
 
+def test_a_mean_of_different_models(tmp_path: Path, capsys: Capture) -> None:
+    """Told as such: a field may be called as an option of the search is, and has another value."""
+    (tmp_path / "text").write_text("ba\n")
+    for field, value in (("max_length", LONGEST + 1), ("seed", 2**31)):
+        other = relpos.Transformer(random_model().config.replace({field: value}), tokens=64)
+        run = save(tmp_path / field, random_model(), other)
+        assert cli.main(["translate", str(run), str(tmp_path / "text"), "--average", "2"]) == 1
+        said = capsys.readouterr().err
+        assert re.match(rf"relpos: --average: of different models: {field}: {value} in ", said)
+
+
 def test_a_running_average_is_what_translates(tmp_path: Path) -> None:
     model = random_model(ema=0.5)
     weights = {name: array.copy() for name, array in model.parameters.items()}
