@@ -157,7 +157,7 @@ class Tokenizer(Letters):
     @staticmethod
     def from_str(text: str) -> Tokenizer:
         if json.loads(text)["letters"] != LETTERS:
-            raise Exception("other letters")  # noqa: TRY002: as the package does
+            raise Exception("other letters")  # as the package does
         return Tokenizer()
 
 
