@@ -17,6 +17,7 @@ import relpos
 import text_files
 from relpos import cli
 from relpos.data import Sides, Words, Wrapped, load_subwords
+from relpos.data.subwords import save_subwords, wants_object
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 SIZES = {"source_vocabulary": 29, "target_vocabulary": 29}
@@ -42,8 +43,8 @@ def letters(tokenizer: Any = None) -> Wrapped:
 
 def test_a_pickle_travels_and_is_read_by_who_says_so(tmp_path: Path) -> None:
     letters().save(tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["subwords.json", "tokenizer.pickle"]
-    with pytest.raises(ValueError, match=r"tokenizer\.pickle: .* unpickle=True\) reads it"):
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["subwords.json", "subwords.pickle"]
+    with pytest.raises(ValueError, match=r"subwords\.pickle: .* unpickle=True\) reads it"):
         load_subwords(tmp_path)
     again = load_subwords(tmp_path, unpickle=True)
     assert isinstance(again, Wrapped) and isinstance(again.tokenizer, Letters)
@@ -79,7 +80,7 @@ def test_nothing_is_run_unasked(tmp_path: Path) -> None:
         lambda: relpos.Trainer(**given, folder=tmp_path / "new", start=run, steps=1),
         lambda: relpos.Trainer(**given, folder=run, resume=True, steps=2),
     ):
-        with pytest.raises(ValueError, match=r"tokenizer\.pickle: the vocabulary was an object of"):
+        with pytest.raises(ValueError, match=r"subwords\.pickle: the vocabulary was an object of"):
             reads()  # type: ignore[no-untyped-call]
     assert not mark.exists()
     with pytest.raises(TypeError, match="expected an object with encode and decode"):
@@ -89,7 +90,7 @@ def test_nothing_is_run_unasked(tmp_path: Path) -> None:
 
 def test_pickles_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters().save(tmp_path)
-    path = tmp_path / "tokenizer.pickle"
+    path = tmp_path / "subwords.pickle"
     whole = path.read_bytes()
     for content, sentence in (
         (b"", "EOFError"),
@@ -117,9 +118,40 @@ def test_an_object_that_cannot_be_pickled_is_given_again(tmp_path: Path) -> None
     assert load_subwords(tmp_path, tokenizer=own).encode("ab") == [1, 1]
 
 
+class Own:
+    """Subwords that keep one of Hugging Face's themselves, under its usual name."""
+
+    size, bos, eos, unknown = 29, 27, 28, -1
+
+    def __init__(self) -> None:
+        self.encode, self.decode = Letters().encode, Letters().decode
+
+    def encode_many(self, texts: Any) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def fingerprint(self) -> str:
+        return "letters"
+
+    def save(self, folder: Any) -> None:
+        (Path(folder) / "tokenizer.json").write_text("theirs")
+
+
+def test_what_a_class_has_saved_stays_its_own(tmp_path: Path) -> None:
+    save_subwords(tmp_path, Own())
+    assert (tmp_path / "tokenizer.json").read_text() == "theirs"
+    assert isinstance(load_subwords(tmp_path, unpickle=True), Own)
+    (tmp_path / "subwords.pickle").unlink()  # as folders of before are
+    assert wants_object(tmp_path) and isinstance(load_subwords(tmp_path, tokenizer=Own()), Own)
+    with pytest.raises(ValueError, match="an object of your own, which is not in the folder"):
+        load_subwords(tmp_path)
+    save_subwords(tmp_path, Own())
+    save_subwords(tmp_path, Words(["a"]))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["subwords.json", "words.txt"]
+
+
 def test_one_of_two(tmp_path: Path) -> None:
     Sides(letters(), Words(["a", "b"])).save(tmp_path)
-    with pytest.raises(ValueError, match=r"source.tokenizer\.pickle: "):
+    with pytest.raises(ValueError, match=r"source.subwords\.pickle: "):
         load_subwords(tmp_path)
     again = load_subwords(tmp_path, unpickle=True)
     assert isinstance(again, Sides) and again.source.encode("b") == [1]
@@ -202,6 +234,22 @@ def test_hugging_face_s_travel_alone(
             ValueError, match=r"tokenizer\.json: not a tokenizer of Hugging Face's: "
         ):
             load_subwords(tmp_path)
+
+
+def test_hugging_face_s_that_their_format_cannot_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with parts in Python: it is given again, and training goes on."""
+    own = stand_in(monkeypatch)()
+
+    def refuse(self: Any) -> str:
+        raise Exception("Custom PreTokenizer cannot be serialized")
+
+    monkeypatch.setattr(Tokenizer, "to_str", refuse)
+    letters().save(tmp_path)
+    letters(own).save(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["subwords.json"]
+    assert wants_object(tmp_path) and load_subwords(tmp_path, tokenizer=own).encode("b") == [1]
 
 
 def test_hugging_face_s_without_their_package(

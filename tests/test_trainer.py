@@ -221,7 +221,7 @@ def test_subwords_of_a_class_of_ones_own(tmp_path: Path) -> None:
     make(run, **numbers, subwords=own, steps=2).train()
     assert (run / "tokenizer" / "numbers.json").exists()
     for folder, given in ((run, {"resume": True}), (tmp_path / "new", {"start": run})):
-        with pytest.raises(ValueError, match="tokenizer.pickle: .* an object of your own"):
+        with pytest.raises(ValueError, match="subwords.pickle: .* an object of your own"):
             make(folder, **numbers, **given, subwords=None)
         trainer = make(folder, **numbers, **given, subwords=own, steps=3)
         assert trainer.subwords is own and trainer.train().reason == "steps"

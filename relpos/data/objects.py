@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tokenizer of the user's own goes into the folder of a vocabulary, and comes out of it.
 
-    tokenizer.json      one of Hugging Face's `tokenizers`, in that package's own format
-    tokenizer.pickle    any other that can be pickled
+    tokenizer.json     one of Hugging Face's `tokenizers`, wrapped, in that package's own format
+    subwords.pickle    any other that can be pickled
+
+Subwords of the user's own may have a tokenizer.json there too, which is theirs to read.
 
 A pickle is read where that is asked for and nowhere else: whoever wrote it decides what reading does.
 """
@@ -16,33 +18,38 @@ from typing import Any
 
 from relpos.data.files import write_file
 
-HUGGING_FACE, PICKLE = "tokenizer.json", "tokenizer.pickle"
+HUGGING_FACE, PICKLE = "tokenizer.json", "subwords.pickle"
+
+
+def clear(folder: Path) -> None:
+    """Another vocabulary's files go, before anything of this one is there."""
+    for name in (HUGGING_FACE, PICKLE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def store(folder: Path, tokenizer: Any) -> None:
-    """Leaves nothing of an object that can be neither; another vocabulary's file goes in any case."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (HUGGING_FACE, PICKLE):
-        (folder / name).unlink(missing_ok=True)
-    if _is_hugging_face(tokenizer):
-        return write_file(folder / HUGGING_FACE, tokenizer.to_str().encode())
+    """Leaves nothing of an object that can be neither."""
     try:
-        content = pickle.dumps(tokenizer)
-    except Exception:  # classes raise what they like
+        if _is_hugging_face(tokenizer):
+            name, content = HUGGING_FACE, tokenizer.to_str().encode()
+        else:
+            name, content = PICKLE, pickle.dumps(tokenizer)
+    except Exception:  # classes raise what they like, and that package of parts in Python
         return
-    write_file(folder / PICKLE, content)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / name, content)
 
 
 def comes_alone(folder: Path) -> bool:
-    """Is it read from the folder, and nobody need be asked?"""
+    """Is what was wrapped read from the folder, and nobody need be asked?"""
     return (folder / HUGGING_FACE).is_file()
 
 
-def fetch(folder: Path, unpickle: bool) -> Any:
-    """What `store` has left, made again."""
+def fetch(folder: Path, wrapped: bool, unpickle: bool) -> Any:
+    """What `store` has left, made again. wrapped: or is it Subwords?"""
     if not isinstance(unpickle, bool):
         raise TypeError(f"unpickle: expected a bool, got {type(unpickle).__name__}")
-    if comes_alone(folder):
+    if wrapped and comes_alone(folder):
         return _hugging_face(folder / HUGGING_FACE)
     path = folder / PICKLE
     if not path.is_file():
