@@ -323,7 +323,6 @@ def test_workspace_is_linear_in_length(
 SIZES = """
 import sys
 from pathlib import Path
-from typing import Any
 import capi, test_cuda_attention_backward as tests
 from case_arrays import make_arrays
 from device_capi import DeviceCore
@@ -374,7 +373,6 @@ import hashlib, sys
 import numpy as np
 import capi, test_cuda_attention_backward as tests
 from pathlib import Path
-from typing import Any
 from case_arrays import make_arrays
 from device_capi import DeviceCore
 
@@ -546,7 +544,6 @@ def test_turns_are_taken(libraries: dict[str, Path], emulated_device: Path) -> N
 
 FEWER = """
 from pathlib import Path
-from typing import Any
 import test_cuda_attention_backward as own
 from dataclasses import replace
 core = Path({core!r})
