@@ -92,7 +92,7 @@ class Trainer:
     validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
         weights that is validated, and that the best checkpoint is the best by.
     subwords: Subwords, or a function that makes them, which is called where the run has none yet, or
-        has to be given them again, as `Wrapped` (see `relpos.data.load_subwords`);
+        has to be given them again, as most objects of your own (`relpos.data.load_subwords`);
         `relpos.data.Sides` of two where source and target have a vocabulary each.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size, or as many as the data gives.
