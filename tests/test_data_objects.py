@@ -146,7 +146,10 @@ def test_what_a_class_has_saved_stays_its_own(tmp_path: Path) -> None:
         load_subwords(tmp_path)
     save_subwords(tmp_path, Own())
     save_subwords(tmp_path, Words(["a"]))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["subwords.json", "words.txt"]
+    left = sorted(each.name for each in tmp_path.iterdir())
+    assert left == ["subwords.json", "tokenizer.json", "words.txt"]
+    letters().save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "theirs"
 
 
 def test_one_of_two(tmp_path: Path) -> None:
@@ -221,13 +224,16 @@ def test_hugging_face_s_travel_alone(
     subwords = letters(make())
     letters().save(tmp_path)  # another one's pickle goes
     subwords.save(tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["subwords.json", "tokenizer.json"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "subwords.json",
+        "subwords.tokenizer.json",
+    ]
     again = load_subwords(tmp_path)
     assert isinstance(again, Wrapped) and type(again.tokenizer) is type(make())
     assert again.encode("a z") == subwords.encode("a z") == [0, 26, 25]
     assert again.decode([2, 0]) == subwords.decode([2, 0])
     assert load_subwords(tmp_path, tokenizer=make()).encode("b") == [1]
-    path = tmp_path / "tokenizer.json"
+    path = tmp_path / "subwords.tokenizer.json"
     for content in (b"{", b'{"letters": ""}', b"\xff"):
         path.write_bytes(content)
         with pytest.raises(

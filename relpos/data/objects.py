@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tokenizer of the user's own goes into the folder of a vocabulary, and comes out of it.
 
-    tokenizer.json     one of Hugging Face's `tokenizers`, wrapped, in that package's own format
-    subwords.pickle    any other that can be pickled
+    subwords.tokenizer.json    one of Hugging Face's `tokenizers`, in that package's own format
+    subwords.pickle            any other that can be pickled
 
-Subwords of the user's own may have a tokenizer.json there too, which is theirs to read.
+Their names are ours alone: what else is in the folder is the user's, and stays.
 
 A pickle is read where that is asked for and nowhere else: whoever wrote it decides what reading does.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from relpos.data.files import write_file
 
-HUGGING_FACE, PICKLE = "tokenizer.json", "subwords.pickle"
+HUGGING_FACE, PICKLE = "subwords.tokenizer.json", "subwords.pickle"
 
 
 def clear(folder: Path) -> None:
