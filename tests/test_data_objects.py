@@ -50,8 +50,10 @@ def test_a_pickle_travels_and_is_read_by_who_says_so(tmp_path: Path) -> None:
     assert isinstance(again, Wrapped) and isinstance(again.tokenizer, Letters)
     assert again.encode("a z") == [0, 26, 25] and again.decode([27, 2, 0, 28]) == "ca"
     assert again.fingerprint() == letters().fingerprint()
-    with pytest.raises(TypeError, match="^unpickle: expected a bool, got str"):
-        load_subwords(tmp_path, unpickle="no")  # type: ignore[arg-type]
+    Words(["a"]).save(tmp_path / "words")
+    for folder in (tmp_path, tmp_path / "words"):
+        with pytest.raises(TypeError, match="^unpickle: expected a bool, got str"):
+            load_subwords(folder, unpickle="no")  # type: ignore[arg-type]
 
 
 class Malice(Letters):

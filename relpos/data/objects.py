@@ -47,8 +47,6 @@ def comes_alone(folder: Path) -> bool:
 
 def fetch(folder: Path, wrapped: bool, unpickle: bool) -> Any:
     """What `store` has left, made again. wrapped: or is it Subwords?"""
-    if not isinstance(unpickle, bool):
-        raise TypeError(f"unpickle: expected a bool, got {type(unpickle).__name__}")
     if wrapped and comes_alone(folder):
         return _hugging_face(folder / HUGGING_FACE)
     path = folder / PICKLE

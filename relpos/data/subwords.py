@@ -53,6 +53,8 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None, unpickle: bool = Fal
     """
     if isinstance(tokenizer, type):
         raise TypeError(f"tokenizer: expected an object, got {tokenizer!r:.80}")
+    if not isinstance(unpickle, bool):
+        raise TypeError(f"unpickle: expected a bool, got {type(unpickle).__name__}")
     path = Path(folder) / DESCRIPTION
     if not path.is_file():
         raise FileNotFoundError(
