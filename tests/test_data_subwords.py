@@ -142,6 +142,8 @@ def test_a_wrapped_object_is_wanted_again(tmp_path: Path) -> None:
     again = load_subwords(tmp_path, tokenizer=Letters())
     assert again.encode("abc") == [0, 1, 2] and (again.bos, again.eos) == (26, 27)
     assert load_subwords(tmp_path, tokenizer=letters()).size == 28
+    with pytest.raises(ValueError, match="an object of your own, pickled there"):
+        load_subwords(tmp_path)
 
     class Other(Letters):
         def encode(self, text: str) -> list[int]:

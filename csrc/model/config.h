@@ -46,4 +46,9 @@ static inline int64_t rpi_head_width(const rp_config *config) {
   return config->head_width != 0 ? config->head_width : config->width / config->heads;
 }
 
+/* Has every layer, or head, a table of values of its own? keys: has it one of keys? */
+static inline bool rpi_values_own(int values, bool keys) {
+  return values == RP_VALUES_AS_KEYS ? keys : values == RP_VALUES_OWN;
+}
+
 #endif

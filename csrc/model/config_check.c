@@ -89,8 +89,7 @@ static rp_status check_tied(const rp_stack *s, const char *side) {
       s->position == RP_POSITION_SHAW || s->position == RP_POSITION_MUSIC || s->relations != 0;
   for (int i = 0; has && s->tied != 0 && i < 2; i++) {
     RPI_CHECK(
-        wanted[i] == RP_VALUES_AS_KEYS || (wanted[i] == RP_VALUES_OWN) == keys[i],
-        RP_ERROR_ARGUMENT,
+        rpi_values_own(wanted[i], keys[i]) == keys[i], RP_ERROR_ARGUMENT,
         "config: %s.value_%s=%s with %s.tied=true, must be as-keys or %s.%s's: keys and values "
         "have one table",
         side, names[i], keys[i] ? "false" : "true", side, side, names[i]);

@@ -13,20 +13,16 @@
 #include "ops/linear.h"
 #include "model/waves.h"
 
-/* Has every layer, or head, a table of values of its own? */
-static bool is_own(int values, int keys) {
-  return values == RP_VALUES_AS_KEYS ? keys != 0 : values == RP_VALUES_OWN;
-}
-
 rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
   const rp_stack *const stack = rpi_stack_of(config, number);
   const int64_t reach = config->max_length - 1, ahead = rpi_is_causal(number) ? 0 : reach;
-  rpi_scheme has = {.left = reach,
-                    .right = ahead,
-                    .per_layer = stack->per_layer != 0,
-                    .per_head = stack->per_head != 0,
-                    .value_per_layer = is_own(stack->value_per_layer, stack->per_layer),
-                    .value_per_head = is_own(stack->value_per_head, stack->per_head)};
+  rpi_scheme has = {
+      .left = reach,
+      .right = ahead,
+      .per_layer = stack->per_layer != 0,
+      .per_head = stack->per_head != 0,
+      .value_per_layer = rpi_values_own(stack->value_per_layer, stack->per_layer != 0),
+      .value_per_head = rpi_values_own(stack->value_per_head, stack->per_head != 0)};
   switch (stack->position) {
     case RP_POSITION_SHAW:
       has.left = stack->k;

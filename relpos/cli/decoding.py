@@ -200,8 +200,7 @@ def load(models: Sequence[str], options: argparse.Namespace) -> Translator:
     use_threads(options)
     return Translator.load(
         models, average=options.average, best=options.best, unpickle=options.unpickle,
-        batch_tokens=options.batch_tokens,
-        device=options.device, precision=options.precision,
+        batch_tokens=options.batch_tokens, device=options.device, precision=options.precision,
     )  # fmt: skip
 
 

@@ -135,8 +135,7 @@ def _load(options: argparse.Namespace) -> Translator:
     use_threads(options)
     return Translator.load(
         options.model, average=options.average, best=options.best, unpickle=options.unpickle,
-        device=options.device,
-        precision=options.precision,
+        device=options.device, precision=options.precision,
     )  # fmt: skip
 
 

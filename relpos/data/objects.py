@@ -22,13 +22,14 @@ HUGGING_FACE, PICKLE = "subwords.tokenizer.json", "subwords.pickle"
 
 
 def clear(folder: Path) -> None:
-    """Another vocabulary's files go, before anything of this one is there."""
+    """What another vocabulary has left goes."""
     for name in (HUGGING_FACE, PICKLE):
         (folder / name).unlink(missing_ok=True)
 
 
 def store(folder: Path, tokenizer: Any) -> None:
     """Leaves nothing of an object that can be neither."""
+    clear(folder)
     try:
         if _is_hugging_face(tokenizer):
             name, content = HUGGING_FACE, tokenizer.to_str().encode()
@@ -41,13 +42,13 @@ def store(folder: Path, tokenizer: Any) -> None:
 
 
 def comes_alone(folder: Path) -> bool:
-    """Is what was wrapped read from the folder, and nobody need be asked?"""
+    """Is it read from the folder, and nobody need be asked?"""
     return (folder / HUGGING_FACE).is_file()
 
 
-def fetch(folder: Path, wrapped: bool, unpickle: bool) -> Any:
-    """What `store` has left, made again. wrapped: or is it Subwords?"""
-    if wrapped and comes_alone(folder):
+def fetch(folder: Path, unpickle: bool) -> Any:
+    """What `store` has left, made again."""
+    if comes_alone(folder):
         return _hugging_face(folder / HUGGING_FACE)
     path = folder / PICKLE
     if not path.is_file():
@@ -72,7 +73,7 @@ def fetch(folder: Path, wrapped: bool, unpickle: bool) -> Any:
 
 def _is_hugging_face(tokenizer: Any) -> bool:
     package = sys.modules.get("tokenizers")  # whoever has such an object has imported it
-    return package is not None and isinstance(tokenizer, package.Tokenizer)
+    return package is not None and type(tokenizer) is package.Tokenizer
 
 
 def _hugging_face(path: Path) -> Any:

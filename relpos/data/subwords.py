@@ -66,7 +66,7 @@ def load_subwords(folder: Folder, *, tokenizer: Any = None, unpickle: bool = Fal
     if told.get("kind") not in known:
         raise ValueError(f"{path}: kind: expected {', '.join(known)}, got {told.get('kind')!r}")
     if told["kind"] in OBJECTS and tokenizer is None:
-        tokenizer = objects.fetch(Path(folder), told["kind"] == Wrapped.kind, unpickle)
+        tokenizer = objects.fetch(Path(folder), unpickle)
     if told["kind"] == Wrapped.kind:
         subwords: Subwords = _wrapped_again(path, told, tokenizer)
     elif told["kind"] == OWN:
@@ -311,7 +311,6 @@ class Wrapped:
             return type(error).__name__
 
     def save(self, folder: Folder) -> None:
-        objects.clear(Path(folder))
         objects.store(Path(folder), self._tokenizer)
         save_vocabulary(folder, self, self.kind)
 
@@ -349,7 +348,7 @@ def wants_object(folder: Folder) -> bool:
     kind = read_json(path / DESCRIPTION).get("kind") if (path / DESCRIPTION).is_file() else None
     if kind == Sides.kind:
         return any(wants_object(path / side) for side in ("source", "target"))
-    return kind == OWN or (kind == Wrapped.kind and not objects.comes_alone(path))
+    return kind in OBJECTS and not objects.comes_alone(path)
 
 
 def _own_again(path: Path, tokenizer: Any) -> Subwords:

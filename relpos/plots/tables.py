@@ -87,9 +87,8 @@ def tables(
     grid = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1.15, 1, 1))
     for (name, table), (left, middle, other) in zip(found.items(), grid, strict=True):
         offsets = np.arange(table.shape[-2]) - farthest
-        own = (
-            None if some and table.ndim == 2 else head
-        )  # beside tables by head, one for all of them
+        # a table that all heads share, beside one that they do not, has no heads to choose from
+        own = None if some and table.ndim == 2 else head
         if name == "distance_table":
             table = table[..., ::-1, :]
         tied = config.tied and name == "key_table"
