@@ -64,12 +64,17 @@ rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *o
   return RP_OK;
 }
 
-static rp_status check_sizes(const rp_attention *a) {
+static rp_status check_sizes(rp_attention *a) {
   RPI_TRY(check_size("B", a->B, 0));
   RPI_TRY(check_size("H", a->H, 0));
   int64_t pairs = 0;
   RPI_CHECK(rpi_multiply(a->B, a->H, &pairs) && pairs <= RPI_LIMIT, RP_ERROR_SHAPE,
             "attention: B=%lld times H=%lld, must not exceed 2^40", (rpi_wide)a->B, (rpi_wide)a->H);
+  RPI_TRY(check_size("key_heads", a->key_heads, 0));
+  if (a->key_heads == 0) a->key_heads = a->H;
+  RPI_CHECK(a->key_heads == a->H || (a->key_heads > 0 && a->H % a->key_heads == 0), RP_ERROR_SHAPE,
+            "attention: key_heads=%lld, must be 0 or divide H=%lld", (rpi_wide)a->key_heads,
+            (rpi_wide)a->H);
   RPI_TRY(check_size("N", a->N, 0));
   RPI_TRY(check_size("M", a->M, 0));
   RPI_TRY(check_size("D", a->D, 1));
@@ -197,7 +202,7 @@ static rpi_array array_of(const rp_attention *a, const char *name, rp_rows x, si
   return (rpi_array){.name = name,
                      .data = x.data,
                      .axes = {{offsets ? 1 : a->B, offsets ? 0 : x.batch_stride},
-                              {a->H, x.head_stride},
+                              {of == KEYS ? a->key_heads : a->H, x.head_stride},
                               {rows, x.row_stride}},
                      .width = width,
                      .element = half ? 2 : (int64_t)sizeof(rp_real)};

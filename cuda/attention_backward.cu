@@ -35,6 +35,7 @@
  *   backward_tables.h     what terms add to (4) and (5); (6), what a tile adds
  */
 #include "backward_tables.h"
+#include "shared_keys.h"
 
 namespace rpc {
 namespace {
@@ -225,8 +226,6 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kMeeting = 128; /* rows of the longest table whose products are kept */
 
-int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 int64_t tile_count(const rp_attention *s, bool keys) {
   int64_t count = 0;
   for (int64_t b = 0; b < s->B; b++) {
@@ -355,7 +354,7 @@ rp_status run(const rp_attention *s, Backward c, const rp_attention_gradients *g
 }  // namespace
 
 rp_status backward_workspace(const rp_attention *s, int64_t *bytes) {
-  *bytes = rows_bytes(s) +
+  *bytes = rows_bytes(s) + shared_keys_bytes(s) +
            (band_serves(s) ? band_bytes(s) : sums_bytes(s) + place_meetings(s, nullptr, nullptr));
   return RP_OK;
 }
@@ -379,6 +378,8 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
   c.dq = g->q;
   c.dk = g->k;
   c.dv = g->v;
+  unsigned char *const behind_rows = static_cast<unsigned char *>(args->workspace) + rows_bytes(s);
+  own_gradients(s, behind_rows, &c);
   c.lse = args->lse;
   const int64_t element = placement.element == RP_BF16 ? 2 : 4;
   c.aligned = s->D % 8 == 0 && s->Dv % 8 == 0 && rows_aligned(c.call.q, s->D, element) &&
@@ -388,10 +389,11 @@ rp_status attention_backward(const rpi_attention_backward_args *args) {
                         rows_aligned(c.dv, s->Dv, element);
   c.scale = static_cast<float>(s->scale == 0 ? 1 / sqrt(static_cast<double>(s->D)) : s->scale);
   c.rows = static_cast<RowNumbers *>(args->workspace);
-  unsigned char *const behind = static_cast<unsigned char *>(args->workspace) + rows_bytes(s);
-  if (placement.element == RP_BF16) return run<bf16, bf16>(s, c, g, behind);
-  if (placement.precision == RP_BF16) return run<bf16, float>(s, c, g, behind);
-  return run<float, float>(s, c, g, behind);
+  unsigned char *const behind = behind_rows + shared_keys_bytes(s);
+  if (placement.element == RP_BF16) RPI_TRY((run<bf16, bf16>(s, c, g, behind)));
+  else if (placement.precision == RP_BF16) RPI_TRY((run<bf16, float>(s, c, g, behind)));
+  else RPI_TRY((run<float, float>(s, c, g, behind)));
+  return add_shared_keys(s, c, g);
 }
 
 }  // namespace rpc

@@ -19,6 +19,9 @@ struct alignas(16) RowNumbers {
   } ends[2]; /* of the fast path: what it meets at the ends of the band, see there */
 };
 
+/* Parts of the workspace begin at multiples of 256 bytes. */
+inline int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 struct Backward {
   Call call;
   rp_rows out, dout;

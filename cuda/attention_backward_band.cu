@@ -26,7 +26,6 @@ constexpr int64_t kMostNumbers = int64_t{1} << 24;
 constexpr int kThreads = 256;
 constexpr int kStrips = 4, kEndStrips = 16; /* ends have a line of every warp: these are many */
 
-int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_positions; }

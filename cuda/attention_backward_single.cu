@@ -127,10 +127,12 @@ class SingleBlock : BandBlock<S> {
   /* Sequences b and b + 1, each by the warps that have it. */
   __device__ void load(int b) {
     seq = b + pair < call.B ? call.sequences + b + pair : &s.none;
-    load_half(s.own[pair][0], call.q, seq->query_batch, seq->query_row, seq->queries, call.D);
-    load_half(s.own[pair][1], f.c.dout, seq->query_batch, seq->query_row, seq->queries, call.Dv);
-    load_half(s.other[pair][0], call.k, seq->key_batch, seq->key_row, seq->keys, call.D);
-    load_half(s.other[pair][1], call.v, seq->key_batch, seq->key_row, seq->keys, call.Dv);
+    const int64_t queries = seq->query_batch, keys = seq->key_batch;
+    const int of_keys = key_head(call, head);
+    load_half(s.own[pair][0], call.q, queries, head, seq->query_row, seq->queries, call.D);
+    load_half(s.own[pair][1], f.c.dout, queries, head, seq->query_row, seq->queries, call.Dv);
+    load_half(s.other[pair][0], call.k, keys, of_keys, seq->key_row, seq->keys, call.D);
+    load_half(s.other[pair][1], call.v, keys, of_keys, seq->key_row, seq->keys, call.Dv);
     for (int x = static_cast<int>(threadIdx.x) % 64; f.biased && x < kDiagonals; x += 64) {
       s.bias[pair][x] = kLog2E * band_at(call.bias, head, 1 - kRows - seq->start + x, 0);
     }
@@ -139,10 +141,10 @@ class SingleBlock : BandBlock<S> {
     cp_async_wait<0>();
     __syncthreads();
   }
-  __device__ void load_half(bf16 *to, const rp_rows &from, int64_t batch, int64_t row_0, int count,
-                            int width) const {
+  __device__ void load_half(bf16 *to, const rp_rows &from, int64_t batch, int of_head,
+                            int64_t row_0, int count, int width) const {
     constexpr int kHalf = S::kThreads / 2;
-    load_rows<kRows, kSingleWidth, kHalf>(to, row_of<Storage>(from, batch, head, row_0),
+    load_rows<kRows, kSingleWidth, kHalf>(to, row_of<Storage>(from, batch, of_head, row_0),
                                           from.row_stride, count, width, f.c.aligned,
                                           threadIdx.x % kHalf);
   }
@@ -154,16 +156,17 @@ class SingleBlock : BandBlock<S> {
     const int at = static_cast<int>(threadIdx.x) / 32 % 2 * (128 / int{sizeof(Storage)});
     if (b + x >= call.B) return;
     const Sequence &coming = call.sequences[b + x];
-    const auto ask = [&](const rp_rows &rows, int64_t batch, int64_t i, int width) {
-      if (at < width) prefetch_line(row_of<Storage>(rows, batch, head, i) + at);
+    const auto ask = [&](const rp_rows &rows, int64_t batch, int of_head, int64_t i, int width) {
+      if (at < width) prefetch_line(row_of<Storage>(rows, batch, of_head, i) + at);
     };
     if (r < coming.queries) {
-      ask(call.q, coming.query_batch, coming.query_row + r, call.D);
-      ask(f.c.dout, coming.query_batch, coming.query_row + r, call.Dv);
+      ask(call.q, coming.query_batch, head, coming.query_row + r, call.D);
+      ask(f.c.dout, coming.query_batch, head, coming.query_row + r, call.Dv);
     }
     if (r < coming.keys) {
-      ask(call.k, coming.key_batch, coming.key_row + r, call.D);
-      ask(call.v, coming.key_batch, coming.key_row + r, call.Dv);
+      const int of_keys = key_head(call, head);
+      ask(call.k, coming.key_batch, of_keys, coming.key_row + r, call.D);
+      ask(call.v, coming.key_batch, of_keys, coming.key_row + r, call.Dv);
     }
   }
 

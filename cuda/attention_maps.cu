@@ -62,7 +62,8 @@ __device__ float whole_score(const MapRows &m, const Sequence &seq, int i, int j
   float sum = 0;
   if (m.content) {
     const Storage *const q = row_of<Storage>(call.q, seq.query_batch, m.head, seq.query_row + i);
-    const Storage *const k = row_of<Storage>(call.k, seq.key_batch, m.head, seq.key_row + j);
+    const Storage *const k =
+        row_of<Storage>(call.k, seq.key_batch, key_head(call, m.head), seq.key_row + j);
     for (int c = 0; c < call.D; c++) sum += number_of(q[c]) * number_of(k[c]);
     sum *= call.scale;
   }

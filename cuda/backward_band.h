@@ -121,31 +121,35 @@ class BandBlock {
   /* Starts to load kRows rows, or as many as there are, of two arrays. */
   template <int kRows>
   __device__ void load(Operand *x, Operand *y, const rp_rows &x_from, const rp_rows &y_from,
-                       int64_t batch, int64_t first, int count) {
+                       int64_t batch, int of_head, int64_t first, int count) {
     load_two<kRows, S::kWidth, S::kThreads>(
         x,
-        RowsFrom<Storage>{row_of<Storage>(x_from, batch, head, first), x_from.row_stride, call.D},
+        RowsFrom<Storage>{row_of<Storage>(x_from, batch, of_head, first), x_from.row_stride,
+                          call.D},
         y,
-        RowsFrom<Storage>{row_of<Storage>(y_from, batch, head, first), y_from.row_stride, call.Dv},
+        RowsFrom<Storage>{row_of<Storage>(y_from, batch, of_head, first), y_from.row_stride,
+                          call.Dv},
         count > kRows ? kRows : count, f.c.aligned);
   }
   template <int kRows>
   __device__ void load_queries(Operand *q, Operand *dz, int first) {
-    load<kRows>(q, dz, call.q, f.c.dout, seq->query_batch, seq->query_row + first,
+    load<kRows>(q, dz, call.q, f.c.dout, seq->query_batch, head, seq->query_row + first,
                 seq->queries - first);
   }
   template <int kRows>
   __device__ void load_keys(Operand *k, Operand *v, int first) {
-    load<kRows>(k, v, call.k, call.v, seq->key_batch, seq->key_row + first, seq->keys - first);
+    load<kRows>(k, v, call.k, call.v, seq->key_batch, key_head(call, head), seq->key_row + first,
+                seq->keys - first);
   }
 
   /* The same of the tiles that are walked, one after the other: a thread keeps where its pieces of
    * the next one are, but not of one stage, whose walks are short or memory scarce. */
-  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int64_t from) {
+  __device__ void begin_walk(const rp_rows &x, const rp_rows &y, int64_t batch, int of_head,
+                             int64_t from) {
     const int64_t first = from + static_cast<int>(threadIdx.x / kPieces);
     const int column = static_cast<int>(threadIdx.x % kPieces) * kPiece;
-    next[0] = row_of<Storage>(x, batch, head, first) + column;
-    next[1] = row_of<Storage>(y, batch, head, first) + column;
+    next[0] = row_of<Storage>(x, batch, of_head, first) + column;
+    next[1] = row_of<Storage>(y, batch, of_head, first) + column;
   }
   __device__ void load_next(int stage, const rp_rows &x, const rp_rows &y, int from) {
     constexpr int kRowStep = S::kThreads / kPieces;

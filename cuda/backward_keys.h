@@ -101,7 +101,7 @@ class KeyBlock : BandBlock<S> {
     uncut_from = end < seq->keys ? end - seq->farthest : walk_to + 1;
     uncut_to = j - seq->nearest - (S::kOther - 1);
     apart = k0 - seq->start;
-    this->begin_walk(call.q, f.c.dout, seq->query_batch, seq->query_row + first_tile());
+    this->begin_walk(call.q, f.c.dout, seq->query_batch, head, seq->query_row + first_tile());
     numbers = f.c.rows + lse_of(call, *seq, head);
   }
 

@@ -127,7 +127,8 @@ __device__ inline ArrayRows<S> query_rows(const Backward &c, const rp_rows &x, i
 template <class S>
 __device__ inline ArrayRows<S> key_rows(const Backward &c, const rp_rows &x, int width,
                                         const Where &w) {
-  return {row_of<typename S::Storage>(x, w.seq.key_batch, w.head, w.seq.key_row + w.j),
+  return {row_of<typename S::Storage>(x, w.seq.key_batch, key_head(c.call, w.head),
+                                      w.seq.key_row + w.j),
           x.row_stride,
           w.keys,
           width,

@@ -117,7 +117,8 @@ class QueryBlock : BandBlock<S> {
       walk_from = clamped(across.first, walk_from, walk_to + 1);
       walk_to = smaller(walk_to, across.last + S::kOther - 1);
     }
-    this->begin_walk(call.k, call.v, seq->key_batch, seq->key_row + walk_from);
+    this->begin_walk(call.k, call.v, seq->key_batch, key_head(call, head),
+                     seq->key_row + walk_from);
   }
 
   __device__ void open() {

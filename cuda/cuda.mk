@@ -16,6 +16,7 @@ CUDA_SOURCES = \
   attention_backward_single.cu \
   attention_maps.cu \
   table_gradients.cu \
+  shared_keys.cu \
   rotate.cu \
   attend_rows.cu \
   choose.cu \

@@ -106,8 +106,9 @@ class ForwardBlock {
     batch = tile.sequence;
     q0 = tile.row;
     seq = call.sequences[batch];
-    key_rows = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row);
-    value_rows = row_of<Storage>(call.v, seq.key_batch, head, seq.key_row);
+    const int of_keys = key_head(call, head);
+    key_rows = row_of<Storage>(call.k, seq.key_batch, of_keys, seq.key_row);
+    value_rows = row_of<Storage>(call.v, seq.key_batch, of_keys, seq.key_row);
     if constexpr (sizeof(Storage) == sizeof(bf16)) {
       if (f.ones && head == call.H - 1) write_ones();
     }

@@ -37,15 +37,17 @@ __device__ inline float lookup_score(const Call &call, const Lookup &x, const Se
            row_product(row_of<Storage>(call.q, seq.query_batch, head, seq.query_row + i), bias, w,
                        call.D);
   }
-  return call.scale * row_product(row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j),
-                                  nullptr, w, call.D);
+  const Storage *const k =
+      row_of<Storage>(call.k, seq.key_batch, key_head(call, head), seq.key_row + j);
+  return call.scale * row_product(k, nullptr, w, call.D);
 }
 
 /* Key j meets the query terms that are bands, at distance d. */
 template <class Storage>
 __device__ inline float query_band_score(const Call &call, const Sequence &seq, int head, int j,
                                          int d) {
-  const Storage *const k = row_of<Storage>(call.k, seq.key_batch, head, seq.key_row + j);
+  const Storage *const k =
+      row_of<Storage>(call.k, seq.key_batch, key_head(call, head), seq.key_row + j);
   float sum = 0;
   for (int p = 0; p < call.query.count; p++) {
     const int relation = part_row(call.query.parts[p], d);

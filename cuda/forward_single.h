@@ -98,7 +98,7 @@ class SingleForward : ForwardBlock<S> {
     const bool of_keys = warp_row == 0;
     if (lane < coming.keys) {
       const rp_rows &x = of_keys ? call.k : call.v;
-      ask_for_row(row_of<Storage>(x, coming.key_batch, head, coming.key_row + lane),
+      ask_for_row(row_of<Storage>(x, coming.key_batch, key_head(call, head), coming.key_row + lane),
                   of_keys ? call.D : call.Dv);
     }
     const int i = warp_row + lane;

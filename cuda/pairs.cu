@@ -223,6 +223,10 @@ Sequence sequence_of(const rp_attention *s, int64_t b) {
   return seq;
 }
 
+int32_t sharers_of(const rp_attention *s) {
+  return s->key_heads > 0 ? static_cast<int32_t>(s->H / s->key_heads) : 1;
+}
+
 rp_placement placement_of(const rp_attention *s) {
   return s->placement ? *s->placement : rp_placement_default();
 }
@@ -255,6 +259,7 @@ rp_status read_call(const rp_attention *s, rp_rows q, rp_rows k, rp_rows v, Call
   call->v = v;
   call->B = static_cast<int32_t>(s->B);
   call->H = static_cast<int32_t>(s->H);
+  call->sharers = sharers_of(s);
   call->D = static_cast<int32_t>(s->D);
   call->Dv = static_cast<int32_t>(s->Dv);
   call->lse_head_stride = s->offsets ? s->offsets[s->B] : s->N;

@@ -93,6 +93,7 @@ struct Lookup {
 struct Call {
   rp_rows q, k, v; /* elements as the placement says */
   int32_t B, H, D, Dv;
+  int32_t sharers; /* heads of queries that share one of keys */
   const Sequence *sequences;
   int64_t lse_head_stride;
   float scale;   /* of products, log2(e) included */
@@ -137,6 +138,9 @@ Sequence sequence_of(const rp_attention *shape, int64_t b);
  * one sequence by their rows, which where none is longer than one before it they are anyway. */
 rp_status make_tiles(const rp_attention *shape, bool keys, int size, Tiles *tiles,
                      bool in_order = false);
+
+/* Heads of queries that share one of keys, side by side. */
+int32_t sharers_of(const rp_attention *shape);
 
 /* The placement of a call; default where there is none. */
 rp_placement placement_of(const rp_attention *shape);
@@ -186,6 +190,12 @@ template <class T>
 __device__ inline T *row_of(const rp_rows_out &x, int64_t batch, int64_t head, int64_t row) {
   return reinterpret_cast<T *>(x.data) + batch * x.batch_stride + head * x.head_stride +
          row * x.row_stride;
+}
+
+/* The head of keys of a head of queries. Called: see deal_at. */
+__device__ RPC_CALLED inline int shared_head(int head, int sharers) { return head / sharers; }
+__device__ inline int key_head(const Call &call, int head) {
+  return call.sharers == 1 ? head : shared_head(head, call.sharers);
 }
 
 __device__ inline int64_t lse_of(const Call &call, const Sequence &seq, int64_t head) {

@@ -2,9 +2,8 @@
  *
  * _arrays.c: the one way from an object to memory.
  *
- * There is no conversion: an array is used where it lies or refused with the fix. What
- * libcore cannot see is checked here (types, sizes, strides); what it can see is left to
- * it.
+ * There is no conversion: an array is used where it lies or refused with the fix. What libcore
+ * cannot see is checked here (types, sizes, strides); what it can see is left to it.
  *
  * The object is an ndarray or, where the call has a placement, a tuple that says where an array
  * of numbers lies on the device. Either is read into a header, and every check is about that.
@@ -143,7 +142,7 @@ static char upper(char axis) { return axis == 'b' ? 'B' : axis == 'h' ? 'H' : ax
 static void shape_text(char *text, size_t room, const char *axes, const sizes *s) {
   size_t used = 0;
   for (const char *axis = axes; *axis != '\0'; axis++) {
-    const char letter[2] = {upper(*axis), '\0'};
+    const char letter[2] = {*axis == 'K' ? 'H' : upper(*axis), '\0'};
     const char *name = letter;
     switch (*axis) {
       case 'E': name = "Dv"; break;
@@ -160,10 +159,14 @@ static void shape_text(char *text, size_t room, const char *axes, const sizes *s
       default: break;
     }
     char size[24] = "";
-    const int64_t known = s->of[(int)upper(*axis)];
+    const int divides = *axis == 'K' && s->of['K'] < 0;
+    const int64_t known = s->of[divides ? 'H' : (int)upper(*axis)];
     if (known >= 0) snprintf(size, sizeof size, "=%lld", (long long)known);
-    const int n = snprintf(text + used, room - used, "%s%s%s%s", axis == axes ? "(" : ", ", name,
-                           size, upper(*axis) != *axis ? " or 1" : "");
+    const int n =
+        snprintf(text + used, room - used, "%s%s%s%s", axis == axes ? "(" : ", ", name, size,
+                 upper(*axis) != *axis ? " or 1"
+                 : divides             ? " or a divisor"
+                                       : "");
     used += (size_t)n;
   }
   snprintf(text + used, room - used, axes[1] == '\0' ? ",)" : ")");
@@ -246,7 +249,7 @@ static fix copy(const char *name, int flags, const sizes *s) {
 
 /* ---- checks ---------------------------------------------------------------------- */
 
-/* An axis may have its own size, or be an optional one of 1. */
+/* An axis may have its own size, be an optional one of 1, or K, which divides H. */
 static int fits(const header *h, const char *axes, const sizes *s) {
   const int count = (int)strlen(axes);
   if (h->axes != count) return 0;
@@ -254,14 +257,14 @@ static int fits(const header *h, const char *axes, const sizes *s) {
     const int64_t known = s->of[(int)upper(axes[i])], got = h->shape[i];
     const int is_shared = upper(axes[i]) != axes[i] && got == 1;
     if (known >= 0 && known != got && !is_shared) return 0;
+    if (axes[i] == 'K' && known < 0 && s->of['H'] % (got > 0 ? got : INT64_MAX) != 0) return 0;
   }
   return 1;
 }
 
-/* Elements from one index to the next along every axis. An axis of one element, and
- * an array of none, have no strides of their own: they get those of C order (of axes that are
- * empty, as if they had one element). NULL, or what is wrong with strides that libcore does
- * not take. */
+/* Elements from one index to the next along every axis. An axis of one element, and an array of
+ * none, have no strides of their own: they get those of C order (of axes that are empty, as if they
+ * had one element). NULL, or what is wrong with strides that libcore does not take. */
 static const char *take_strides(const header *h, int flags, int64_t strides[TAKE_MAX_AXES]) {
   const int axes = h->axes, empty = is_empty(h);
   int64_t natural = 1;
@@ -353,7 +356,7 @@ int take(PyObject *object, const char *name, const char *axes, int flags, sizes 
     const int64_t stride = is_shared ? 0 : strides[i];
     if (upper(axes[i]) == axes[i]) s->of[(int)axes[i]] = h.shape[i];
     if (upper(axes[i]) == 'B') to->batch_stride = stride;
-    if (upper(axes[i]) == 'H') to->head_stride = stride;
+    if (upper(axes[i]) == 'H' || axes[i] == 'K') to->head_stride = stride;
     if (strchr("NMXYT", axes[i]) != NULL && rows++ == 0) to->row_stride = stride;
   }
   return 1;

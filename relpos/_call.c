@@ -15,9 +15,9 @@ int choose_axes(axis_words *w, PyObject *layout, int packed, int packed_keys) {
     return 0;
   }
   w->q = bhnd ? "BHND" : "BNHD", w->out = bhnd ? "BHNE" : "BNHE", w->lse = "BHN";
-  w->k = bhnd ? "BHMD" : "BMHD", w->v = bhnd ? "BHME" : "BMHE";
-  if (packed) w->q = "XHD", w->out = "XHE", w->lse = "HX", w->k = "XHD", w->v = "XHE";
-  if (packed_keys) w->k = "YHD", w->v = "YHE";
+  w->k = bhnd ? "BKMD" : "BMKD", w->v = bhnd ? "BKME" : "BMKE";
+  if (packed) w->q = "XHD", w->out = "XHE", w->lse = "HX", w->k = "XKD", w->v = "XKE";
+  if (packed_keys) w->k = "YKD", w->v = "YKE";
   return 1;
 }
 
@@ -135,6 +135,7 @@ int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
   }
   a->B = s->of['B'];
   a->H = s->of['H'];
+  a->key_heads = s->of['K'];
   a->D = s->of['D'];
   a->Dv = s->of['E'];
   a->N = s->of['N'] >= 0 ? s->of['N'] : 0;

@@ -65,6 +65,7 @@ PyObject *text_of(const char *text);
 /* Axes are named by letters, and an array's axes by a word of them:
  *
  *   B H N M D   as in relpos.h        E   Dv, the width of values and outputs
+ *   K           heads of keys and values: H, or a divisor of it
  *   b h         B or 1, H or 1: an axis of 1 is shared, its stride becomes 0
  *   X Y         tokens of packed queries, of packed keys
  *   T R         rows of a relation table, distances of a band

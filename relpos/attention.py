@@ -189,8 +189,9 @@ def attention(
     q: float32 (B, H, N, D). Like k, v and out an ndarray, or anything that exports DLPack or the
         array interface; used without a copy. On an NVIDIA GPU also bfloat16; all arrays and tables
         then lie there, and so does what is returned, a `DeviceArray` (docs/cuda.md).
-    k: float32 (B, H, M, D).
-    v: float32 (B, H, M, Dv).
+    k: float32 (B, H, M, D), or fewer heads that divide H: each then serves as many heads of q, side
+        by side, as torch's enable_gqa has it.
+    v: float32 (B, H, M, Dv), with the heads of k.
     position: a scheme, as `Shaw(...)` with its tables, or a tuple of schemes whose terms add up.
         None: no relation terms.
     causal: bool. Query i sees the keys j <= i + start.

@@ -117,6 +117,7 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_uint32 * 2, "dropout_key"),
         *fields(ctypes.c_uint32, "dropout_site", "dropout_first"),
         *fields(ctypes.c_void_p, "dropout_ordinals", "placement"),
+        *fields(ctypes.c_int64, "key_heads"),
     ]
 
 
@@ -311,7 +312,7 @@ def describe(core: Core, case: Case, arrays: Arrays) -> tuple[Attention, list[An
     """The rp_attention of a case, and what must outlive it."""
     call = attention_default()
     alive: list[Any] = [arrays]
-    for name in ("B", "H", "N", "M", "D", "Dv", "causal", "softcap"):
+    for name in ("B", "H", "key_heads", "N", "M", "D", "Dv", "causal", "softcap"):
         setattr(call, name, getattr(case, name))
     for name, values in (
         ("lengths", case.lengths),

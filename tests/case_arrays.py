@@ -22,10 +22,11 @@ def allocate_rows(
     """Rows of every sequence and head in the case's layout; side is "query" or "key"."""
     offsets = case.query_offsets if side == "query" else case.keys_offsets
     rows = case.N if side == "query" else case.M
+    heads = case.heads(side)
     gap = case.gap if gap is None else gap
     if offsets is not None:
-        return allocate((offsets[-1], case.H, width), gap, dtype, fill, "packed")
-    outer = (case.B, case.H, rows) if case.layout == "bhnd" else (case.B, rows, case.H)
+        return allocate((offsets[-1], heads, width), gap, dtype, fill, "packed")
+    outer = (case.B, heads, rows) if case.layout == "bhnd" else (case.B, rows, heads)
     return allocate((*outer, width), gap, dtype, fill, case.layout)
 
 
@@ -42,7 +43,7 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
         for span in case.spans:
             query = side == "query"
             row, rows = (span.query_row, span.queries) if query else (span.key_row, span.keys)
-            for h in range(case.H):
+            for h in range(case.heads(side)):
                 part = reference.head_rows(result.view, case.layout, span.batch, h, row, rows)
                 values = random.standard_normal(part.shape, np.float32)
                 part[...] = values * np.float32(factor)
@@ -56,7 +57,8 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
         random = stream(6)
         for span in case.spans:
             for h in range(case.H):
-                key = (case.layout, span.batch, h, span.key_row, span.keys)
+                key_head = h * case.heads("key") // case.H
+                key = (case.layout, span.batch, key_head, span.key_row, span.keys)
                 query = (case.layout, span.batch, h, span.query_row, span.queries)
                 ramp = np.round(np.linspace(0, 64 * case.D, span.keys)) / 8
                 reference.head_rows(k.view, *key)[:, -1] = ramp

@@ -81,6 +81,7 @@ def map_rows(map: Map) -> int:
 class Case:
     B: int = 1
     H: int = 1
+    key_heads: int = 0  # of k and v, each shared by H / key_heads of queries; 0: H
     N: int = 8
     M: int = 8
     D: int = 8
@@ -111,6 +112,7 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        assert self.key_heads == 0 or self.H % self.key_heads == 0
         if self.tied:
             maps = {name: map for name, _, map in self.terms}
             assert map_rows(maps["key[0]"]) == map_rows(maps["value[0]"])
@@ -125,6 +127,10 @@ class Case:
             if getattr(self, name) != getattr(plain, name)
         )
         return f"Case({', '.join(given)})"
+
+    def heads(self, side: str) -> int:
+        """Of queries or of keys: "query" or "key"."""
+        return self.key_heads if side == "key" and self.key_heads else self.H
 
     def maps(self, kind: str) -> tuple[Map, ...]:
         """The maps of one kind of terms."""
@@ -367,6 +373,8 @@ def random_case(seed: int) -> Case:
     if long and not any(isinstance(map, Band | Distances) for _, _, map in case.terms):
         free = [kind for kind in reference.KINDS if not case.maps(kind)]
         case = replace(case, **{free[0]: band()}) if free else replace(case, key=band(), tied=False)
+    if seed % 7 == 5:  # some heads of queries share keys
+        case = replace(case, H=case.H * pick((2, 2, 4)), key_heads=case.H)
     tables = [name for name, _, _ in case.terms]
     if tables and chance(0.15):
         where = word(["first", "first", "middle", "last"])

@@ -260,6 +260,23 @@ def _more_corners() -> list[Case]:
             cases.append(replace(shape, mask=mask, lengths=(70, 40), **both))
             cases.append(replace(shape, mask=mask, N=130, M=67, causal=per_head, **both))
             cases.append(replace(shape, mask=mask, offsets=(0, 40, 70), **both))
+    # Heads of keys that several of queries share: one for all, two; of chunks more than one, whose
+    # first item writes dk and dv; with nothing to see in some sequences; with every kind of term.
+    few = replace(shape, H=4, key_heads=1)
+    sharing = [few, replace(few, key_heads=2), replace(few, H=6, key_heads=3, layout="bnhd")]
+    for sharers in sharing:
+        cases += [
+            replace(sharers, per_head=True, **both),
+            replace(sharers, N=300, M=290, gap=0, causal=True, tied=True, **both),
+            replace(sharers, N=290, M=300, B=1, window=(40, 5), per_head=True, **both),
+            replace(sharers, B=3, lengths=(70, 0, 3), key_lengths=(40, 70, 0), **both),
+            replace(sharers, B=3, offsets=(0, 5, 5, 140), dropout=dropout, **both),
+            replace(sharers, B=3, offsets=(0, 9, 9, 9), key_offsets=(0, 0, 66, 67), **both),
+            replace(sharers, mask=Mask("rows", 0.5, True), softcap=2.0, position_bias=True, **both),
+            replace(sharers, key=Labels(9), value=Edges(7), query=Labels(9), bias=Labels(5)),
+            replace(sharers, N=150, query=Band(90, 90), bias=Band(4, 4), per_head=True),
+            replace(sharers, query=Distances(0, 0, "clip"), N=200, M=200, per_head=True),
+        ]
     # Softcaps, from one that does nothing to one that makes every score the same.
     for softcap in (1e-3, 0.1, 1.0, 30.0, 1e6):
         cases.append(replace(shape, softcap=softcap, **both))
@@ -310,6 +327,7 @@ def _tiled() -> list[Case]:
         replace(wide, outlier=("key[0]", "first", 1000.0)),
         replace(wide, outlier=("key[0]", "last", 1000.0)),
     ]
+    cases += [replace(wide, key_heads=4), replace(wide, key_heads=1, causal=True, N=300)]
     # Several chunks of queries and of keys: of forward, and of both passes.
     cases.append(replace(wide, H=2, N=1100, M=1100, D=32, Dv=32))
     cases.append(replace(wide, H=8, N=400, M=600, D=32, Dv=40))

@@ -181,6 +181,7 @@ def describe(q: Any, k: Any, v: Any, call: Any) -> tuple[capi.Attention, list[An
         a.M = sizes_of(k, layout)[2]
     else:
         a.B, a.H, a.D = len(offsets) - 1, *q.shape[1:]
+    a.key_heads = k.shape[1 if k.ndim == 3 or layout == "bhnd" else 2]
     a.Dv, a.causal, a.scale, a.softcap = v.shape[-1], causal, scale, softcap
     for name, values in (
         ("lengths", lengths),

@@ -322,7 +322,9 @@ def test_a_context_outlives_a_change_of_its_arrays(qkv: Any) -> None:
     with pytest.raises(ValueError, match="resize"):
         q.resize((1, 1, 1, 1))
     q.resize((1, 1, 1, 1), refcheck=False)
-    with pytest.raises(ValueError, match=r"^k: expected float32 \(B=1, H=1, M, D=1\), got float32"):
+    with pytest.raises(
+        ValueError, match=r"^k: expected float32 \(B=1, H=1 or a divisor, M, D=1\), got float32"
+    ):
         relpos.attention_backward(ctx, out)
 
 
@@ -339,6 +341,44 @@ def test_empty_arrays(shape: tuple[int, ...], per_head: bool) -> None:
     packed = rows(0, 3, 8)
     assert relpos.attention(packed, packed, packed, offsets=[0]).shape == (0, 3, 8)
     assert relpos.attention(packed, packed, packed, offsets=[0, 0, 0]).shape == (0, 3, 8)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("position", ["shaw", "rope", "transformer-xl"])
+def test_heads_that_share_keys(heads: int, position: str) -> None:
+    """What repeated keys give, in each layout; their gradients are those of the copies added up."""
+    made = {
+        "shaw": lambda: relpos.Shaw(rows(8, 5, 16), rows(5, 24), left=2, right=2),
+        "rope": lambda: relpos.RoPE(),
+        "transformer-xl": lambda: relpos.TransformerXL(rows(128, 32), rows(8, 16), rows(8, 16)),
+    }[position]()
+    q, dout = rows(2, 8, 70, 16, seed=1), rows(2, 8, 70, 24, seed=2)
+    k, v = rows(2, heads, 70, 16, seed=3), rows(2, heads, 70, 24, seed=4)
+    copies = [np.repeat(x, 8 // heads, axis=1) for x in (k, v)]
+    out, ctx = relpos.attention_forward(q, k, v, position=made, causal=True)
+    found = relpos.attention_backward(ctx, dout)
+    expected, ctx = relpos.attention_forward(q, *copies, position=made, causal=True)
+    same = relpos.attention_backward(ctx, dout)
+    assert np.allclose(out, expected, rtol=0, atol=1e-6)
+    for name, gradient in found.items():
+        want = same[name]
+        if name in ("k", "v"):
+            want = want.reshape(2, heads, 8 // heads, 70, -1).sum(axis=2)
+        assert gradient.shape == want.shape
+        assert np.allclose(gradient, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    again = relpos.attention(*turned, position=made, causal=True, layout="bnhd")
+    assert np.array_equal(again.swapaxes(1, 2), out)
+    ends = [0, 30, 70, 140]
+    packed = [x.swapaxes(1, 2).reshape(140, -1, x.shape[-1]) for x in (q, k, v)]
+    ours = relpos.attention(*packed, position=made, offsets=ends)
+    theirs = relpos.attention(
+        packed[0],
+        *(np.repeat(x, 8 // heads, axis=1) for x in packed[1:]),
+        position=made,
+        offsets=ends,
+    )
+    assert np.allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_no_keys_gives_zeros() -> None:

@@ -47,7 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "half",
         {"k": X.astype(np.float16)},
         TypeError,
-        "k: expected float32 (B=2, H=4, M, D=8), got float16 (2, 4, 7, 8); "
+        "k: expected float32 (B=2, H=4 or a divisor, M, D=8), got float16 (2, 4, 7, 8); "
         "use np.ascontiguousarray(k, np.float32)",
     ),
     (
@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         TypeError,
         "q: expected float32 (B, H, N, D), got NoneType",
     ),
-    ("text", {"k": "k"}, TypeError, "k: expected float32 (B=2, H=4, M, D=8), got str"),
+    ("text", {"k": "k"}, TypeError, "k: expected float32 (B=2, H=4 or a divisor, M, D=8), got str"),
     ("number", {"v": 4}, TypeError, "v: expected float32 (B=2, H=4, M=7, Dv), got int"),
     ("rank", {"q": X[0]}, ValueError, "q: expected float32 (B, H, N, D), got float32 (4, 7, 8)"),
     (
@@ -101,7 +101,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "heads",
         {"k": X[:, :3]},
         ValueError,
-        "k: expected float32 (B=2, H=4, M, D=8), got float32 (2, 3, 7, 8)",
+        "k: expected float32 (B=2, H=4 or a divisor, M, D=8), got float32 (2, 3, 7, 8)",
     ),
     (
         "keys",
@@ -113,7 +113,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "layout",
         {"layout": "bnhd", "k": X[:, :, :6]},
         ValueError,
-        "k: expected float32 (B=2, M, H=7, D=8), got float32 (2, 4, 6, 8)",
+        "k: expected float32 (B=2, M, H=7 or a divisor, D=8), got float32 (2, 4, 6, 8)",
     ),
     ("layout name", {"layout": "nhd"}, ValueError, "layout: expected 'bhnd' or 'bnhd', got 'nhd'"),
     (
@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "key_offsets, end",
         {"k": X[0], "v": X[0], "key_offsets": [0, 1, 5]},
         ValueError,
-        "k: expected float32 (tokens, H=4, D=8), got float32 (4, 7, 8)",
+        "k: expected float32 (tokens, H=4 or a divisor, D=8), got float32 (4, 7, 8)",
     ),
     (
         "offsets, end",

@@ -54,6 +54,7 @@ def device_core(
 SHARES = 4
 SHARED_CASES = [case for i, case in enumerate(CORNERS) if i % 13 == 0 or case.outlier]
 SHARED_CASES += [random_case(seed) for seed in range(4, 196, 7)]
+SHARED_CASES += [random_case(seed) for seed in range(5, 75, 7)]  # heads share keys there
 
 
 @pytest.mark.parametrize("share", range(SHARES))
@@ -66,6 +67,9 @@ def test_cases_of_every_core(libraries: dict[str, Path], emulated_device: Path, 
 
 SHAW = Case(H=2, N=130, M=130, D=64, Dv=64, key=Band(2, 2), value=Band(2, 2))
 T5 = Distances(20, 20, "clip", 9, "folded")
+SENTENCES = replace(
+    SHAW, B=6, offsets=(0, 25, 57, 57, 58, 60, 85), key=Band(16, 16), value=Band(15, 16, "none")
+)
 BANDS = {
     "clip 2": SHAW,
     "clip 0": replace(SHAW, key=Band(0, 0), value=Band(0, 0), N=65, M=65),
@@ -96,9 +100,7 @@ BANDS = {
     "single, of all kinds": replace(
         SHAW, B=3, N=30, M=29, lengths=(30, 1, 7), key_lengths=(29, 0, 13), bias=T5, dropout=DROPOUT
     ),
-    "single, sentences": replace(
-        SHAW, B=6, offsets=(0, 25, 57, 57, 58, 60, 85), key=Band(16, 16), value=Band(15, 16, "none")
-    ),
+    "single, sentences": SENTENCES,
     "single, many": replace(SHAW, B=24, H=3, N=9, M=11, D=16, Dv=24, bias=Band(3, 4), causal=True),
     "single, values alone": replace(SHAW, N=32, M=32, key=None, value=Band(0, 0), window=(9, 3)),
     "single, unaligned": replace(
@@ -145,6 +147,12 @@ BANDS = {
     "turns, unaligned": replace(
         SHAW, B=2, N=256, M=256, D=50, Dv=35, gap=3, lengths=(256, 231), dropout=DROPOUT
     ),
+    # heads that share keys, in each size of kernel
+    "shared keys": replace(SHAW, H=4, key_heads=2, B=2, lengths=(130, 9), key_lengths=(0, 129)),
+    "shared keys, single": replace(SENTENCES, H=6, key_heads=2, dropout=DROPOUT),
+    "shared keys, short": replace(SHAW, H=4, key_heads=1, B=3, offsets=(0, 40, 40, 91), gap=8),
+    "shared keys, long": replace(SHAW, H=4, key_heads=2, N=500, bias=T5, causal=True, gap=3),
+    "shared keys, turns": replace(SHAW, H=4, key_heads=1, N=512, M=384, Dv=40, per_head=True),
     "starts": replace(SHAW, N=67, M=190, starts=(70,), causal=True),
     "out of reach": replace(SHAW, N=66, M=66, starts=(500,)),
     "width 32": replace(SHAW, D=32, Dv=24, layout="bnhd"),
@@ -256,6 +264,8 @@ GENERAL = {
     "mask of whole tiles": replace(
         SHAW, mask=Mask("patches"), key=(Band(9, 9), Labels(5)), query=Band(9, 9), N=210, M=270, H=1
     ),
+    "shared keys": replace(FULL, H=4, key_heads=2, layout="bnhd"),
+    "shared keys, wide": replace(SHAW, H=4, key_heads=1, D=200, query=Labels(9), N=66, M=66),
     "softcap": replace(SHAW, softcap=2.0, value=None, N=66),
     "width 200": replace(SHAW, D=200, Dv=150, key=Band(9, 9), query=Band(1, 1), N=66, M=66, H=1),
     "unaligned": replace(SHAW, D=30, Dv=44, gap=3, query=Band(5, 5), key=Labels(9)),
@@ -408,6 +418,7 @@ CHILD_CASES = {
     "turns": replace(BANDS["turns, packed"], H=2, offsets=(0, 240, 505), dropout=DROPOUT, B=2),
     "turns, window": replace(BANDS["turns, window"], key_lengths=(470,)),
     "turns, plain": replace(BANDS["turns, plain"], N=500, M=256),
+    "shared keys": replace(FULL, N=33, M=66, lengths=None, H=4, key_heads=2),
 }
 
 

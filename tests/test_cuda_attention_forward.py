@@ -79,6 +79,14 @@ PATHS = {
     "everything, wide": replace(
         FULL, key=(Band(149, 149), Labels(5)), D=128, Dv=128, B=1, H=1, N=40, lengths=None
     ),
+    # heads that share keys
+    "shared keys": replace(SHAW, H=6, key_heads=3, B=2, lengths=(130, 70)),
+    "shared keys, long, everything": replace(
+        FULL, key=(Band(149, 149), Labels(5)), B=1, H=4, key_heads=1, lengths=None, layout="bnhd"
+    ),
+    "shared keys, labels": replace(LOOK, H=4, key_heads=2, query=Labels(9), value=Labels(300, 2)),
+    "shared keys, tall": replace(TALL, key_heads=2, key=Band(16, 16), value=Band(16, 16)),
+    "shared keys, short": replace(MANY, H=4, key_heads=2, key=Band(16, 16), per_head=True),
     # masks
     "mask": replace(SHAW, mask=Mask("random", 0.5, True)),
     "mask of whole tiles": replace(SHAW, mask=Mask("patches"), N=210, M=270, H=1),
@@ -210,6 +218,7 @@ MAP_CASES = {
     "labels": PATHS["labels"],
     "packed": replace(SHAW, B=2, offsets=(0, 9, 73), D=20, Dv=8, bias=Band(3, 2)),
     "nothing seen": replace(SHAW, N=9, M=9, starts=(500,), window=(3, 3)),
+    "shared keys": replace(FULL, H=4, key_heads=2),
 }
 SHOWN = (0, 1, 2, 10, 11, 20, 21, 30, 31)  # RP_SHOW_...
 

@@ -439,7 +439,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "keys",
         {"k": X[:, :3]},
         ValueError,
-        "k: expected float32 (B=2, H=4, M, D=8), got float32 (2, 3, 7, 8)",
+        "k: expected float32 (B=2, H=4 or a divisor, M, D=8), got float32 (2, 3, 7, 8)",
     ),
     (
         "values",

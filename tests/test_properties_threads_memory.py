@@ -34,11 +34,14 @@ THREADED = [
     replace(SHARED, B=1, H=2, N=3, M=150, key=Band(400, 400), value=Band(2, 0, "none")),
     EVERYTHING,
     replace(EVERYTHING, B=1, H=1, N=300, M=300, causal=True),
+    replace(EVERYTHING, B=1, H=4, key_heads=2, N=300, M=300, causal=True),
 ]
 
 
 @pytest.mark.parametrize(
-    "case", THREADED, ids=["heads", "one head", "packed", "few queries", "everything", "long"]
+    "case",
+    THREADED,
+    ids=["heads", "one head", "packed", "few queries", "everything", "long", "shared keys"],
 )
 def test_any_number_of_threads_gives_the_same_bits(core: Core, case: Case) -> None:
     """1, 2, 3 and 8 threads, 25 times each: 100 repeats."""

@@ -206,6 +206,35 @@ def test_against_autograd_over_the_formula() -> None:
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_gradcheck_of_shared_keys(layout: str) -> None:
+    tables = [tensor(4, 5, D, seed=i, dtype=torch.float64) for i in (7, 8)]
+    shapes = [(B, N, 4, D) if layout == "bnhd" else (B, 4, N, D)]
+    shapes += 2 * [(B, N, 2, D) if layout == "bnhd" else (B, 2, N, D)]
+
+    def call(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        position = (relpos.Shaw(*tables), relpos.ALiBi(torch.ones(4, dtype=torch.float64)))
+        return relpos.torch.attention(q, k, v, position=position, layout=layout)
+
+    given = [tensor(*shape, seed=i, dtype=torch.float64) for i, shape in enumerate(shapes)]
+    assert torch.autograd.gradcheck(call, (*given, *tables))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_shared_keys_are_those_of_torch(heads: int) -> None:
+    q, dout = tensor(2, 6, 70, 16), tensor(2, 6, 70, 16, seed=1, grad=False)
+    k, v = tensor(2, heads, 70, 16, seed=2), tensor(2, heads, 70, 16, seed=3)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    ours = relpos.torch.attention(q, k, v, causal=True)
+    assert torch.allclose(ours, theirs, rtol=0, atol=2e-6)
+    found, expected = (torch.autograd.grad(x, (q, k, v), dout) for x in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=2e-5)
+
+
 def test_it_is_what_numpy_gets() -> None:
     q, k, v = qkv()
     tables = [tensor(5, D, seed=i) for i in range(2)]

@@ -86,7 +86,8 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
     for span in batch.spans:
         for h in range(case.H):
             query = (case.layout, span.batch, h, span.query_row, span.queries)
-            key = (case.layout, span.batch, h, span.key_row, span.keys)
+            key_head = h * case.heads("key") // case.H
+            key = (case.layout, span.batch, key_head, span.key_row, span.keys)
             sides = {"q": query, "out": query, "k": key, "v": key}
             head = _head_sizes(
                 *(np.asarray(reference.head_rows(x, *query), np.float64) for x in (q, dout)),
@@ -96,7 +97,7 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
             )
             for name, x in head.items():
                 if name in sides:
-                    reference.head_rows(total[name], *sides[name])[...] = x**power
+                    reference.head_rows(total[name], *sides[name])[...] += x**power
                 elif name == "lse":
                     row = total["lse"][h] if q.ndim == 3 else total["lse"][span.batch, h]
                     row[span.query_row : span.query_row + span.queries] = x**power

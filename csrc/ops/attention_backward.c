@@ -282,12 +282,13 @@ static void ask_backward(const backward_item *item, int64_t i) {
   const rpi_attention_backward_args *const args = item->args;
   const rp_attention *const s = args->shape;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t head = item->head, queries = seq->queries, keys = seq->keys;
+  const int64_t head = item->head, of_keys = item->key_head;
+  const int64_t queries = seq->queries, keys = seq->keys;
   ask_for_next(&args->q, s, seq->query_batch, head, seq->query_row, i, queries, s->D);
   ask_for_next(&args->out, s, seq->query_batch, head, seq->query_row, i, queries, s->Dv);
   ask_for_next(&args->dout, s, seq->query_batch, head, seq->query_row, i, queries, s->Dv);
-  ask_for_next(&args->k, s, seq->key_batch, head, seq->key_row, i, keys, s->D);
-  ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, keys, s->Dv);
+  ask_for_next(&args->k, s, seq->key_batch, of_keys, seq->key_row, i, keys, s->D);
+  ask_for_next(&args->v, s, seq->key_batch, of_keys, seq->key_row, i, keys, s->Dv);
 }
 
 /* ---- a block and a tile --------------------------------------------------- */
@@ -489,9 +490,9 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   for (int which = 0; which < SIDES; which++) open_keys(item, &w->side[which], which);
   const rp_rows *const k = &item->args->k;
   const int64_t padded = item->padded[KEY], count = rpi_max(r->keys, 0);
-  dense keys[PLACES] = {
-      [ACROSS] = dense_rows(row_of(k, item->seq.key_batch, item->head, item->seq.key_row + r->key),
-                            k->row_stride, count, s->D, padded, w->key_rows)};
+  dense keys[PLACES] = {[ACROSS] = dense_rows(row_of(k, item->seq.key_batch, item->key_head,
+                                                     item->seq.key_row + r->key),
+                                              k->row_stride, count, s->D, padded, w->key_rows)};
   if (item->term[KEY].ends && !item->by_row[KEY]) {
     keys[LEFT] = moved_keys(item, &keys[ACROSS], LEFT, w->vector, w->head_key_rows);
     keys[RIGHT] = moved_keys(item, &keys[ACROSS], RIGHT, w->vector, w->tail_key_rows);

@@ -54,6 +54,7 @@ static void forward_task(void *context, int64_t number, int worker) {
                        .seq = seq,
                        .sees = sight_of(s),
                        .head = head,
+                       .key_head = key_head(s, head),
                        .query = query,
                        .count = rpi_min(cut.rows, seq.queries - query),
                        .key = key_term(s, head),
@@ -107,7 +108,8 @@ typedef struct backward_call {
   const rpi_attention_backward_args *args;
   bounds n;
   slot_list list;
-  int64_t *unmasked;          /* backward_item */
+  int64_t sharer;    /* which of the heads that share keys: they add to dk and dv in turn */
+  int64_t *unmasked; /* backward_item */
   backward_scratch **scratch; /* [workers] */
 } backward_call;
 
@@ -122,15 +124,17 @@ static void clear_padding(const backward_item *item, const pair *p, int64_t quer
   }
   if (item->first_for_keys && p->key_chunk == key_chunks_count - 1 && !s->offsets &&
       !s->key_offsets) {
-    clear_rows(&g->k, seq->key_batch, item->head, seq->keys, s->M, s->D);
-    clear_rows(&g->v, seq->key_batch, item->head, seq->keys, s->M, s->Dv);
+    clear_rows(&g->k, seq->key_batch, item->key_head, seq->keys, s->M, s->D);
+    clear_rows(&g->v, seq->key_batch, item->key_head, seq->keys, s->M, s->Dv);
   }
 }
 
 static void backward_task(void *context, int64_t task, int worker) {
   const backward_call *const call = context;
   const rp_attention *const s = call->args->shape;
-  const slot *const at = &call->list.slots[task];
+  const int64_t slots = call->list.per_head; /* of each head */
+  const int64_t head = task / slots * heads_sharing(s) + call->sharer;
+  const slot *const at = &call->list.slots[head * slots + task % slots];
   for (int i = 0; i < RPI_SUMMED; i++) sums_clear(&at->sums[i], call->list.width[i]);
   const bool numbers = at->sums[SUM_OF_KEYS].numbers != NULL;
   pair p = at->begin;
@@ -148,9 +152,10 @@ static void backward_task(void *context, int64_t task, int worker) {
         .seq = seq,
         .sees = sight_of(s),
         .head = at->head,
+        .key_head = key_head(s, at->head),
         .r = rectangle_of(s, &seq, &p),
         .first_for_queries = first_for_queries(&p, keys),
-        .first_for_keys = first_for_keys(&p, queries),
+        .first_for_keys = call->sharer == 0 && first_for_keys(&p, queries),
         .n = call->n,
         .pairs = pair_terms_of(s, at->head, p.b),
         .sums = at,
@@ -201,10 +206,12 @@ static rp_status attention_backward_by(const rpi_attention_backward_args *args, 
   carve_backward(&arena, s, workers, &call);
   RPI_TRY(check_carved(&arena, workers));
   for (int64_t i = 0; i < masked_rows(s); i++) call.unmasked[i] = -1;
-  const int64_t phases = phase_count(s);
+  const int64_t phases = phase_count(s), sharers = heads_sharing(s);
   for (int64_t phase = 0; phase < phases; phase++) {
     slots_open(&call.list, phase, args->gradients);
-    rpi_parallel_for(call.list.per_head * s->H, workers, backward_task, &call);
+    for (call.sharer = 0; call.sharer < sharers; call.sharer++) {
+      rpi_parallel_for(call.list.per_head * (s->H / sharers), workers, backward_task, &call);
+    }
     slots_reduce(&call.list, args->gradients, workers);
   }
   return RP_OK;

@@ -333,7 +333,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
       .key = key,
       .q = row_of(&item->args->q, seq->query_batch, item->head, seq->query_row + row0),
       .q_stride = item->args->q.row_stride,
-      .keys = {row_of(&item->args->k, seq->key_batch, item->head, seq->key_row + key),
+      .keys = {row_of(&item->args->k, seq->key_batch, item->key_head, seq->key_row + key),
                item->args->k.row_stride},
       .values = values,
       .at = {.distance = key - (row0 + seq->start), .rows = count, .keys = keys},
@@ -405,10 +405,10 @@ static void ask_forward(const forward_item *item, int64_t i) {
   const rpi_attention_args *const args = item->args;
   const rp_attention *const s = args->shape;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t head = item->head;
+  const int64_t head = item->head, of_keys = item->key_head;
   ask_for_next(&args->q, s, seq->query_batch, head, seq->query_row, i, seq->queries, s->D);
-  ask_for_next(&args->k, s, seq->key_batch, head, seq->key_row, i, seq->keys, s->D);
-  ask_for_next(&args->v, s, seq->key_batch, head, seq->key_row, i, seq->keys, s->Dv);
+  ask_for_next(&args->k, s, seq->key_batch, of_keys, seq->key_row, i, seq->keys, s->D);
+  ask_for_next(&args->v, s, seq->key_batch, of_keys, seq->key_row, i, seq->keys, s->Dv);
 }
 
 /* Is every pair of some rows seen, outside of all bands, and nothing else to be said of it? */
@@ -600,7 +600,7 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   const int64_t D = item->args->shape->D;
   const real factor = scale_of(item->args->shape) * (real)RPI_LOG2_E;
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    rpi_pack_transposed(row_of(k, seq->key_batch, item->head, seq->key_row + key + j),
+    rpi_pack_transposed(row_of(k, seq->key_batch, item->key_head, seq->key_row + key + j),
                         k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
                         RPI_TILE, packed_columns(&item->pairs, keys - j));
   }
@@ -686,7 +686,7 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;
     open_keys_of(item, w, key, keys);
-    const dense values = dense_rows(row_of(v, seq->key_batch, item->head, seq->key_row + key),
+    const dense values = dense_rows(row_of(v, seq->key_batch, item->key_head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
     if (item->n.tiles) open_operands_of(item, w, keys, values);
     for (int64_t block = 0; block < item->count; block += item->n.block) {

@@ -13,7 +13,8 @@ typedef struct forward_item {
   const rpi_attention_args *args;
   rpi_sequence seq;
   sight sees;
-  int64_t head, query, count; /* the chunk: first query, number of queries */
+  int64_t head, key_head;
+  int64_t query, count; /* the chunk: first query, number of queries */
   term key, value;
   pair_terms pairs;
   bounds n;

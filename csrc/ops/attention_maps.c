@@ -71,6 +71,7 @@ static void map_task(void *context, int64_t task, int worker) {
                              .seq = seq,
                              .sees = sight_of(s),
                              .head = args->head,
+                             .key_head = key_head(s, args->head),
                              .query = query,
                              .count = rows,
                              .key = key_term(s, args->head),

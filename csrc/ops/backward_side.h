@@ -94,7 +94,7 @@ typedef struct backward_item {
   const rpi_attention_backward_args *args;
   rpi_sequence seq;
   sight sees;
-  int64_t head;
+  int64_t head, key_head;
   rectangle r;
   bool first_for_queries, first_for_keys;
   bounds n;
@@ -145,7 +145,7 @@ static void put_rows(const rp_rows_out *out, int64_t batch, int64_t head, int64_
 static void put_tile(const backward_item *item, const side *x, int which, int64_t j,
                      bool overwrite) {
   const rp_attention_gradients *const g = item->args->gradients;
-  put_rows(which == KEY ? &g->k : &g->v, item->seq.key_batch, item->head,
+  put_rows(which == KEY ? &g->k : &g->v, item->seq.key_batch, item->key_head,
            item->seq.key_row + item->r.key + j, rpi_min(RPI_TILE, item->r.keys - j),
            item->width[which], x->gradient + j * item->padded[which], item->padded[which],
            which == KEY ? scale_of(item->args->shape) : (real)1, overwrite);
@@ -433,7 +433,7 @@ static void open_keys(const backward_item *item, side *x, int which) {
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
     x->tile[j / RPI_TILE] = TILE_EMPTY;
     rpi_pack_transposed(
-        row_of(from, item->seq.key_batch, item->head, item->seq.key_row + item->r.key + j),
+        row_of(from, item->seq.key_batch, item->key_head, item->seq.key_row + item->r.key + j),
         from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
         x->packed + j * width, RPI_TILE, packed_columns(&item->pairs, keys - j));
     if (!item->n.tiles) continue;

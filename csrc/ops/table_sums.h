@@ -22,7 +22,7 @@
 #include "ops/attention.h"
 #include "ops/pairs.h"
 
-#define RPI_SLOTS 64               /* slots aimed at in a phase: enough for as many threads */
+#define RPI_SLOTS 64               /* slots aimed at a time: enough for as many threads */
 #define RPI_SLOT_NUMBERS (1 << 22) /* ... or would hold more than this together */
 #define RPI_SLOT_MOST (1 << 23)    /* ... where they are very long: fewer than four for no more */
 #define RPI_SLOT_PAIRS (1 << 14)   /* ... unless they had fewer (query, key) pairs than this */
@@ -230,8 +230,9 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
     numbers += list.most[i] * (list.width[i] + 1) + list.listed[i];
   }
   /* few slots where one takes much memory: their number is a matter of shapes too */
-  const int64_t aimed = rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
-  const int64_t least = rpi_min(4, RPI_SLOT_MOST / rpi_max(numbers, 1));
+  const int64_t sharers = heads_sharing(s); /* no two of which are at work at a time */
+  const int64_t aimed = rpi_min(RPI_SLOTS * sharers, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
+  const int64_t least = rpi_min(4 * sharers, RPI_SLOT_MOST / rpi_max(numbers, 1));
   list.few = rpi_max(rpi_max(aimed, least), 1);
   const int64_t phases = phase_count(s);
   int64_t most = 0;

@@ -491,7 +491,8 @@ class Batch(NamedTuple):
     """What stays the same between forward and backward of a batched call.
 
     Padded arrays are (B, H, rows, width) or, with layout "bnhd", (B, rows, H, width); a side with
-    offsets is packed: (tokens, H, width). position_bias: (H, D). mask: as Labels.matrices.
+    offsets is packed: (tokens, H, width). Keys and values may have fewer heads. position_bias: (H, D).
+    mask: as Labels.matrices.
     """
 
     spans: list[Span]
@@ -582,13 +583,17 @@ def head_arguments(batch: Batch, span: Span, head: int) -> dict[str, Any]:
 
 
 def batched_forward(batch: Batch, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """out, shaped as q but for the width, and lse. Rows beyond a length: 0 and -inf."""
+    """out, shaped as q but for the width, and lse. Rows beyond a length: 0 and -inf.
+
+    Of fewer heads of k and v each serves as many heads of q, side by side.
+    """
+    sharers = head_count(q, batch.layout) // max(head_count(k, batch.layout), 1)
     out = np.zeros((*q.shape[:-1], v.shape[-1]), batch.dtype)
     lse = np.full(row_numbers_shape(q, batch.layout), -np.inf, batch.dtype)
     for span in batch.spans:
         for h in range(head_count(q, batch.layout)):
             query = (batch.layout, span.batch, h, span.query_row, span.queries)
-            key = (batch.layout, span.batch, h, span.key_row, span.keys)
+            key = (batch.layout, span.batch, h // sharers, span.key_row, span.keys)
             z, row_lse = attention_forward(
                 head_rows(q, *query),
                 head_rows(k, *key),
@@ -604,8 +609,9 @@ def batched_forward(batch: Batch, q: Array, k: Array, v: Array) -> tuple[Array, 
 def batched_backward(batch: Batch, q: Array, k: Array, v: Array, dout: Array) -> dict[str, Array]:
     """Gradients by name, as attention_backward's, in the order "q", "k", "v", tables, bias.
 
-    A table's are summed over the batch and over the heads that share it.
+    A table's are summed over the batch and over the heads that share it, as those of k and v are.
     """
+    sharers = head_count(q, batch.layout) // max(head_count(k, batch.layout), 1)
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     names = term_names(relation.kind for relation in batch.relations)
     shapes |= {n: r.table.shape for n, r in zip(names, batch.relations, strict=True)}
@@ -615,7 +621,7 @@ def batched_backward(batch: Batch, q: Array, k: Array, v: Array, dout: Array) ->
     for span in batch.spans:
         for h in range(head_count(q, batch.layout)):
             query = (batch.layout, span.batch, h, span.query_row, span.queries)
-            key = (batch.layout, span.batch, h, span.key_row, span.keys)
+            key = (batch.layout, span.batch, h // sharers, span.key_row, span.keys)
             head = attention_backward(
                 head_rows(q, *query),
                 head_rows(k, *key),
@@ -624,8 +630,8 @@ def batched_backward(batch: Batch, q: Array, k: Array, v: Array, dout: Array) ->
                 **head_arguments(batch, span, h),
             )
             head_rows(gradients["q"], *query)[...] = head["q"]
-            head_rows(gradients["k"], *key)[...] = head["k"]
-            head_rows(gradients["v"], *key)[...] = head["v"]
+            head_rows(gradients["k"], *key)[...] += head["k"]
+            head_rows(gradients["v"], *key)[...] += head["v"]
             for name, relation in zip(names, batch.relations, strict=True):
                 total = gradients[name]
                 (total if relation.table.ndim == 2 else total[h])[...] += head[name]

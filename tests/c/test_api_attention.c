@@ -87,6 +87,11 @@ static void test_struct(void) {
 static void test_sizes(void) {
   REFUSED(RP_ERROR_SHAPE, "attention: B=-1", a.B = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: H=-1", a.H = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_heads=-1", a.key_heads = -1);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_heads=4, must be 0 or divide H=6", a.H = 6,
+          a.key_heads = 4);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_heads=6, must be 0 or divide H=3", a.H = 3,
+          a.key_heads = 6);
   REFUSED(RP_ERROR_SHAPE, "attention: N=-1", a.N = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: M=-1", a.M = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: D=0", a.D = 0);

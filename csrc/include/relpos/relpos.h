@@ -195,13 +195,11 @@ typedef struct rp_attention {
   int64_t D, Dv;
 
   /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone serves queries and
-   * keys. Rows beyond a length are neither read nor computed: they give zeros, and zero gradients.
-   */
+   * keys. Rows beyond a length are not read or computed: they give zeros, and zero gradients. */
   const int64_t *lengths, *key_lengths;
 
   /* Packed arrays: sequence b owns the rows offsets[b] to offsets[b + 1] - 1, [B + 1] each, from 0
-   * and never falling. offsets alone serves queries and keys. Excludes lengths for the same side.
-   */
+   * and never falling. offsets alone serves queries and keys. Excludes lengths on its side. */
   const int64_t *offsets, *key_offsets;
 
   /* Absolute position of query 0 of each sequence, key 0 standing at 0; [B].
@@ -227,7 +225,6 @@ typedef struct rp_attention {
   int64_t window_left, window_right;
 
   rp_mask mask;
-
   double softcap; /* 0: none; from 1e-30 to 1e30 */
 
   /* A probability is dropped (set to 0) at this rate, the others are scaled up. The mask is a
@@ -240,6 +237,9 @@ typedef struct rp_attention {
   uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key; b's is b more */
   const uint32_t *dropout_ordinals; /* [B]: each sequence's own, dropout_first unread; or NULL */
   const struct rp_placement *placement; /* where arrays lie (device.h); NULL: on the host, f32 */
+  /* Heads of k, v and their gradients; each serves H / key_heads heads of queries, side by side.
+   * 0: H of them. Tables, position_bias, masks and maps have H in any case. */
+  int64_t key_heads;
 } rp_attention;
 
 /* An rp_attention that says nothing yet: no masks, no terms. Inline, so that struct_size is that of
