@@ -377,9 +377,10 @@ def step_sides(model: str, tokens: int, dry: bool) -> Json:
 def flops_of(config: Any, tokens: int) -> float:
     """Of a step's products: weights six a number and token, attention in the same ratio."""
     C, F, n = config.width, config.feed_forward, SENTENCE
-    wide = config.heads * (config.head_width or C // config.heads)
-    encoder = 4 * C * wide + 2 * C * F + 2 * n * wide
-    decoder = 8 * C * wide + 2 * C * F + 3 * n * wide
+    width = config.head_width or C // config.heads
+    wide, keys = config.heads * width, (config.key_heads or config.heads) * width
+    encoder = 2 * C * (wide + keys) + 2 * C * F + 2 * n * wide
+    decoder = 4 * C * (wide + keys) + 2 * C * F + 3 * n * wide
     layers = config.encoder.layers * encoder + config.decoder.layers * decoder
     return 6.0 * tokens * (layers + C * config.target_vocabulary)
 

@@ -211,6 +211,7 @@ def shape_of(config: Any) -> Any:
 
     stacks = (config.encoder, config.decoder)
     known = config.share_embeddings and config.share_output and config.activation == "relu"
+    known = known and config.key_heads in (0, config.heads)
     known = known and all(s.position == "shaw" and s.per_layer and not s.tied for s in stacks)
     if not known or any({s.value_per_layer, s.value_per_head} != {None} for s in stacks):
         raise ValueError(f"the peers cannot be {config!r}")

@@ -17,6 +17,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "pairs.h"
 #include "reduce.h"
 
 namespace rpc {
@@ -45,7 +46,8 @@ struct AttendRows {
   const float *position_bias; /* or NULL */
   int64_t position_bias_stride;
   int64_t H, D, rows;
-  int64_t left; /* distances that are seen: from -left on; below 0: all */
+  int64_t sharers; /* heads of queries that share one of keys */
+  int64_t left;    /* distances that are seen: from -left on; below 0: all */
   float scale, softcap;
   const float *q;
   int64_t q_stride;
@@ -160,7 +162,7 @@ __device__ inline AttendGroup attend_scores(const AttendRows &a, const AttendHea
   const int own = static_cast<int>(threadIdx.x), octet = own / attend_lanes;
   const AttendGroup g = {first, static_cast<int>(left < attend_threads ? left : attend_threads),
                          keys};
-  if (own < g.count) keys[own] = h.keys[first + own] + a.shift + h.head * a.D;
+  if (own < g.count) keys[own] = h.keys[first + own] + a.shift + h.head / a.sharers * a.D;
   __syncthreads();
   constexpr int apart = attend_threads / attend_lanes;
   for (int base = 0; base < g.count; base += attend_once * apart) {
@@ -380,6 +382,7 @@ rp_status attend_rows(const rpi_attend_rows_args *args) {
   a.position_bias = s->position_bias;
   a.position_bias_stride = s->position_bias_stride;
   a.H = s->H;
+  a.sharers = sharers_of(s);
   a.D = s->D;
   a.rows = args->rows;
   a.left = s->window_left;

@@ -122,6 +122,7 @@ class Config:
         config = relpos.Config.preset("paper-base").replace({"encoder.k": 8, "dropout": 0.3})
 
     width: int, C. heads: int, H. head_width: int, D; 0: C / H. feed_forward: int, F.
+    key_heads: int. Heads of keys and values, each shared by as many of queries; 0: H.
     source_vocabulary, target_vocabulary: int. Tokens go from 0 to below these.
     share_embeddings: bool. One table for source and target.
     share_output: bool. The output projection is the embedding of the target.
@@ -144,6 +145,7 @@ class Config:
     width: int = _default(int, "width")
     heads: int = _default(int, "heads")
     head_width: int = _default(int, "head_width")
+    key_heads: int = _default(int, "key_heads")
     feed_forward: int = _default(int, "feed_forward")
     source_vocabulary: int = _default(int, "source_vocabulary")
     target_vocabulary: int = _default(int, "target_vocabulary")

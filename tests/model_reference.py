@@ -102,10 +102,8 @@ class ReferenceModel:
     # ---- attention -------------------------------------------------------------------------------
 
     def self_attention(self, stack: str, layer: int, n: Any) -> Any:
-        own, heads = getattr(self.config, stack), self.config.heads
-        qkv = self.linear(f"{stack}.{layer}.attention.qkv", n)
-        width = self.config.head_width or self.config.width // heads
-        q, k, v = qkv.reshape(len(n), 3, heads, width).transpose(1, 2, 0, 3)
+        own = getattr(self.config, stack)
+        q, k, v = self.split(self.linear(f"{stack}.{layer}.attention.qkv", n), "qkv")
         visible = np.ones((len(n), len(n)), bool)
         terms: list[Any] = []
         if stack == "decoder":
@@ -123,15 +121,22 @@ class ReferenceModel:
         return self.heads(stack, stack, layer, "self", q, k, v, terms, visible)
 
     def cross_attention(self, layer: int, n: Any, memory: Any) -> Any:
-        heads = self.config.heads
-        width = self.config.head_width or self.config.width // heads
-        q = self.linear(f"decoder.{layer}.cross.q", n).reshape(len(n), heads, width)
-        kv = self.linear(f"decoder.{layer}.cross.kv", memory)
-        k, v = kv.reshape(len(memory), 2, heads, width).transpose(1, 2, 0, 3)
+        (q,) = self.split(self.linear(f"decoder.{layer}.cross.q", n), "q")
+        k, v = self.split(self.linear(f"decoder.{layer}.cross.kv", memory), "kv")
         visible = np.ones((len(n), len(memory)), bool)
-        return self.heads(
-            "cross", "decoder", layer, "cross", q.transpose(1, 0, 2), k, v, [], visible
-        )
+        return self.heads("cross", "decoder", layer, "cross", q, k, v, [], visible)
+
+    def split(self, x: Any, parts: str) -> list[Any]:
+        """(heads, n, width) of each part of its columns; keys and values once for every query head."""
+        heads = self.config.heads
+        own, found, at = self.config.key_heads or heads, [], 0
+        width = self.config.head_width or self.config.width // heads
+        for part in parts:
+            count = heads if part == "q" else own
+            columns = x[:, at : at + count * width].reshape(len(x), count, width)
+            found.append(columns.transpose(1, 0, 2).repeat(heads // count, axis=0))
+            at += count * width
+        return found
 
     def heads(
         self,

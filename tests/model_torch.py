@@ -43,6 +43,7 @@ class TorchModel:
         self.setting = setting
         self.C, self.H = self.integer("width"), self.integer("heads")
         self.D = self.integer("head_width") or self.C // self.H
+        self.key_heads = self.integer("key_heads") or self.H
         self.two = all(self.integer(f"{stack}.layers") for stack in ("encoder", "decoder"))
 
     def integer(self, name: str) -> int:
@@ -157,13 +158,21 @@ class TorchModel:
 
     # ---- attention -------------------------------------------------------------------------------
 
-    def heads(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """[n, parts H D] -> [H, n, D] of each part."""
-        return x.unflatten(-1, (parts, self.H, self.D)).permute(1, 2, 0, 3).unbind(0)
+    def heads(self, x: Tensor, parts: str) -> list[Tensor]:
+        """[n, columns of all parts] -> [H, n, D] of each: heads of keys are there for all that share
+        them."""
+        counts = [self.H if part == "q" else self.key_heads for part in parts]
+        columns = x.split([count * self.D for count in counts], -1)
+        return [
+            each.unflatten(-1, (count, self.D))
+            .transpose(0, 1)
+            .repeat_interleave(self.H // count, 0)
+            for each, count in zip(columns, counts, strict=True)
+        ]
 
     def cross_attention(self, p: Parameters, name: str, x: Tensor, memory: Tensor) -> Tensor:
-        (q,) = self.heads(self.linear(p, f"{name}.q", x), 1)
-        k, v = self.heads(self.linear(p, f"{name}.kv", memory), 2)
+        (q,) = self.heads(self.linear(p, f"{name}.q", x), "q")
+        k, v = self.heads(self.linear(p, f"{name}.kv", memory), "kv")
         if len(memory) == 0:  # a query without keys: zeros
             z = torch.zeros_like(q)
         else:
@@ -172,7 +181,7 @@ class TorchModel:
 
     def self_attention(self, p: Parameters, name: str, x: Tensor, where: Any) -> Tensor:
         stack, graph = where
-        q, k, v = self.heads(self.linear(p, f"{name}.qkv", x), 3)
+        q, k, v = self.heads(self.linear(p, f"{name}.qkv", x), "qkv")
         terms = Terms(self, p, name, stack, q, k)
         terms.add_scheme()
         if graph is not None:
@@ -296,7 +305,7 @@ class Terms:
         span = buckets or model.integer("max_length")
         index = torch.from_numpy(x + span).clamp(0, 2 * span - 1)
         embedded = self.p[f"{self.stack}.relative_embedding.weight"]
-        query, key, _ = model.heads(model.linear(self.p, f"{self.name}.qkv", embedded), 3)
+        query, key, _ = model.heads(model.linear(self.p, f"{self.name}.qkv", embedded), "qkv")
         if self.flag("key"):
             self.scaled += self.meet(self.q, key[:, index])
         if self.flag("value"):

@@ -81,7 +81,7 @@ def test_every_field_can_be_set() -> None:
         "width": 32, "encoder.k": 5, "decoder.layers": 2, "norm": "post", "dropout": 1 / 3,
         "bias": not config.bias, "encoder.key": False, "encoder.beyond": "none", "ema": 0.999,
         "seed": 2**64 - 1, "activation": "gelu", "label_smoothing": 0.0, "encoder.softcap": 1e-30,
-        "encoder.value_per_head": False, "decoder.value_per_layer": True,
+        "encoder.value_per_head": False, "decoder.value_per_layer": True, "key_heads": 1,
     }  # fmt: skip
     for name, value in others.items():
         changed = config.replace({name: value})

@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"norm": "post", "schedule": "noam", "warmup": 4, "learning_rate": 1.0, "weight_decay": 0.01},
     "graphs, cosine": TRAINED | CASES["graphs"] | {"schedule": "cosine", "warmup": 2, "steps": 20},
     "deberta, linear": TRAINED | CASES["deberta"] | {"schedule": "linear", "steps": 20},
+    "shared keys": TRAINED | {"heads": 4, "key_heads": 2},
     "t5, inverse-sqrt": TRAINED | CASES["t5"] | {"schedule": "inverse-sqrt", "warmup": 2},
 }
 

@@ -45,9 +45,9 @@ NEAR = 2e-5
     [
         SHAW, SHAW | both(per_head=True), SHAW | both(value_per_layer=False, value_per_head=False),
         SHAW | both(per_layer=False, per_head=False, value_per_layer=True, value_per_head=True),
-        SHAW | {"decoder.layers": 0}, both(position="none"),
+        SHAW | {"decoder.layers": 0}, both(position="none"), SHAW | {"heads": 4, "key_heads": 2},
     ],
-    ids=["shaw", "per head", "values shared", "values apart", "encoder alone", "none"],
+    ids=["shaw", "per head", "values shared", "values apart", "encoder alone", "none", "shared keys"],
 )  # fmt: skip
 def test_maps_equal_the_reference_in_float64(changes: dict[str, Any], dropout: bool) -> None:
     model = made(changes | {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.2})
@@ -82,7 +82,7 @@ def test_maps_equal_the_model_of_torch_in_float64(name: str) -> None:
 
         def self_attention(self, p: Any, name: str, x: Any, where: Any) -> Any:
             stack, graph = where
-            q, k, _ = self.heads(self.linear(p, f"{name}.qkv", x), 3)
+            q, k, _ = self.heads(self.linear(p, f"{name}.qkv", x), "qkv")
             terms = Terms(self, p, name, stack, q, k)
             terms.add_scheme()
             if graph is not None:
@@ -92,8 +92,8 @@ def test_maps_equal_the_model_of_torch_in_float64(name: str) -> None:
             return super().self_attention(p, name, x, where)
 
         def cross_attention(self, p: Any, name: str, x: Any, memory: Any) -> Any:
-            (q,) = self.heads(self.linear(p, f"{name}.q", x), 1)
-            k, _ = self.heads(self.linear(p, f"{name}.kv", memory), 2)
+            (q,) = self.heads(self.linear(p, f"{name}.q", x), "q")
+            k, _ = self.heads(self.linear(p, f"{name}.kv", memory), "kv")
             content = q @ k.mT / math.sqrt(self.D)
             self.note(name, content, torch.zeros_like(content), content != content)
             return super().cross_attention(p, name, x, memory)

@@ -25,6 +25,8 @@ _ACTIVATIONS = {
 def export(model: Any, folder: Path) -> None:
     """Writes a relpos.Transformer as a CTranslate2 model."""
     config = model.config
+    if config.key_heads not in (0, config.heads):
+        raise ValueError("CTranslate2's Transformer has keys for every head of queries")
     for stack in (config.encoder, config.decoder):
         apart = {stack.value_per_layer, stack.value_per_head} != {None}
         if stack.position not in ("shaw", "none") or (

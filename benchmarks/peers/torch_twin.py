@@ -30,6 +30,7 @@ class Twin:
         known &= config.norm == "pre" and config.activation == "relu" and config.bias
         known &= config.share_embeddings and config.share_output and config.smoothing == "all"
         known &= all(s.per_layer and s.beyond == "clip" and not s.tied for s in stacks)
+        known &= config.key_heads in (0, config.heads)
         known &= all(s.value_per_layer is None and s.value_per_head is None for s in stacks)
         if not known:
             raise ValueError(f"the twin cannot be {config!r}")

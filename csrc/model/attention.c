@@ -28,6 +28,7 @@ rp_status rpi_attention_of(const rpi_run *run, int64_t layer, int part, rp_atten
   *a = rp_attention_default();
   a->B = run->sentences;
   a->H = config->heads;
+  a->key_heads = rpi_key_heads(config);
   a->D = a->Dv = rpi_head_width(config);
   a->offsets = run->side[run->stack].offsets;
   a->key_offsets = self ? NULL : run->side[RPI_ENCODER].offsets;
@@ -73,7 +74,7 @@ typedef struct heads {
 
 static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
   const rp_model *const m = run->model;
-  const int64_t D = rpi_head_width(&m->config), HD = rpi_head_columns(m);
+  const int64_t D = rpi_head_width(&m->config), HD = rpi_head_columns(m), KD = rpi_key_columns(m);
   const int element = element_of(run, part);
   const bool self = part == RPI_SELF;
   real *const q = qkv_at(run, stored);
@@ -81,13 +82,13 @@ static heads heads_of(const rpi_run *run, const rpi_stored *stored, int part) {
   if (!self && kept && kept->cross_kv) { /* made once for all that follows */
     const real *const kv = kept->cross_kv + run->layer * kept->cross_shift;
     const int64_t stride = rpi_kept_stride(m);
-    return (heads){.q = {q, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + HD, 0, D, stride}};
+    return (heads){.q = {q, 0, D, HD}, .k = {kv, 0, D, stride}, .v = {kv + KD, 0, D, stride}};
   }
   real *const k = self ? ahead(q, element, HD) : stored->kv;
-  const int64_t stride = self ? 3 * HD : 2 * HD;
+  const int64_t stride = self ? rpi_qkv_columns(m) : 2 * KD;
   return (heads){.q = {q, 0, D, self ? stride : HD},
                  .k = {k, 0, D, stride},
-                 .v = {ahead(k, element, HD), 0, D, stride}};
+                 .v = {ahead(k, element, KD), 0, D, stride}};
 }
 
 /* What attention makes of them: where it is an operand, as its product has that. */
@@ -145,14 +146,15 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
 /* The keys and values of a pass, kept for the steps to come. */
 static rp_status keep_keys(const rpi_run *run, const rpi_stored *stored) {
   const rpi_kept *const kept = run->kept;
-  const int64_t HD = rpi_head_columns(run->model), shift = run->layer * kept->shift;
+  const rp_model *const m = run->model;
+  const int64_t shift = run->layer * kept->shift;
   const rpi_scatter_args args = {.rows = run->side[run->stack].rows,
-                                 .columns = 2 * HD,
-                                 .x = qkv_at(run, stored) + HD,
-                                 .x_stride = 3 * HD,
+                                 .columns = 2 * rpi_key_columns(m),
+                                 .x = qkv_at(run, stored) + rpi_head_columns(m),
+                                 .x_stride = rpi_qkv_columns(m),
                                  .to = kept->to,
                                  .shift = shift};
-  return run->model->ops->scatter(&args);
+  return m->ops->scatter(&args);
 }
 
 /* One query a row, with what was kept. */
@@ -164,15 +166,16 @@ static rp_status attend_step(const rpi_run *run, const rpi_stored *stored, int p
   const bool last = layer == m->config.decoder.layers - 1;
   rp_attention cross = rp_attention_default();
   cross.H = m->config.heads;
+  cross.key_heads = rpi_key_heads(&m->config);
   cross.D = cross.Dv = rpi_head_width(&m->config);
   const rpi_attend_rows_args args = {.shape = self ? &kept->shapes[layer] : &cross,
                                      .rows = run->side[run->stack].rows,
                                      .q = qkv_at(run, stored),
-                                     .q_stride = self ? 3 * HD : HD,
+                                     .q_stride = self ? rpi_qkv_columns(m) : HD,
                                      .keys = self ? kept->self : kept->cross,
                                      .counts = self ? kept->self_counts : kept->cross_counts,
                                      .shift = layer * (self ? kept->shift : kept->cross_shift),
-                                     .to_value = HD,
+                                     .to_value = rpi_key_columns(m),
                                      .out = z_at(run, stored),
                                      .out_stride = HD,
                                      .mean = !self && last ? kept->mean : NULL};
@@ -181,7 +184,7 @@ static rp_status attend_step(const rpi_run *run, const rpi_stored *stored, int p
   int64_t pairs = 0;
   for (int64_t r = 0; r < args.rows; r++) pairs += args.counts[r];
   rpi_note_cost(run, self ? "attention" : "cross", false, began, 4 * (double)(pairs * HD),
-                2 * HD * pairs);
+                2 * rpi_key_columns(m) * pairs);
   return RP_OK;
 }
 
@@ -197,9 +200,10 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
   const heads x = heads_of(run, stored, part);
   const int element = element_of(run, part);
   real *const dq = m->scratch.dqkv, *const dk = part == RPI_SELF ? ahead(dq, element, HD) : dkv;
-  rp_attention_gradients g = {.q = {dq, 0, a.D, x.q.row_stride},
-                              .k = {dk, 0, a.D, x.k.row_stride},
-                              .v = {ahead(dk, element, HD), 0, a.D, x.v.row_stride}};
+  rp_attention_gradients g = {
+      .q = {dq, 0, a.D, x.q.row_stride},
+      .k = {dk, 0, a.D, x.k.row_stride},
+      .v = {ahead(dk, element, rpi_key_columns(m)), 0, a.D, x.v.row_stride}};
   const rp_rows_out z = z_of(run, stored, part);
   const rpi_layer_params *const at = rpi_layer_params_of(run, run->layer);
   const int64_t embedding = m->layout.stack[run->stack].relative_embedding;
@@ -236,7 +240,7 @@ static rpi_layer_linear qkv_of(const rpi_run *run, const rpi_stored *stored, con
   return (rpi_layer_linear){.name = "attention.qkv",
                             .rows = run->side[run->stack].rows,
                             .in = C,
-                            .out = 3 * rpi_head_columns(run->model),
+                            .out = rpi_qkv_columns(run->model),
                             .weight = at->qkv,
                             .bias = at->qkv_bias,
                             .x = n,
@@ -273,7 +277,7 @@ static rpi_layer_linear cross_kv_of(const rpi_run *run) {
   return (rpi_layer_linear){.name = "cross.kv",
                             .rows = run->side[RPI_ENCODER].rows,
                             .in = m->config.width,
-                            .out = 2 * rpi_head_columns(m),
+                            .out = 2 * rpi_key_columns(m),
                             .weight = at->kv,
                             .bias = at->kv_bias,
                             .x = encoder->out,
@@ -319,7 +323,8 @@ static rp_status rotate(const rpi_run *run, const int64_t *places, real *qkv, bo
   if (p->pairs == 0) return RP_OK;
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(rpi_positions_rotate(m->ops, p, run->sentences, side->offsets, places, qkv, back));
-  const int64_t numbers = 2 * side->rows * m->config.heads * 2 * p->pairs;
+  const int64_t turned = m->config.heads + rpi_key_heads(&m->config);
+  const int64_t numbers = side->rows * turned * 2 * p->pairs;
   rpi_note_cost(run, "attention.rotate", back || run->again, began, 3 * (double)numbers,
                 2 * numbers);
   return RP_OK;
@@ -332,13 +337,13 @@ rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, 
   real *const to = qkv_at(run, stored);
   if (part == RPI_SELF) {
     const rpi_layer_linear qkv = qkv_of(run, stored, n);
-    RPI_TRY(rpi_layer_linear_forward(run, &qkv, to, 3 * HD));
+    RPI_TRY(rpi_layer_linear_forward(run, &qkv, to, rpi_qkv_columns(m)));
     RPI_TRY(rotate(run, step ? run->kept->places : NULL, to, false));
     if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
     const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
     RPI_TRY(rpi_layer_linear_forward(run, &q, to, HD));
-    if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * HD));
+    if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * rpi_key_columns(m)));
   }
   return step ? attend_step(run, stored, part) : attend(run, stored, part);
 }
@@ -354,10 +359,11 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
   if (part == RPI_SELF) {
     RPI_TRY(rotate(run, NULL, dq, true));
     const rpi_layer_linear qkv = qkv_of(run, stored, n);
-    return rpi_layer_linear_backward(run, &qkv, dq, 3 * HD, dn, add);
+    return rpi_layer_linear_backward(run, &qkv, dq, rpi_qkv_columns(m), dn, add);
   }
   const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
   const bool adds = run->layer < m->config.decoder.layers - 1; /* the last comes first */
-  RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, 2 * HD, m->stack[RPI_ENCODER].dstream, adds));
+  const int64_t columns = 2 * rpi_key_columns(m);
+  RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, columns, m->stack[RPI_ENCODER].dstream, adds));
   return rpi_layer_linear_backward(run, &q, dq, HD, dn, add);
 }

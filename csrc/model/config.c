@@ -53,6 +53,7 @@ static const char *const schedules[] = {"constant", "noam",   "inverse-sqrt",
 #define FLAG(member) {PLACE(member), .kind = SWITCH}
 #define NAMED(member, names) {PLACE(member), .kind = CHOICE, .choices = (names)}
 #define LATE(member, names) {PLACE(member), .kind = CHOICE, .choices = (names), .late = true}
+#define LATE_COUNT(member, to) {PLACE(member), .kind = INTEGER, .most = (to), .late = true}
 
 /* The sizes that multiply: 4 tables (keys and values of two stacks) x layers x heads x rows x head
  * width is below 2^56, as a length or k allows 2^21 rows. Everything else is smaller. */
@@ -83,6 +84,7 @@ static const field fields[] = {
     COUNT(width, 1, WIDTH),
     COUNT(heads, 1, HEADS),
     COUNT(head_width, 0, HEAD_WIDTH),
+    LATE_COUNT(key_heads, HEADS),
     COUNT(feed_forward, 1, FEED_FORWARD),
     COUNT(source_vocabulary, 0, VOCABULARY),
     COUNT(target_vocabulary, 0, VOCABULARY),

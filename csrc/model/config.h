@@ -12,7 +12,7 @@
 #include "relpos/model.h"
 
 enum {
-  RPI_CONFIG_FIELDS = 89, /* names that rpi_config_field gives */
+  RPI_CONFIG_FIELDS = 90, /* names that rpi_config_field gives */
   RPI_CONFIG_TEXT = 40    /* bytes of the longest text of a field, with its zero */
 };
 
@@ -44,6 +44,10 @@ rp_status rpi_config_check(const rp_config *config);
 /* Of checked configurations. */
 static inline int64_t rpi_head_width(const rp_config *config) {
   return config->head_width != 0 ? config->head_width : config->width / config->heads;
+}
+
+static inline int64_t rpi_key_heads(const rp_config *config) {
+  return config->key_heads != 0 ? config->key_heads : config->heads;
 }
 
 /* Has every layer, or head, a table of values of its own? keys: has it one of keys? */

@@ -22,7 +22,12 @@ static rp_status check_t5(const rp_stack *s, const char *side, bool causal) {
   return RP_OK;
 }
 
-static rp_status check_deberta(const rp_stack *s, const char *side) {
+static rp_status check_deberta(const rp_config *config, const rp_stack *s, const char *side) {
+  RPI_CHECK(
+      rpi_key_heads(config) == config->heads, RP_ERROR_ARGUMENT,
+      "config: key_heads=%lld with %s.position=deberta, must be 0 or heads=%lld: the projection "
+      "of keys makes a table for every head",
+      (rpi_wide)config->key_heads, side, (rpi_wide)config->heads);
   if (s->buckets == 0) return RP_OK;
   RPI_CHECK(s->buckets >= 2, RP_ERROR_SHAPE,
             "config: %s.buckets=%lld, must be 0 (none) or 2 or more with position deberta", side,
@@ -67,7 +72,7 @@ static rp_status check_position(const rp_config *config, const rp_stack *s, cons
           RP_ERROR_ARGUMENT,
           "config: %s.tied=true, must be false unless %s.key and %s.value are true", side, side,
           side);
-      return s->position == RP_POSITION_DEBERTA ? check_deberta(s, side) : RP_OK;
+      return s->position == RP_POSITION_DEBERTA ? check_deberta(config, s, side) : RP_OK;
     case RP_POSITION_TRANSFORMER_XL:
       RPI_CHECK(config->width % 2 == 0, RP_ERROR_SHAPE,
                 "config: width=%lld, must be even with %s.position=transformer-xl, whose sinusoids "
@@ -158,6 +163,9 @@ rp_status rpi_config_check(const rp_config *config) {
   RPI_CHECK(config->head_width != 0 || config->width % config->heads == 0, RP_ERROR_SHAPE,
             "config: width=%lld, must be a multiple of heads=%lld, or head_width be given",
             (rpi_wide)config->width, (rpi_wide)config->heads);
+  RPI_CHECK(config->heads % rpi_key_heads(config) == 0, RP_ERROR_SHAPE,
+            "config: key_heads=%lld, must be 0 or divide heads=%lld", (rpi_wide)config->key_heads,
+            (rpi_wide)config->heads);
   RPI_TRY(check_stack(config, &config->encoder, "encoder", "source_vocabulary",
                       config->source_vocabulary));
   RPI_TRY(check_stack(config, &config->decoder, "decoder", "target_vocabulary",

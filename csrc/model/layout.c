@@ -52,7 +52,8 @@ static void declare_norm(builder *b, const rp_config *config, rpi_norm_params *t
 }
 
 static void declare_self(builder *b, const rp_config *config, rpi_self_params *to) {
-  const int64_t C = config->width, HD = config->heads * rpi_head_width(config);
+  const int64_t C = config->width, D = rpi_head_width(config);
+  const int64_t HD = config->heads * D, KD = rpi_key_heads(config) * D;
   RPI_SELF_PARAMETERS(FIELD)
 }
 
@@ -74,7 +75,8 @@ static void share_tables(const rpi_table_params *shared, rpi_table_params *to) {
 }
 
 static void declare_cross(builder *b, const rp_config *config, rpi_cross_params *to) {
-  const int64_t C = config->width, HD = config->heads * rpi_head_width(config);
+  const int64_t C = config->width, D = rpi_head_width(config);
+  const int64_t HD = config->heads * D, KD = rpi_key_heads(config) * D;
   RPI_CROSS_PARAMETERS(FIELD)
 }
 

@@ -145,11 +145,22 @@ typedef struct rpi_kept {
   real *const *mean; /* [rows][cross_counts]: attention to the source in the last layer, or NULL */
 } rpi_kept;
 
-/* Numbers from what is kept of a token, 2 H D, to what is kept of the next: a line more. Widths are
- * mostly powers of two, and at such distances a head's keys would lie in few sets of a cache, and
- * drive each other out. */
+/* Numbers in a row of queries; of keys, and of values; of all three side by side. */
+static inline int64_t rpi_head_columns(const rp_model *m) {
+  return m->config.heads * rpi_head_width(&m->config);
+}
+static inline int64_t rpi_key_columns(const rp_model *m) {
+  return rpi_key_heads(&m->config) * rpi_head_width(&m->config);
+}
+static inline int64_t rpi_qkv_columns(const rp_model *m) {
+  return rpi_head_columns(m) + 2 * rpi_key_columns(m);
+}
+
+/* Numbers from what is kept of a token, its keys and values, to what is kept of the next: a line
+ * more. Widths are mostly powers of two, and at such distances a head's keys would lie in few sets
+ * of a cache, and drive each other out. */
 static inline int64_t rpi_kept_stride(const rp_model *m) {
-  return 2 * m->config.heads * rpi_head_width(&m->config) + RPI_ALIGN / (int64_t)sizeof(real);
+  return 2 * rpi_key_columns(m) + RPI_ALIGN / (int64_t)sizeof(real);
 }
 
 /* One pass over one batch, checked. */

@@ -35,16 +35,16 @@ enum rpi_start { RPI_ZEROS, RPI_ONES, RPI_GLOROT, RPI_LINEAR, RPI_EMBEDDING, RPI
   X(shift, "shift", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 #define RPI_SELF_PARAMETERS(X)                                                                     \
-  X(qkv, "qkv.weight", RPI_LINEAR, true, true, 0, 3 * HD, C)                                       \
-  X(qkv_bias, "qkv.bias", RPI_ZEROS, false, config->bias, 0, 0, 3 * HD)                            \
+  X(qkv, "qkv.weight", RPI_LINEAR, true, true, 0, HD + 2 * KD, C)                                  \
+  X(qkv_bias, "qkv.bias", RPI_ZEROS, false, config->bias, 0, 0, HD + 2 * KD)                       \
   X(out, "out.weight", RPI_LINEAR, true, true, 0, C, HD)                                           \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 
 #define RPI_CROSS_PARAMETERS(X)                                                                    \
   X(q, "q.weight", RPI_LINEAR, true, true, 0, HD, C)                                               \
   X(q_bias, "q.bias", RPI_ZEROS, false, config->bias, 0, 0, HD)                                    \
-  X(kv, "kv.weight", RPI_LINEAR, true, true, 0, 2 * HD, C)                                         \
-  X(kv_bias, "kv.bias", RPI_ZEROS, false, config->bias, 0, 0, 2 * HD)                              \
+  X(kv, "kv.weight", RPI_LINEAR, true, true, 0, 2 * KD, C)                                         \
+  X(kv_bias, "kv.bias", RPI_ZEROS, false, config->bias, 0, 0, 2 * KD)                              \
   X(out, "out.weight", RPI_LINEAR, true, true, 0, C, HD)                                           \
   X(out_bias, "out.bias", RPI_ZEROS, false, config->bias, 0, 0, C)
 

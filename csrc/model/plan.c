@@ -50,7 +50,7 @@ static void *kept(rpi_arena *arena, int64_t rows, int64_t columns) {
 static void carve_sublayer(const rp_model *m, int stack, int part, rpi_arena *arena,
                            rpi_stored *to) {
   const rp_config *const config = &m->config;
-  const int64_t rows = m->limits.tokens, HD = config->heads * rpi_head_width(config);
+  const int64_t rows = m->limits.tokens, HD = rpi_head_columns(m);
   to->stats = matrix(arena, rows, 2);
   if (rpi_rounds_operands(m)) {
     to->kept_n = kept(arena, rows, config->width);
@@ -62,8 +62,8 @@ static void carve_sublayer(const rp_model *m, int stack, int part, rpi_arena *ar
     return;
   }
   const int element = rpi_heads_element(m, stack, part);
-  to->qkv = matrix_of(element, arena, rows, part == RPI_SELF ? 3 * HD : HD);
-  if (part == RPI_CROSS) to->kv = matrix_of(element, arena, rows, 2 * HD);
+  to->qkv = matrix_of(element, arena, rows, part == RPI_SELF ? rpi_qkv_columns(m) : HD);
+  if (part == RPI_CROSS) to->kv = matrix_of(element, arena, rows, 2 * rpi_key_columns(m));
   if (element == RP_F32) to->z = matrix(arena, rows, HD);
   to->lse = m->limits.training ? matrix(arena, config->heads, rows) : NULL;
 }
@@ -111,7 +111,7 @@ static void carve_scratch(rp_model *m, plan *p) {
   rpi_scratch *const to = &m->scratch;
   rpi_arena *const arena = &p->step;
   const int64_t rows = m->limits.tokens, C = config->width, F = config->feed_forward;
-  const int64_t HD = config->heads * rpi_head_width(config), hidden = rpi_hidden(config);
+  const int64_t HD = rpi_head_columns(m), hidden = rpi_hidden(config);
   const bool relu = config->activation == RP_RELU;
   to->normed = matrix(arena, rows, C);
   if (!relu && !rpi_rounds_operands(m)) to->act = matrix(arena, rows, F);
@@ -126,7 +126,7 @@ static void carve_scratch(rp_model *m, plan *p) {
   to->squares = rpi_arena_take(arena, rpi_square_blocks(most), sizeof(double));
   if (m->limits.training || rpi_rounds_operands(m)) {
     to->dz = matrix(arena, rows, HD);
-    to->dqkv = matrix(arena, rows, 3 * HD);
+    to->dqkv = matrix(arena, rows, rpi_qkv_columns(m));
   }
   if (!m->limits.training) return;
   const int element = rpi_operand_element(m);

@@ -427,10 +427,10 @@ rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_
                                const int64_t *offsets, const int64_t *starts, real *qkv,
                                bool back) {
   if (p->pairs == 0) return RP_OK;
-  const int64_t H = p->config->heads, D = rpi_head_width(p->config), row = 3 * H * D;
+  const int64_t H = p->config->heads, K = rpi_key_heads(p->config), D = rpi_head_width(p->config);
+  const int64_t row = (H + 2 * K) * D;
   rp_rotation r = rp_rotation_default();
   r.B = sentences;
-  r.H = H;
   r.D = D;
   r.offsets = offsets;
   r.start = starts;
@@ -440,6 +440,7 @@ rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_
   r.inverse = back;
   for (int part = 0; part < 2; part++) { /* queries, then keys */
     real *const x = qkv + part * H * D;
+    r.H = part == 0 ? H : K;
     RPI_TRY(ops->rotate(&r, (rp_rows){x, 0, D, row}, (rp_rows_out){x, 0, D, row}));
   }
   return RP_OK;

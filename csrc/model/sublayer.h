@@ -25,10 +25,6 @@ static inline void rpi_note_cost(const rpi_run *run, const char *operation, bool
 
 /* ---- parameters ------------------------------------------------------------ */
 
-static inline int64_t rpi_head_columns(const rp_model *m) {
-  return m->config.heads * rpi_head_width(&m->config);
-}
-
 static inline const real *rpi_weight_at(const rp_model *m, int64_t at) {
   return at == RPI_ABSENT ? NULL : m->weights + at;
 }

@@ -209,11 +209,15 @@ typedef struct attend_sums {
  * that they would be gone again until then, the next but one of the same head. */
 static attend_next attend_next_of(const rpi_attend_rows_args *a, int64_t row, int64_t head,
                                   int64_t group) {
-  const int64_t H = a->shape->H, D = a->shape->D, keys = a->counts[row];
+  const rp_attention *const s = a->shape;
+  const int64_t D = s->D, keys = a->counts[row], own = key_head(s, head);
   if (keys * 2 * D > ATTEND_NEAR) {
-    return (attend_next){a->keys[row] + ATTEND_AHEAD, a->shift + head * D, keys - ATTEND_AHEAD};
+    return (attend_next){a->keys[row] + ATTEND_AHEAD, a->shift + own * D, keys - ATTEND_AHEAD};
   }
-  if (head + 1 < H) return (attend_next){a->keys[row], a->shift + (head + 1) * D, keys};
+  if (head + 1 < s->H) {
+    const int64_t next = key_head(s, head + 1);
+    return (attend_next){a->keys[row], a->shift + next * D, next == own ? 0 : keys};
+  }
   if (row + group >= a->rows) return (attend_next){0};
   return (attend_next){a->keys[row + group], a->shift, a->counts[row + group]};
 }
@@ -221,9 +225,10 @@ static attend_next attend_next_of(const rpi_attend_rows_args *a, int64_t row, in
 static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *h, int64_t row,
                               int64_t head, int64_t group) {
   const attend_next next = attend_next_of(a, row, head, group);
-  const int64_t D = h->D, column = head * D, keys = a->counts[row], at = keys - 1;
-  const real *const q = a->q + row * a->q_stride + column;
-  real *const out = a->out + row * a->out_stride + column;
+  const int64_t D = h->D, keys = a->counts[row], at = keys - 1;
+  const int64_t column = key_head(a->shape, head) * D;
+  const real *const q = a->q + row * a->q_stride + head * D;
+  real *const out = a->out + row * a->out_stride + head * D;
   attend_sums all = {.max = (real)-INFINITY};
   memset(out, 0, (size_t)D * sizeof *out);
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {
@@ -255,8 +260,8 @@ static attend_sums attend_one(const rpi_attend_rows_args *a, const attend_head *
 /* mean += probabilities / heads */
 static void attend_add_mean(const rpi_attend_rows_args *a, const attend_head *h, int64_t row,
                             int64_t head, attend_sums all) {
-  const int64_t keys = a->counts[row], at = keys - 1, column = head * h->D;
-  const real *const q = a->q + row * a->q_stride + column;
+  const int64_t keys = a->counts[row], at = keys - 1, column = key_head(a->shape, head) * h->D;
+  const real *const q = a->q + row * a->q_stride + head * h->D;
   if (all.sum == 0) return; /* it sees nothing */
   const real share = 1 / (all.sum * (real)a->shape->H);
   for (int64_t first = rpi_max(at - h->left, 0), count; first < keys; first += count) {

@@ -168,9 +168,10 @@ typedef struct rpi_dropout {
 } rpi_dropout;
 
 /* Attention of single queries to keys that lie anywhere: decoding. Row r has the keys at
- * keys[r][0 .. counts[r] - 1] + shift, H D numbers each, and their values `to_value` numbers
- * further on; its query stands at the last of them. Of the shape H, D = Dv, the scale, bands,
- * position_bias, window_left and softcap count. No dropout, no workspace, no backward. */
+ * keys[r][0 .. counts[r] - 1] + shift, D numbers for each head of keys, and their values `to_value`
+ * numbers further on; its query stands at the last of them. Of the shape H, key_heads, D = Dv, the
+ * scale, bands, position_bias, window_left and softcap count. No dropout, no workspace, no
+ * backward. */
 typedef struct rpi_attend_rows_args {
   const rp_attention *shape;
   int64_t rows;

@@ -42,12 +42,21 @@ static rp_relation relation(const call *c, int64_t D, int64_t *table, bool per_h
   return r;
 }
 
-static void make(call *c, int64_t D, int64_t H, bool plain) {
+static int64_t key_heads(const rp_attention *a) { return a->key_heads ? a->key_heads : a->H; }
+
+/* Where a head's numbers of a key begin. */
+static int64_t key_column(const rp_attention *a, int64_t head) {
+  return head * key_heads(a) / a->H * a->D;
+}
+
+/* key_heads: 0, or a divisor of H. */
+static void make(call *c, int64_t D, int64_t H, int64_t key_heads, bool plain) {
   memset(c, 0, sizeof *c);
   c->shape = rp_attention_default();
   c->shape.H = H;
+  c->shape.key_heads = key_heads;
   c->shape.D = c->shape.Dv = D;
-  const int64_t token = 2 * H * D;
+  const int64_t token = 2 * (key_heads ? key_heads : H) * D;
   c->q = array_random("q", ROWS * (H * D + 4), 1);
   c->log = array_random("keys and values", TOKENS * token, 1);
   c->tables = array_random("tables", 6 * 8 * TABLE * D, 1);
@@ -120,7 +129,7 @@ static void softmax(const call *c, int64_t row, int64_t head, scores *s) {
   long double max = -INFINITY, sum = 0;
   s->error = 0;
   for (int64_t j = 0; j < n; j++) {
-    const real *const k = c->places[row][j] + head * D;
+    const real *const k = c->places[row][j] + key_column(a, head);
     const int64_t d = j - at;
     const real *const bias = a->position_bias ? a->position_bias + head * (D + 4) : NULL;
     long double size = 0, score = dot_of(q, k, D, &size);
@@ -153,7 +162,7 @@ static void softmax(const call *c, int64_t row, int64_t head, scores *s) {
 static bool check_head(const rp_ops *ops, const call *c, int64_t row, int64_t head,
                        long double *mean, long double *mean_error) {
   const rp_attention *const a = &c->shape;
-  const int64_t D = a->D, n = c->counts[row], token = 2 * a->H * D;
+  const int64_t D = a->D, n = c->counts[row], to_value = key_heads(a) * D;
   static scores s;
   softmax(c, row, head, &s);
   const long double relative = 2 * s.error + (long double)UNIT * (long double)(n + 20);
@@ -161,7 +170,7 @@ static bool check_head(const rp_ops *ops, const call *c, int64_t row, int64_t he
   for (int64_t x = 0; x < D; x++) {
     long double expected = 0, size = 0;
     for (int64_t j = 0; j < n; j++) {
-      const real *const v = c->places[row][j] + token / 2 + head * D;
+      const real *const v = c->places[row][j] + to_value + key_column(a, head);
       long double value = v[x], all = fabsl((long double)v[x]);
       for (int t = 0; t < RP_TERMS; t++) {
         const real *const w = row_of(&a->value[t], head, j - (n - 1));
@@ -181,16 +190,17 @@ static bool check_head(const rp_ops *ops, const call *c, int64_t row, int64_t he
   return right;
 }
 
-static void test_call(const rp_ops *ops, int64_t D, int64_t H, bool plain, bool with_mean) {
+static void test_call(const rp_ops *ops, int64_t D, int64_t H, int64_t shared, bool plain,
+                      bool with_mean) {
   static call c;
-  make(&c, D, H, plain);
+  make(&c, D, H, shared, plain);
   layer l = {{.shape = &c.shape,
               .rows = ROWS,
               .q = c.q.data,
               .q_stride = H * D + 4,
               .keys = c.lists,
               .counts = c.counts,
-              .to_value = H * D,
+              .to_value = key_heads(&c.shape) * D,
               .out = c.out.data,
               .out_stride = H * D + 8,
               .mean = with_mean ? c.means : NULL}};
@@ -210,7 +220,7 @@ static void test_call(const rp_ops *ops, int64_t D, int64_t H, bool plain, bool 
 /* The same keys in another layer's part of the log. */
 static void test_shift(const rp_ops *ops) {
   static call c;
-  make(&c, 16, 2, true);
+  make(&c, 16, 2, 0, true);
   rpi_attend_rows_args a = {.shape = &c.shape,
                             .rows = ROWS,
                             .q = c.q.data,
@@ -239,7 +249,7 @@ static void test_shift(const rp_ops *ops) {
  * row is what a window leaves; with -inf for all of them it is 0. */
 static void test_hiding_table(const rp_ops *ops) {
   static call c;
-  make(&c, 8, 1, true);
+  make(&c, 8, 1, 0, true);
   c.shape.window_left = 1;
   rpi_attend_rows_args a = {.shape = &c.shape,
                             .rows = ROWS,
@@ -291,7 +301,7 @@ static void test_hiding_table(const rp_ops *ops) {
 /* A NaN flows to the rows that have its key, and to no other. */
 static void test_not_finite(const rp_ops *ops) {
   static call c;
-  make(&c, 8, 1, true);
+  make(&c, 8, 1, 0, true);
   for (int r = 0; r < ROWS; r++) c.counts[r] = 3;
   for (int r = 0; r < ROWS; r++) {
     for (int j = 0; j < 3; j++) c.places[r][j] = c.log.data + (r * 3 + j) * 16;
@@ -348,7 +358,9 @@ int main(void) {
   for (int i = 0; (ops = table_at(i)) != NULL; i++) {
     const int cases = is_small_run() ? 8 : CASES;
     for (int n = 0; n < cases; n++) {
-      test_call(ops, widths[draw() % 7], 1 + draw() % 3, n % 5 == 0, n % 2 == 0);
+      const int64_t heads = 1 + draw() % 3, sharers = n % 3 == 1 ? 2 + draw() % 2 : 1;
+      const int64_t shared = sharers > 1 ? heads : 0; /* heads of keys, if not H */
+      test_call(ops, widths[draw() % 7], heads * sharers, shared, n % 5 == 0, n % 2 == 0);
     }
     test_shift(ops);
     test_hiding_table(ops);

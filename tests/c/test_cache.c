@@ -41,6 +41,9 @@ static const variant variants[] = {
     {"alibi-learned", {"norm", "post"}},
     {"rope", {NULL}},
     {"rope", {"decoder.rope_width", "4", "decoder.rope_interleaved", "true"}},
+    {"shaw", {"key_heads", "1"}},
+    {"rope", {"heads", "4", "key_heads", "2"}},
+    {"transformer-xl", {"heads", "6", "key_heads", "2", "norm", "post"}},
     {"shaw", {"encoder.layers", "0"}},
     {"rope", {"encoder.layers", "0", "norm", "post"}},
 };
@@ -140,11 +143,12 @@ static void check_attention(const variant *v, rpi_cache *cache, rp_model *model,
   real mean[MOST], map[MOST * MOST], expected[MOST] = {0};
   memcpy(mean, rpi_cache_attention(cache, row), (size_t)keys * sizeof *mean);
   const rp_batch batch = batch_of(model);
-  for (int64_t h = 0; h < 3; h++) {
+  for (int64_t h = 0; h < model->config.heads; h++) {
     CHECK_INT(rp_model_attention_map(model, &batch, RP_ATTENTION_CROSS, 1, h, sentence,
                                      RP_SHOW_PROBABILITIES, map),
               RP_OK);
-    for (int64_t j = 0; j < keys; j++) expected[j] += map[place * keys + j] / 3;
+    for (int64_t j = 0; j < keys; j++)
+      expected[j] += map[place * keys + j] / (real)model->config.heads;
   }
   for (int64_t j = 0; j < keys; j++) {
     const double difference = fabs((double)mean[j] - (double)expected[j]);

@@ -483,6 +483,15 @@ static void test_sizes_together(void) {
   REFUSED(RP_ERROR_SHAPE, "width=64, must be a multiple of heads=5, or head_width be given",
           c.heads = 5);
   TAKEN(c.heads = 5; c.head_width = 7);
+  TAKEN(c.heads = 4; c.key_heads = 4);
+  TAKEN(c.heads = 4; c.key_heads = 1);
+  REFUSED(RP_ERROR_SHAPE, "config: key_heads=3, must be 0 or divide heads=4", c.heads = 4;
+          c.key_heads = 3);
+  REFUSED(RP_ERROR_SHAPE, "config: key_heads=8, must be 0 or divide heads=4", c.heads = 4;
+          c.key_heads = 8);
+  REFUSED(RP_ERROR_ARGUMENT,
+          "config: key_heads=2 with decoder.position=deberta, must be 0 or heads=4", c.heads = 4;
+          c.key_heads = 2; c.decoder.position = RP_POSITION_DEBERTA);
   REFUSED(RP_ERROR_SHAPE, "encoder.layers=0 and decoder.layers=0", c.encoder.layers = 0;
           c.decoder.layers = 0);
   REFUSED(RP_ERROR_SHAPE,

@@ -129,6 +129,7 @@ typedef struct rp_config {
   int64_t width;        /* C */
   int64_t heads;        /* H */
   int64_t head_width;   /* D; 0: C / H */
+  int64_t key_heads;    /* of keys and values, each shared by H / key_heads of queries; 0: H */
   int64_t feed_forward; /* F */
   /* 0 will do for a stack that is left out */
   int64_t source_vocabulary, target_vocabulary;
