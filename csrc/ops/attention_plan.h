@@ -18,8 +18,9 @@
  *            2    2  3  0  1     and dv directly, in the order of the phases, whatever
  *            3    1  2  3  0     the threads do.
  *
- * There are no partial copies of dk and dv, and no second pass. Only the gradients
- * of tables, which every item touches, are summed apart (table_sums.h).
+ * Of heads of queries that share keys one after the other has a phase's items. So there are no
+ * partial copies of dk and dv, and no second pass. Only the gradients of tables, which every item
+ * touches, are summed apart (table_sums.h).
  */
 #ifndef RPI_ATTENTION_PLAN_H
 #define RPI_ATTENTION_PLAN_H
