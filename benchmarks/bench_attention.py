@@ -49,7 +49,7 @@ def packed_case(options: argparse.Namespace, which: str) -> Json:
 
 
 def chosen(options: argparse.Namespace) -> Json:
-    return {name: getattr(options, name) for name in ("d", "k", "causal", "per_head")}
+    return {name: getattr(options, name) for name in ("d", "k", "causal", "per_head", "key_heads")}
 
 
 def as_json(options: argparse.Namespace, case: Timed, which: str) -> Json:
@@ -67,7 +67,8 @@ def arrays(case: Json) -> dict[str, Any]:
     table: tuple[int, ...] = (2 * case["k"] + 1, case["d"])
     if case["per_head"]:
         table = (case["H"], *table)
-    shapes = {"q": shape, "k": shape, "v": shape, "dout": shape, "key_table": table}
+    of_keys = (case["B"], case["key_heads"], *shape[2:]) if case["key_heads"] else shape
+    shapes = {"q": shape, "k": of_keys, "v": of_keys, "dout": shape, "key_table": table}
     shapes["value_table"] = table
     return {name: draw.standard_normal(s, np.float32) for name, s in shapes.items()}
 
@@ -108,6 +109,8 @@ def build_torch(side: str, case: Json) -> Job:
     x = {name: torch.from_numpy(a) for name, a in arrays(case).items()}
     if case["lengths"]:
         return packed_torch(x, case)
+    if case["key_heads"]:
+        return sharing_torch(x, case)
     if side == TORCH:
         inputs = [x["q"], x["k"], x["v"]]
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -135,6 +138,15 @@ def passes(attend: Any, inputs: list[Any], x: dict[str, Any], case: Json) -> Any
 def packed_torch(x: dict[str, Any], case: Json) -> Job:
     """Torch's fastest way with mixed lengths, chosen by timing; its own layout is given to each."""
     ways = {"loop": _torch_loop, "padded": _torch_padded, "nested": _torch_nested}
+    return fastest(ways, x, case)
+
+
+def sharing_torch(x: dict[str, Any], case: Json) -> Job:
+    """Torch's fastest way where heads share keys, likewise."""
+    return fastest({"enable_gqa": _torch_sharing, "expanded": _torch_expanded}, x, case)
+
+
+def fastest(ways: dict[str, Any], x: dict[str, Any], case: Json) -> Job:
     best: tuple[float, str, Any] | None = None
     refused = []
     for name, way in ways.items():
@@ -149,6 +161,31 @@ def packed_torch(x: dict[str, Any], case: Json) -> Job:
             best = (seconds, name, call)
     assert best is not None
     return Job(best[2], f"{best[1]} ({', '.join(refused)})")
+
+
+def _torch_sharing(x: dict[str, Any], case: Json) -> Any:
+    """One call that is told so."""
+    import torch
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    inputs = [x["q"], x["k"], x["v"]]
+    options = {"is_causal": case["causal"], "enable_gqa": True}
+    return passes(lambda q, k, v: attend(q, k, v, **options), inputs, x, case)
+
+
+def _torch_expanded(x: dict[str, Any], case: Json) -> Any:
+    """One call over [B key_heads, sharers, n, D], in which keys are views without a copy."""
+    import torch
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    sharers = case["H"] // case["key_heads"]
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        views = (a.flatten(0, 1)[:, None].expand(-1, sharers, -1, -1) for a in (k, v))
+        own = q.unflatten(1, (-1, sharers)).flatten(0, 1)
+        return attend(own, *views, is_causal=case["causal"]).view(q.shape)
+
+    return passes(run, [x["q"], x["k"], x["v"]], x, case)
 
 
 def _torch_loop(x: dict[str, Any], case: Json) -> Any:
@@ -427,6 +464,7 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="n = 256 and 1024, three seconds a case")
     add("--causal", action="store_true", help="causal; torch with is_causal")
     add("--per-head", action="store_true", help="a table for every head")
+    add("--key-heads", type=int, default=0, help="heads of k and v, a divisor of 8 and 4; 0: as q")
     add("--packed", action="store_true", help="mixed lengths; torch at its fastest of three ways")
     add("--k", type=int, default=16, help="clip distance (16)")
     add("--d", type=int, default=64, choices=WIDTHS, help="head width; not 64: also ops/s over 64")
@@ -441,6 +479,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.shapes = options.shapes or ([256, 1024] if options.quick else list(SHAPES))
     options.seconds = options.seconds or (3 if options.quick else 20)
+    if options.key_heads and (options.peers or options.packed or 4 % options.key_heads):
+        parser.error("--key-heads: 1, 2 or 4, without --peers and --packed")
     if options.peers:
         from peers.torch_attention import PEERS
 
@@ -471,7 +511,8 @@ def main() -> int:
         compare(report, options)
         if options.d != 64 and not options.without_ours:
             compare_widths(report, options)
-    setting = {name: getattr(options, name) for name in ("k", "d", "causal", "per_head", "packed")}
+    names = ("k", "d", "causal", "per_head", "key_heads", "packed")
+    setting = {name: getattr(options, name) for name in names}
     flat = report.figures | {"others_share": round(report.busy, 3)} | setting | place
     if options.output:
         write_output(options.output, flat | {"failures": report.failures})

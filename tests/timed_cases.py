@@ -30,6 +30,7 @@ class Timed(NamedTuple):
     k: int = 16
     causal: bool = False
     per_head: bool = False
+    key_heads: int = 0  # of k and v, each shared by as many heads of q; 0: H
     lengths: Sequence[int] = ()  # of a packed batch of B sequences, n tokens
 
     def case(self) -> Case:
@@ -39,7 +40,7 @@ class Timed(NamedTuple):
         band = Band(self.k, self.k)
         return Case(
             B=self.B, H=self.H, N=self.n, M=self.n, D=self.d, Dv=self.d, key=band, value=band,
-            causal=self.causal, per_head=self.per_head,
+            causal=self.causal, per_head=self.per_head, key_heads=self.key_heads,
             offsets=(0, *accumulate(self.lengths)) if self.lengths else None,
         )  # fmt: skip
 
@@ -57,5 +58,6 @@ TIMED = [
     *(of_length(n, k=k) for n in (256, 1024) for k in (4, 64)),
     *(of_length(n, d=d) for n in (256, 1024) for d in WIDTHS if d != 64),
     *(of_length(n, per_head=True) for n in (256, 1024)),
+    *(of_length(n, key_heads=heads) for n in (256, 1024) for heads in (1, 2)),
     *(of_lengths(PACKED, causal=causal) for causal in (False, True)),
 ]
