@@ -72,7 +72,7 @@ static rp_status check_sizes(rp_attention *a) {
             "attention: B=%lld times H=%lld, must not exceed 2^40", (rpi_wide)a->B, (rpi_wide)a->H);
   RPI_TRY(check_size("key_heads", a->key_heads, 0));
   if (a->key_heads == 0) a->key_heads = a->H;
-  RPI_CHECK(a->key_heads == a->H || (a->key_heads > 0 && a->H % a->key_heads == 0), RP_ERROR_SHAPE,
+  RPI_CHECK(a->key_heads == a->H || (a->H > 0 && a->H % a->key_heads == 0), RP_ERROR_SHAPE,
             "attention: key_heads=%lld, must be 0 or divide H=%lld", (rpi_wide)a->key_heads,
             (rpi_wide)a->H);
   RPI_TRY(check_size("N", a->N, 0));

@@ -128,7 +128,7 @@ rp_status wait() {
 [[maybe_unused]] __attribute__((used)) const char about[] =
     "relpos-cuda " RP_VERSION " CUDA " RPC_TEXT_OF(CUDART_VERSION) " for " RPC_ARCHITECTURES ";";
 
-const rpc_door door = {RP_VERSION, sizeof(rp_ops), &ops, count, describe, select, wait, use};
+const rpc_door door = {RP_VERSION, RPC_OPS_BYTES, &ops, count, describe, select, wait, use};
 
 }  // namespace
 

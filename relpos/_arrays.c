@@ -142,8 +142,10 @@ static char upper(char axis) { return axis == 'b' ? 'B' : axis == 'h' ? 'H' : ax
 static void shape_text(char *text, size_t room, const char *axes, const sizes *s) {
   size_t used = 0;
   for (const char *axis = axes; *axis != '\0'; axis++) {
+    const int divides = *axis == 'K' && s->of['K'] < 0;
+    const int apart = *axis == 'K' && !divides && s->of['K'] != s->of['H'];
     const char letter[2] = {*axis == 'K' ? 'H' : upper(*axis), '\0'};
-    const char *name = letter;
+    const char *name = apart ? "heads of k" : letter;
     switch (*axis) {
       case 'E': name = "Dv"; break;
       case 'X':
@@ -159,15 +161,11 @@ static void shape_text(char *text, size_t room, const char *axes, const sizes *s
       default: break;
     }
     char size[24] = "";
-    const int divides = *axis == 'K' && s->of['K'] < 0;
     const int64_t known = s->of[divides ? 'H' : (int)upper(*axis)];
     if (known >= 0) snprintf(size, sizeof size, "=%lld", (long long)known);
-    const int n =
-        snprintf(text + used, room - used, "%s%s%s%s", axis == axes ? "(" : ", ", name, size,
-                 upper(*axis) != *axis ? " or 1"
-                 : divides             ? " or a divisor"
-                                       : "");
-    used += (size_t)n;
+    const char *const others = upper(*axis) != *axis ? " or 1" : divides ? " or a divisor" : "";
+    used += (size_t)snprintf(text + used, room - used, "%s%s%s%s", axis == axes ? "(" : ", ", name,
+                             size, others);
   }
   snprintf(text + used, room - used, axes[1] == '\0' ? ",)" : ")");
 }
@@ -255,9 +253,9 @@ static int fits(const header *h, const char *axes, const sizes *s) {
   if (h->axes != count) return 0;
   for (int i = 0; i < count; i++) {
     const int64_t known = s->of[(int)upper(axes[i])], got = h->shape[i];
-    const int is_shared = upper(axes[i]) != axes[i] && got == 1;
-    if (known >= 0 && known != got && !is_shared) return 0;
-    if (axes[i] == 'K' && known < 0 && s->of['H'] % (got > 0 ? got : INT64_MAX) != 0) return 0;
+    if (known >= 0 && known != got && (upper(axes[i]) == axes[i] || got != 1)) return 0;
+    const int64_t heads = axes[i] == 'K' && known < 0 ? s->of['H'] : got;
+    if (got != heads && (got == 0 || heads == 0 || heads % got != 0)) return 0;
   }
   return 1;
 }
@@ -397,7 +395,6 @@ int take_int32(PyObject *object, const char *name, const char *axes, sizes *s, c
 
 PyObject *array_new(const char *axes, const sizes *s) {
   npy_intp shape[TAKE_MAX_AXES];
-  const int count = (int)strlen(axes);
-  for (int i = 0; i < count; i++) shape[i] = (npy_intp)s->of[(int)axes[i]];
-  return result_new(count, shape);
+  for (int i = 0; axes[i] != '\0'; i++) shape[i] = (npy_intp)s->of[(int)axes[i]];
+  return result_new((int)strlen(axes), shape);
 }

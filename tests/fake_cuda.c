@@ -9,7 +9,7 @@
 #define FAKE_VERSION RP_VERSION
 #endif
 #ifndef FAKE_OPS_BYTES
-#define FAKE_OPS_BYTES sizeof(rp_ops)
+#define FAKE_OPS_BYTES RPC_OPS_BYTES
 #endif
 
 static const rpc_door door = {.version = FAKE_VERSION, .ops_bytes = FAKE_OPS_BYTES};

@@ -104,6 +104,18 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "k: expected float32 (B=2, H=4 or a divisor, M, D=8), got float32 (2, 3, 7, 8)",
     ),
     (
+        "heads of none",
+        {"q": X[:, :0]},
+        ValueError,
+        "k: expected float32 (B=2, H=0 or a divisor, M, D=8), got float32 (2, 4, 7, 8)",
+    ),
+    (
+        "heads of values",
+        {"k": X[:, :2]},
+        ValueError,
+        "v: expected float32 (B=2, heads of k=2, M=7, Dv), got float32 (2, 4, 7, 8)",
+    ),
+    (
         "keys",
         {"v": X[:, :, :6]},
         ValueError,

@@ -75,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "one head": SHAW | {"heads": 1},
     "heads that share keys": SHAW | {"heads": 4, "key_heads": 2},
     "one head of keys, turned": both(position="rope") | {"key_heads": 1, "activation": "gelu"},
+    "one head of keys, its positions by queries": {"key_heads": 1}
+    | both(position="deberta", key=False, value=True, buckets=4, max_distance=8),
     "one head of keys, moved": both(position="transformer-xl") | {"key_heads": 1},
     "smoothing over the others": SHAW | {"smoothing": "others"},
     "no smoothing": SHAW | {"label_smoothing": 0},

@@ -100,6 +100,23 @@ def test_peak_memory_is_small(libraries: dict[str, Path]) -> None:
     assert growth - harness <= limit, (growth, harness)
 
 
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_heads_that_share_keys_need_no_more_memory(
+    libraries: dict[str, Path], key_heads: int
+) -> None:
+    """Than as many heads alone: they have slots and rows one after the other."""
+    core = get_core(libraries, "f32-portable")
+    core.set_threads(2)
+    case = replace(SHARED, H=32, N=512, M=512, D=64, Dv=64, key=Band(16, 16), value=Band(16, 16))
+    sizes = []
+    for each in (replace(case, key_heads=key_heads), replace(case, H=key_heads)):
+        call, alive = capi.describe(core, each, make_arrays(each, core.dtype))
+        sizes.append(max(core.workspace_bytes(call)))
+        del alive
+    core.set_threads(0)
+    assert sizes[0] <= 1.1 * sizes[1], sizes
+
+
 BIG_SHAPE = Case(N=16384, M=16384, D=64, Dv=64)
 LONG: dict[str, Case] = {
     "shaw": replace(BIG_SHAPE, key=Band(16, 16), value=Band(16, 16)),

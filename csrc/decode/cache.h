@@ -11,7 +11,7 @@
  *   row 1      0                    0                    1      (0 and 1 part at step 2)
  *   row 2      2                    1                    2
  *
- * The log is made of blocks [layers][block_rows][2 H D and a line] (keys, then values;
+ * The log is made of blocks [layers][block_rows][2 K D and a line] (keys, then values;
  * rpi_kept_stride says why a line), so that all layers of a token are at the same distance from
  * each other wherever it lies.
  */

@@ -79,9 +79,9 @@ static void open_library(void) {
   const rpc_door *const opened = found != NULL ? open_door(&host) : NULL;
   if (opened == NULL) {
     say("%s is no library of relpos: it has no rpc_open", path);
-  } else if (strcmp(opened->version, RP_VERSION) != 0 || opened->ops_bytes != sizeof(rp_ops)) {
+  } else if (strcmp(opened->version, RP_VERSION) != 0 || opened->ops_bytes != RPC_OPS_BYTES) {
     say("%s is of relpos %s with a table of %zu bytes, expected %s with %zu", path, opened->version,
-        opened->ops_bytes, RP_VERSION, sizeof(rp_ops));
+        opened->ops_bytes, RP_VERSION, RPC_OPS_BYTES);
   } else {
     door = opened;
   }

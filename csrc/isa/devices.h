@@ -34,10 +34,13 @@ typedef struct rpc_host {
 
 enum { RPI_MOST_GPUS = 64 }; /* others are not counted */
 
+/* Of the table, and of what its entries take: a library of another day is to be told apart. */
+#define RPC_OPS_BYTES (sizeof(rp_ops) + sizeof(rp_attention))
+
 /* Version and size are compared before anything behind them is read. */
 typedef struct rpc_door {
   const char *version;            /* RP_VERSION */
-  size_t ops_bytes;               /* sizeof(rp_ops) */
+  size_t ops_bytes;               /* RPC_OPS_BYTES */
   const rp_ops *ops;              /* of all devices: entries work on the one selected */
   rp_status (*count)(int *count); /* GPUs; RP_ERROR_DEVICE with the reason where there are none */
   rp_status (*describe)(int index, char *title, int64_t title_bytes, int64_t *memory,

@@ -121,7 +121,8 @@ static double pairs_of(const rp_attention *a) {
 
 static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) {
   rp_model *const m = run->model;
-  const int64_t rows = run->side[run->stack].rows, HD = rpi_head_columns(m);
+  const int64_t rows = run->side[run->stack].rows;
+  const int64_t columns = rpi_head_columns(m) + rpi_key_columns(m);
   if (rows == 0) return RP_OK;
   rp_attention a;
   RPI_TRY(rpi_attention_of(run, run->layer, part, &a));
@@ -139,7 +140,7 @@ static rp_status attend(const rpi_run *run, const rpi_stored *stored, int part) 
                                    .workspace_bytes = m->workspace_bytes};
   RPI_TRY(m->ops->attention_forward(&args));
   rpi_note_cost(run, part == RPI_SELF ? "attention" : "cross", run->again, began, 4 * pairs_of(&a),
-                4 * rows * HD);
+                2 * rows * columns);
   return RP_OK;
 }
 
@@ -226,7 +227,7 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
                                             .gradients = &g};
   RPI_TRY(m->ops->attention_backward(&args));
   rpi_note_cost(run, part == RPI_SELF ? "attention" : "cross", true, began, 10 * pairs_of(&a),
-                8 * rows * HD);
+                4 * rows * (HD + rpi_key_columns(m)));
   if (part != RPI_SELF) return RP_OK;
   began = rpi_profile_now(&m->profile);
   RPI_TRY(rpi_positions_backward(m->ops, positions, &weights, &gradients, &a));

@@ -24,10 +24,10 @@ static rp_status check_t5(const rp_stack *s, const char *side, bool causal) {
 
 static rp_status check_deberta(const rp_config *config, const rp_stack *s, const char *side) {
   RPI_CHECK(
-      rpi_key_heads(config) == config->heads, RP_ERROR_ARGUMENT,
-      "config: key_heads=%lld with %s.position=deberta, must be 0 or heads=%lld: the projection "
-      "of keys makes a table for every head",
-      (rpi_wide)config->key_heads, side, (rpi_wide)config->heads);
+      s->key == 0 || rpi_key_heads(config) == config->heads, RP_ERROR_ARGUMENT,
+      "config: key_heads=%lld with %s.position=deberta and %s.key=true, must be 0 or heads=%lld: the "
+      "projection of keys makes a table for every head",
+      (rpi_wide)config->key_heads, side, side, (rpi_wide)config->heads);
   if (s->buckets == 0) return RP_OK;
   RPI_CHECK(s->buckets >= 2, RP_ERROR_SHAPE,
             "config: %s.buckets=%lld, must be 0 (none) or 2 or more with position deberta", side,

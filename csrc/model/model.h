@@ -40,8 +40,9 @@
 typedef struct rpi_stored {
   real *stream;  /* u_s [rows][C] */
   real *stats;   /* of the norm that reads it [rows][2] */
-  real *qkv;     /* self: [rows][3 H D]; cross: the queries [rows][H D] (rpi_heads_element) */
-  real *kv;      /* cross: [encoder's rows][2 H D] */
+  real *qkv;     /* self: [rows][H D + 2 K D], K: heads of keys; cross: the queries [rows][H D]
+                    (rpi_heads_element) */
+  real *kv;      /* cross: [encoder's rows][2 K D] */
   real *z, *lse; /* attention's results [rows][H D], [H][rows]; z NULL: it is kept_in */
   real *hidden;  /* feed-forward before the activation [rows][F or 2 F]; RELU: after it; NULL: in
                     kept_in, in place */
@@ -63,7 +64,7 @@ typedef struct rpi_scratch {
   real *df;         /* of what a sublayer adds [rows][C], in bf16 where products are */
   real *dn;         /* norm before: of n [rows][C]; df itself where that is f32 */
   real *dz;         /* [rows][H D], as z; decoding's z where a device rounds */
-  real *dqkv;       /* [rows][3 H D]; cross: dq, then dkv; as qkv; decoding's qkv, as z */
+  real *dqkv;       /* [rows][H D + 2 K D]; cross: dq, then dkv; as qkv; decoding's qkv, as z */
   real *act;        /* after the activation [rows][F]; RELU, or where it is kept_in: not there */
   real *dact;       /* its gradient; RELU: dhidden itself; both in bf16 where products are */
   real *dhidden;    /* [rows][F or 2 F] */
@@ -130,7 +131,7 @@ typedef struct rpi_side {
 /* Targets that grow a token at a time (decode/cache.h): where keys and values of self-attention are
  * kept, and, in a step of one token a row, those that it meets. */
 typedef struct rpi_kept {
-  real *const *to;                 /* [rows]: where a row's key and value [2 H D] go in layer 0 */
+  real *const *to;                 /* [rows]: where a row's key and value [2 K D] go in layer 0 */
   int64_t shift;                   /* from a layer to the next */
   bool step;                       /* every row is one token; else only `to`, the shifts and
                                       cross_kv count */

@@ -8,7 +8,7 @@
  * is not there. The expressions are evaluated where layout.c declares the group, with
  *
  *   config, stack   what the model is; stack: the one the group belongs to
- *   C, HD, F        width, heads times head width, feed-forward width
+ *   C, HD, KD, F    width, heads (of queries; of keys) times head width, feed-forward width
  *   own, own_value  tables: is this the place for them (the layer, or the stack that shares them)?
  *                   and for those of values?
  *

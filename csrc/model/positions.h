@@ -101,8 +101,8 @@ rp_status rpi_positions_backward(const rp_ops *ops, const rpi_positions *p,
                                  const rpi_layer_place *weights, const rpi_layer_place *gradients,
                                  const rp_attention *a);
 
-/* rope: turns the queries and keys of qkv [tokens][3 H D], or their gradients back. starts: the
- * positions of the sentences' first tokens, or NULL: 0. */
+/* rope: turns the queries and keys of qkv [tokens][H D + 2 K D], or their gradients back. starts:
+ * the positions of the sentences' first tokens, or NULL: 0. */
 rp_status rpi_positions_rotate(const rp_ops *ops, const rpi_positions *p, int64_t sentences,
                                const int64_t *offsets, const int64_t *starts, real *qkv, bool back);
 

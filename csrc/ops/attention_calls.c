@@ -132,9 +132,7 @@ static void clear_padding(const backward_item *item, const pair *p, int64_t quer
 static void backward_task(void *context, int64_t task, int worker) {
   const backward_call *const call = context;
   const rp_attention *const s = call->args->shape;
-  const int64_t slots = call->list.per_head; /* of each head */
-  const int64_t head = task / slots * heads_sharing(s) + call->sharer;
-  const slot *const at = &call->list.slots[head * slots + task % slots];
+  const slot *const at = &call->list.slots[task];
   for (int i = 0; i < RPI_SUMMED; i++) sums_clear(&at->sums[i], call->list.width[i]);
   const bool numbers = at->sums[SUM_OF_KEYS].numbers != NULL;
   pair p = at->begin;
@@ -210,9 +208,10 @@ static rp_status attention_backward_by(const rpi_attention_backward_args *args, 
   for (int64_t phase = 0; phase < phases; phase++) {
     slots_open(&call.list, phase, args->gradients);
     for (call.sharer = 0; call.sharer < sharers; call.sharer++) {
-      rpi_parallel_for(call.list.per_head * (s->H / sharers), workers, backward_task, &call);
+      if (call.sharer > 0) slots_next(&call.list);
+      rpi_parallel_for(call.list.per_head * call.list.heads, workers, backward_task, &call);
+      slots_reduce(&call.list, args->gradients, workers);
     }
-    slots_reduce(&call.list, args->gradients, workers);
   }
   return RP_OK;
 }

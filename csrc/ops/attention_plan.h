@@ -77,15 +77,17 @@ static rpi_sequence sequence_of(const rp_attention *s, int64_t b) {
 
 /* Query heads that share a head of keys and values, side by side. */
 static int64_t heads_sharing(const rp_attention *s) {
-  return s->key_heads > 0 ? rpi_max(s->H / s->key_heads, 1) : 1;
+  return s->key_heads > 0 ? s->H / s->key_heads : 1;
 }
 static int64_t key_head(const rp_attention *s, int64_t head) { return head / heads_sharing(s); }
 
-/* Rows of a chunk. Long sequences are cut at `most`; few sequences finer, down to 128
- * rows, so that some sixteen items exist for the threads. */
+/* Rows of a chunk. Long sequences are cut at `most`; few sequences finer, down to 128 rows, so that
+ * some sixteen items exist for the threads at a time; and where heads share keys, which takes items
+ * from each other, down to 64 before there are fewer than four. */
 static int64_t chunk_rows(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
-  const int64_t heads = rpi_max(s->B * (s->H / heads_sharing(s)), 1);
-  const int64_t wanted = rpi_min(rpi_divide_up(rows, 128), rpi_divide_up(16, heads));
+  const int64_t sharers = heads_sharing(s), heads = rpi_max(s->B * (s->H / sharers), 1);
+  const int64_t least = sharers > 1 && heads * rpi_divide_up(rows, 128) < 4 ? 64 : 128;
+  const int64_t wanted = rpi_min(rpi_divide_up(rows, least), rpi_divide_up(16, heads));
   const int64_t count = rpi_max(rpi_max(rpi_divide_up(rows, most), wanted), 1);
   return rpi_max(rpi_round_up(rpi_divide_up(rows, count), step), step);
 }

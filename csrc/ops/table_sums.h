@@ -44,14 +44,15 @@ typedef struct slot {
   table_sums sums[RPI_SUMMED];
 } slot;
 
-/* The slots of the phase at hand, of all heads, and memory for those of any phase. */
+/* The slots of the phase at hand, and memory for those of any phase: of all heads or, of those that
+ * share keys, of one at a time. */
 typedef struct slot_list {
   const rp_attention *shape;
   const bounds *n;
   pair_terms pairs; /* of head 0 */
   term band[BAND_SUMS];
-  int64_t few;             /* slots aimed at in a phase */
-  int64_t phase, per_head; /* slots of head h follow those of head h - 1 */
+  int64_t few, heads;      /* slots aimed at a time; heads that have some */
+  int64_t phase, per_head; /* slots of a head follow those of the one before */
   slot *slots;
   int64_t most[RPI_SUMMED], width[RPI_SUMMED]; /* of one slot's memory: lines, padded width */
   int64_t listed[RPI_SUMMED]; /* 1 + rows that line_of names; 0: lines lie as rows do */
@@ -148,8 +149,8 @@ static int64_t slot_share(const slot_list *list, int64_t phase) {
     total += items * pair_cost(&r);
     p = pair_after(s, phase, &p, items);
   }
-  const int64_t per_head = rpi_divide_up(list->few, s->H);
-  return rpi_max(rpi_divide_up(total, per_head), RPI_SLOT_PAIRS);
+  const int64_t per_head = rpi_divide_up(list->few, list->heads);
+  return rpi_max(rpi_divide_up(total, per_head), RPI_SLOT_PAIRS / heads_sharing(s));
 }
 
 /* Widens the sums of a slot to what one item more can meet. */
@@ -214,6 +215,7 @@ static int64_t most_kept(const rp_attention *s, const lookup *x, const bounds *n
 
 static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const bounds *n) {
   slot_list list = {.shape = s, .n = n, .pairs = pair_terms_of(s, 0, 0)};
+  list.heads = s->H / heads_sharing(s);
   list.band[SUM_OF_KEYS] = key_term(s, 0);
   list.band[SUM_OF_VALUES] = value_term(s, 0);
   list.band[SUM_OF_QUERIES] = query_term(s, 0);
@@ -230,9 +232,8 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
     numbers += list.most[i] * (list.width[i] + 1) + list.listed[i];
   }
   /* few slots where one takes much memory: their number is a matter of shapes too */
-  const int64_t sharers = heads_sharing(s); /* no two of which are at work at a time */
-  const int64_t aimed = rpi_min(RPI_SLOTS * sharers, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
-  const int64_t least = rpi_min(4 * sharers, RPI_SLOT_MOST / rpi_max(numbers, 1));
+  const int64_t aimed = rpi_min(RPI_SLOTS, RPI_SLOT_NUMBERS / rpi_max(numbers, 1));
+  const int64_t least = rpi_min(4, RPI_SLOT_MOST / rpi_max(numbers, 1));
   list.few = rpi_max(rpi_max(aimed, least), 1);
   const int64_t phases = phase_count(s);
   int64_t most = 0;
@@ -241,7 +242,7 @@ static slot_list slots_carve(rpi_arena *arena, const rp_attention *s, const boun
   }
   const int64_t real_bytes = sizeof(real);
   int64_t slots = 0;
-  if (!rpi_multiply(most, s->H, &slots)) arena->failed = true;
+  if (!rpi_multiply(most, list.heads, &slots)) arena->failed = true;
   list.slots = rpi_arena_take(arena, slots, sizeof *list.slots);
   for (int i = 0; i < RPI_SUMMED; i++) {
     if (!list.most[i]) continue;
@@ -288,14 +289,15 @@ static bool wants_numbers(const slot_list *list, int i, const rp_attention_gradi
   return wanted;
 }
 
+/* The slots of a phase: of heads that share keys, of the first. */
 static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradients *g) {
-  const rp_attention *const s = list->shape;
+  const int64_t sharers = heads_sharing(list->shape);
   list->phase = phase;
   list->per_head = list_slots(list, phase, list->slots);
-  for (int64_t i = 0; i < list->per_head * s->H; i++) {
+  for (int64_t i = 0; i < list->per_head * list->heads; i++) {
     slot *const at = list->slots + i;
     *at = list->slots[i % list->per_head];
-    at->head = i / list->per_head;
+    at->head = i / list->per_head * sharers;
     for (int x = 0; x < RPI_SUMMED; x++) {
       if (!list->most[x]) continue;
       at->sums[x].lines =
@@ -305,6 +307,11 @@ static void slots_open(slot_list *list, int64_t phase, const rp_attention_gradie
       at->sums[x].line_of = listed ? list->line_of[x] + i * list->listed[x] : NULL;
     }
   }
+}
+
+/* The same of the next ones of the heads that share keys, when the sums are added up. */
+static void slots_next(slot_list *list) {
+  for (int64_t i = 0; i < list->per_head * list->heads; i++) list->slots[i].head++;
 }
 
 static void sums_clear(const table_sums *t, int64_t width) {
@@ -389,9 +396,9 @@ static void reduce_task(void *context, int64_t task, int worker) {
   const int64_t part = task % r->tasks_per_table;
   const int64_t begin = (part ? part - 1 + r->first_task : 0) * r->rows_per_task;
   const int64_t end = rpi_min(begin + r->rows_per_task, r->rows);
-  const int64_t slots = r->list->per_head * (r->tables > 1 ? 1 : r->list->shape->H);
+  const int64_t slots = r->list->per_head * (r->relation->head_stride ? 1 : r->list->heads);
   const slot *const from = r->list->slots + table * r->list->per_head;
-  real *const gradient = r->gradient + table * r->relation->head_stride;
+  real *const gradient = r->gradient + from->head * r->relation->head_stride;
   const int64_t stride = r->relation->row_stride;
   const band_part p = part_of(r->relation, 0);
   for (int64_t i = 0; i < slots; i++) {
@@ -432,7 +439,7 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
                  .with_bias = kind == PAIR_KEY && s->position_bias,
                  .width = kind == PAIR_VALUE ? s->Dv : s->D,
                  .rows = table_rows(relation),
-                 .tables = relation->head_stride ? s->H : 1,
+                 .tables = relation->head_stride ? list->heads : 1,
                  .factor = kind == PAIR_VALUE ? (real)1 : scale_of(s),
                  .gradient = gradient};
   r.sums = kind == PAIR_VALUE ? SUM_OF_VALUES : kind == PAIR_QUERY ? SUM_OF_QUERIES : SUM_OF_KEYS;
@@ -446,15 +453,16 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
 }
 
 /* position_bias meets the vector of every distance as often as ds says. */
-static void reduce_position_bias(void *context, int64_t head, int worker) {
+static void reduce_position_bias(void *context, int64_t task, int worker) {
   (void)worker;
   const slot_list *const list = ((const reduction *)context)->list;
   const rp_attention *const s = list->shape;
+  const int64_t first = task * list->per_head, head = list->slots[first].head;
   real *const to = ((const reduction *)context)->gradient + head * s->position_bias_stride;
   const real scale = scale_of(s);
   const term t = key_term(s, head);
   const pair_terms pairs = pair_terms_of(s, head, 0);
-  for (int64_t i = head * list->per_head; i < (head + 1) * list->per_head; i++) {
+  for (int64_t i = first; i < first + list->per_head; i++) {
     const table_sums *const sums = list->slots[i].sums;
     const table_sums *const band = &sums[SUM_OF_KEYS];
     for (int64_t line = 0; t.vector_count && line <= columns_of(band); line++) {
@@ -490,7 +498,7 @@ static void slots_reduce(const slot_list *list, const rp_attention_gradients *g,
   }
   if (s->position_bias && g->position_bias) {
     reduction r = {.list = list, .gradient = g->position_bias};
-    rpi_parallel_for(s->H, workers, reduce_position_bias, &r);
+    rpi_parallel_for(list->heads, workers, reduce_position_bias, &r);
   }
 }
 

@@ -491,8 +491,8 @@ class Batch(NamedTuple):
     """What stays the same between forward and backward of a batched call.
 
     Padded arrays are (B, H, rows, width) or, with layout "bnhd", (B, rows, H, width); a side with
-    offsets is packed: (tokens, H, width). Keys and values may have fewer heads. position_bias: (H, D).
-    mask: as Labels.matrices.
+    offsets is packed: (tokens, H, width). Keys and values may have fewer heads, a divisor of H.
+    position_bias: (H, D). mask: as Labels.matrices.
     """
 
     spans: list[Span]

@@ -92,6 +92,8 @@ static void test_sizes(void) {
           a.key_heads = 4);
   REFUSED(RP_ERROR_SHAPE, "attention: key_heads=6, must be 0 or divide H=3", a.H = 3,
           a.key_heads = 6);
+  REFUSED(RP_ERROR_SHAPE, "attention: key_heads=3, must be 0 or divide H=0", a.H = 0,
+          a.key_heads = 3);
   REFUSED(RP_ERROR_SHAPE, "attention: N=-1", a.N = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: M=-1", a.M = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: D=0", a.D = 0);

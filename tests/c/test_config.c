@@ -489,9 +489,15 @@ static void test_sizes_together(void) {
           c.key_heads = 3);
   REFUSED(RP_ERROR_SHAPE, "config: key_heads=8, must be 0 or divide heads=4", c.heads = 4;
           c.key_heads = 8);
+  TAKEN(c.heads = c.key_heads = 4; c.decoder.position = RP_POSITION_DEBERTA);
+  TAKEN(c.heads = 4; c.key_heads = 2; c.decoder.position = RP_POSITION_DEBERTA; c.decoder.key = 0);
   REFUSED(RP_ERROR_ARGUMENT,
-          "config: key_heads=2 with decoder.position=deberta, must be 0 or heads=4", c.heads = 4;
+          "config: key_heads=2 with decoder.position=deberta and decoder.key=true, must be 0 or "
+          "heads=4",
+          c.heads = 4;
           c.key_heads = 2; c.decoder.position = RP_POSITION_DEBERTA);
+  REFUSED(RP_ERROR_ARGUMENT, "config: key_heads=1 with encoder.position=deberta", c.heads = 4;
+          c.key_heads = 1; c.encoder.position = RP_POSITION_DEBERTA);
   REFUSED(RP_ERROR_SHAPE, "encoder.layers=0 and decoder.layers=0", c.encoder.layers = 0;
           c.decoder.layers = 0);
   REFUSED(RP_ERROR_SHAPE,
