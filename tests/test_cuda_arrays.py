@@ -594,7 +594,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
     "types": (
         lambda: {"k": Foreign(qkv()[1], "bfloat16")},
         TypeError,
-        f"k: expected float32 (B={B}, H={H}, M, D={D}), got bfloat16 ({B}, {H}, {M}, {D}); "
+        f"k: expected float32 (B={B}, H={H} or a divisor, M, D={D}), got bfloat16 "
+        f"({B}, {H}, {M}, {D}); "
         "convert k first",
     ),
     "a table of another type": (
