@@ -57,8 +57,7 @@ def make_arrays(case: Case, dtype: Any = np.float64) -> Arrays:
         random = stream(6)
         for span in case.spans:
             for h in range(case.H):
-                key_head = h * case.heads("key") // case.H
-                key = (case.layout, span.batch, key_head, span.key_row, span.keys)
+                key = (case.layout, span.batch, case.key_head(h), span.key_row, span.keys)
                 query = (case.layout, span.batch, h, span.query_row, span.queries)
                 ramp = np.round(np.linspace(0, 64 * case.D, span.keys)) / 8
                 reference.head_rows(k.view, *key)[:, -1] = ramp

@@ -132,6 +132,10 @@ class Case:
         """Of queries or of keys: "query" or "key"."""
         return self.key_heads if side == "key" and self.key_heads else self.H
 
+    def key_head(self, head: int) -> int:
+        """The head of keys that one of queries meets."""
+        return head * self.heads("key") // self.H
+
     def maps(self, kind: str) -> tuple[Map, ...]:
         """The maps of one kind of terms."""
         given = getattr(self, kind)

@@ -595,8 +595,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
         lambda: {"k": Foreign(qkv()[1], "bfloat16")},
         TypeError,
         f"k: expected float32 (B={B}, H={H} or a divisor, M, D={D}), got bfloat16 "
-        f"({B}, {H}, {M}, {D}); "
-        "convert k first",
+        f"({B}, {H}, {M}, {D}); convert k first",
     ),
     "a table of another type": (
         lambda: {"position": relpos.Shaw(Foreign(rows(T, D), "bfloat16"))},

@@ -86,8 +86,7 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
     for span in batch.spans:
         for h in range(case.H):
             query = (case.layout, span.batch, h, span.query_row, span.queries)
-            key_head = h * case.heads("key") // case.H
-            key = (case.layout, span.batch, key_head, span.key_row, span.keys)
+            key = (case.layout, span.batch, case.key_head(h), span.key_row, span.keys)
             sides = {"q": query, "out": query, "k": key, "v": key}
             head = _head_sizes(
                 *(np.asarray(reference.head_rows(x, *query), np.float64) for x in (q, dout)),
