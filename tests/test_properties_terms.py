@@ -185,6 +185,25 @@ def test_edges_of_one_pair_add_up(core: Core) -> None:
         close(core, once, x, other[name] / (2 if "[" in name else 1), name)
 
 
+@pytest.mark.parametrize("rows", [4, 200], ids=["by tables", "by pairs"])
+def test_terms_over_one_list_of_edges_have_the_bits_of_terms_over_copies(
+    core: Core, rows: int
+) -> None:
+    """Where edges lie is found once for all terms over them; labels may differ."""
+    case = replace(EVERY_KIND, M=600, **dict.fromkeys(reference.KINDS, Edges(rows, 3)))
+    copied, shared = make_arrays(case, core.dtype), make_arrays(case, core.dtype)
+    for arrays in (copied, shared):
+        first = arrays.maps["key[0]"].fields
+        for map in arrays.maps.values():
+            for name in ("edge_starts", "edge_keys"):
+                given = first[name]
+                map.fields[name] = given if arrays is shared else hold(given.view, given.view.dtype)
+            labels = np.resize(map.fields["edge_labels"].view, len(first["edge_keys"].view))
+            map.fields["edge_labels"] = hold(labels, np.int32)
+        arrays.remember()
+    same(capi.run_both(core, case, copied), capi.run_both(core, case, shared))
+
+
 @pytest.mark.parametrize("kind", reference.KINDS)
 @pytest.mark.parametrize("map", [Labels(3, fill="none"), Edges(3, 1, "none")], ids=str)
 def test_no_relation_anywhere_is_no_term(core: Core, kind: str, map: Any) -> None:

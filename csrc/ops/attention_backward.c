@@ -208,8 +208,7 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
                               .rows = values ? NULL : w->dq + i * item->padded[KEY],
                               .rows_stride = item->padded[KEY],
                               .sums = item->sums->sums + BAND_SUMS};
-      collect_pairs(&item->pairs, &buckets, &w->pairs, &item->seq, block->row0, i, count,
-                    item->r.key + j, tile_keys, values ? p : ds, &ends);
+      collect_pairs(&item->pairs, &buckets, &w->pairs, i, count, values ? p : ds, &ends);
     }
   }
 }
@@ -395,18 +394,17 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
   for (int which = 0; which < SIDES; which++) {
     lies[which] = turn_tile(item, &w->side[which], which, j, &r);
   }
-  if (pairs->count) {
-    open_pair_tile(pairs, &w->pairs, &item->seq, of_q, item->r.key, j, tile_keys, k->packed,
-                   w->zeros);
-  }
-  if (pairs->scores) {
-    const operand *const parts =
-        item->n.tiles && k->tile_fits[j / RPI_TILE] ? &k->tile_parts[j / RPI_TILE] : NULL;
-    pair_scores(pairs, &w->pairs, &item->seq, of_q, item->r.key, j, tile_keys, k->packed, parts,
-                &block->keys[ACROSS], w->zeros);
-  }
-  if (pairs->values) {
-    pair_value_scores(pairs, &w->pairs, &item->seq, of_dz, item->r.key, j, tile_keys);
+  if (pairs->any) {
+    const pair_tile tile = {
+        .q = *of_q,
+        .dz = *of_dz,
+        .j = j,
+        .key = key,
+        .keys = tile_keys,
+        .k = rows_from(&block->keys[ACROSS], j),
+        .packed = k->packed + j * item->width[KEY],
+        .parts = item->n.tiles && k->tile_fits[j / RPI_TILE] ? &k->tile_parts[j / RPI_TILE] : NULL};
+    open_pair_tile(pairs, &w->pairs, &item->seq, &tile, w->zeros);
   }
   if (first >= last) return;
   const int64_t rows = rpi_min(rpi_round_up(last, RPI_STRIP), count) - first;
@@ -417,8 +415,8 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
     const key_sums to = {.dk = k->gradient + j * width,
                          .parts = parts,
                          .across = parts ? k->across + j * width : NULL};
-    collect_queries(pairs, &w->pairs, item->sums, &item->seq, of_q, first, rows, key, j, tile_keys,
-                    w->side[VALUE].product, &block->keys[ACROSS], w->zeros, &to);
+    collect_queries(pairs, &w->pairs, item->sums, &item->seq, first, rows, w->side[VALUE].product,
+                    w->zeros, &to);
   }
 }
 

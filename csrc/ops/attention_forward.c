@@ -263,8 +263,7 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
   }
   if (of_pairs.count) {
     const pair_ends ends = {.rows = state.out, .rows_stride = width};
-    collect_pairs(&item->pairs, &of_pairs, &w->pairs, &item->seq, view->row0, i, count,
-                  view->key + j, tile_keys, at, &ends);
+    collect_pairs(&item->pairs, &of_pairs, &w->pairs, i, count, at, &ends);
   }
 }
 
@@ -387,17 +386,16 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
 /* The same for the tile at key j of the chunk. */
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
                       int64_t j, int64_t tile_keys) {
-  const pair_rows rows = rows_of(view);
-  if (item->pairs.count) {
-    open_pair_tile(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys,
-                   w->zeros);
-  }
-  if (item->pairs.scores) {
-    const operand *const parts =
-        item->n.tiles && w->keys_fit[j / RPI_TILE] ? &w->tile_keys[j / RPI_TILE] : NULL;
-    pair_scores(&item->pairs, &w->pairs, &item->seq, &rows, view->key, j, tile_keys, w->keys, parts,
-                &view->keys, w->zeros);
-  }
+  if (!item->pairs.any) return;
+  const pair_tile tile = {
+      .q = rows_of(view),
+      .j = j,
+      .key = view->key + j,
+      .keys = tile_keys,
+      .k = rows_from(&view->keys, j),
+      .packed = w->keys + j * item->args->shape->D,
+      .parts = item->n.tiles && w->keys_fit[j / RPI_TILE] ? &w->tile_keys[j / RPI_TILE] : NULL};
+  open_pair_tile(&item->pairs, &w->pairs, &item->seq, &tile, w->zeros);
 }
 
 /* While the strip of row i is at work. */

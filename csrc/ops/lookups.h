@@ -71,7 +71,10 @@ static int64_t packed_columns(const pair_terms *p, int64_t keys) {
 
 /* Do two terms look the same things up? */
 static bool same_map(const rp_relation *a, const rp_relation *b) {
-  if (a->map != b->map || a->map == RP_MAP_EDGES) return false;
+  if (a->map != b->map) return false;
+  if (a->map == RP_MAP_EDGES) {
+    return a->edge_starts == b->edge_starts && a->edge_keys == b->edge_keys;
+  }
   if (a->map == RP_MAP_LABEL) {
     return a->labels == b->labels && a->label_bytes == b->label_bytes &&
            a->label_batch_stride == b->label_batch_stride &&
@@ -248,22 +251,6 @@ RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_se
   }
 }
 
-/* The edges of query i that end in the keys from j to j + count - 1. */
-static stretch edges_of(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
-                        int64_t i, int64_t j, int64_t count) {
-  const int64_t row = p->shape->offsets ? seq->query_row + i : p->b * p->shape->N + i;
-  int64_t low = r->edge_starts[row], high = r->edge_starts[row + 1];
-  const int64_t last = high;
-  while (low < high) { /* the first edge not before j */
-    const int64_t middle = low + (high - low) / 2;
-    if (r->edge_keys[middle] < j) low = middle + 1;
-    else high = middle;
-  }
-  int64_t end = low;
-  while (end < last && r->edge_keys[end] < j + count) end++;
-  return (stretch){low, end};
-}
-
 /* The distances between some queries and some keys, as far as they have a column: from first to
  * last, none where first > last. */
 typedef struct spread {
@@ -289,6 +276,64 @@ static spread spread_of(const rp_relation *r, const places *at, int64_t queries,
                   rpi_max(rpi_min(farthest, r->right), -r->left)};
 }
 
+/* ---- edges -------------------------------------------------------------------- */
+
+/* Where the edges of a block's queries lie that end in a chunk of keys, tile by tile: found once,
+ * since of a sparse graph most strips have none in a tile, and then cost nothing. */
+typedef struct edge_index {
+  int64_t key, rows; /* the chunk's first key, the block's queries */
+  int64_t *from;     /* [tiles + 1][rows]: the first edge of a query in a tile */
+} edge_index;
+
+static void take_edges(rpi_arena *arena, const bounds *n, edge_index *to) {
+  to->from = rpi_arena_take(arena, (n->keys / RPI_TILE + 1) * n->block, sizeof *to->from);
+}
+
+/* The first of some edges that is not before key j. */
+static int64_t first_edge(const rp_relation *r, int64_t low, int64_t high, int64_t j) {
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (r->edge_keys[middle] < j) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/* For `rows` queries from `query` on and `keys` keys from `key` on. */
+static void find_edges(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
+                       int64_t query, int64_t rows, int64_t key, int64_t keys, edge_index *to) {
+  const int64_t row = (p->shape->offsets ? seq->query_row : p->b * p->shape->N) + query;
+  const int64_t numbers = rpi_divide_up(keys, RPI_TILE) * rows;
+  to->key = key;
+  to->rows = rows;
+  memset(to->from, 0, (size_t)(numbers + rows) * sizeof *to->from);
+  for (int64_t i = 0; i < rows; i++) {
+    const int64_t last = r->edge_starts[row + i + 1];
+    const int64_t first = first_edge(r, r->edge_starts[row + i], last, key);
+    to->from[i] = first;
+    for (int64_t e = first; e < last && r->edge_keys[e] < key + keys; e++) {
+      to->from[(1 + (r->edge_keys[e] - key) / RPI_TILE) * rows + i]++;
+    }
+  }
+  for (int64_t n = 0; n < numbers; n++) to->from[rows + n] += to->from[n];
+}
+
+/* The edges of query i of the block that end in the tile at `key`. */
+static stretch edges_of(const edge_index *x, int64_t i, int64_t key) {
+  const int64_t *const from = x->from + (key - x->key) / RPI_TILE * x->rows + i;
+  return (stretch){from[0], from[x->rows]};
+}
+
+/* Have `count` queries from i on any there? */
+static bool has_edges(const edge_index *x, int64_t i, int64_t count, int64_t key) {
+  bool any = false;
+  for (int64_t r = i; r < i + count; r++) {
+    const stretch edges = edges_of(x, r, key);
+    any |= edges.begin != edges.end;
+  }
+  return any;
+}
+
 /* ---- scratch ---------------------------------------------------------------- */
 
 /* The rows of a long table that a block of queries meets in a run of keys. */
@@ -308,6 +353,7 @@ typedef struct lookup_scratch {
   real *buckets;     /* the same, of every term */
   real *folded;      /* the same: buckets of the chunks of keys before (values, forward) */
   int32_t *relation; /* [block][TILE]: what was looked up for a tile */
+  edge_index edges;  /* instead, where this is the first with its map */
   real *g, *dg;      /* [tiles][1 + T][TILE]: query terms; backward's sums of ds */
   /* LOOKUP_MET: T above is the most rows met, g and dg are of one tile; the first with its map: */
   met_rows met;
@@ -315,16 +361,32 @@ typedef struct lookup_scratch {
   int32_t *column_of; /* [T]: of labels; -1: not met */
 } lookup_scratch;
 
+/* A block of queries (for values in backward: of dz). */
+typedef struct pair_rows {
+  int64_t row0, rows; /* counted in the sequence */
+  const real *x;
+  int64_t x_stride;
+} pair_rows;
+
+/* A block on a tile of a chunk of keys. */
+typedef struct pair_tile {
+  pair_rows q, dz;      /* forward has no dz */
+  int64_t j, key, keys; /* the first key, in the chunk and in the sequence, and their number */
+  dense k;              /* they themselves, */
+  const real *packed;   /* packed, */
+  const operand *parts; /* and that as an operand, or NULL */
+} pair_tile;
+
 typedef struct pair_scratch {
   int64_t packed_head; /* whose tables are packed; -1: none */
   int64_t base;        /* the current block's first row in E and buckets of whole tables */
+  pair_tile tile;      /* where the block is */
   skew_scratch query;
   lookup_scratch list[RPI_LOOKUPS];
-  real *scores;                        /* [block][TILE] */
-  real *values;                        /* [block][TILE]: dz . w, backward only */
-  bool gathers_scores, gathers_values; /* these are gathered strip by strip: strip_more */
-  real *biased;                        /* [block][D, padded]: queries with position_bias */
-  real *lines; /* [TILE][widest, padded]: sums on their way to the rows of a list */
+  real *scores; /* [block][TILE]: of query terms on a band */
+  real *more;   /* [STRIP][TILE]: all that pairs add to a strip */
+  real *biased; /* [block][D, padded]: queries with position_bias */
+  real *lines;  /* [TILE][widest, padded]: sums on their way to the rows of a list */
 } pair_scratch;
 
 /* Rows met are few while they are less than this many times the queries or keys that each of them
@@ -375,7 +437,9 @@ static void take_lookup(rpi_arena *arena, const bounds *n, const lookup *x, bool
   const int64_t rows = kept_rows(n, x), real_bytes = sizeof(real), stride = lookup_stride(rows);
   const int64_t kept = x->way == LOOKUP_WHOLE ? whole : n->block;
   if (x->way == LOOKUP_EACH) return;
-  w->relation = rpi_arena_take(arena, n->block * RPI_TILE, sizeof *w->relation);
+  if (x->relation->map != RP_MAP_EDGES) {
+    w->relation = rpi_arena_take(arena, n->block * RPI_TILE, sizeof *w->relation);
+  }
   w->numbers = rpi_arena_take(arena, lookup_columns(rows), real_bytes);
   if (x->kind != PAIR_BIAS) w->copy = rpi_arena_take(arena, rows, lookup_padded(x) * real_bytes);
   if (x->kind == PAIR_QUERY) {
@@ -407,14 +471,17 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
   const int64_t whole = backward ? n->block : n->queries;
   bool met = false;
   w->packed_head = -1;
-  if (p.scores) w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-  if (p.values && backward) w->values = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
+  if (p.count) w->more = rpi_arena_take(arena, RPI_STRIP * RPI_TILE, real_bytes);
   if (p.query.present) {
+    w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
     take_skew(arena, n->block, n->keys, n->query_columns, n->width, n->tiles, backward, &w->query);
   }
   if (p.biased) w->biased = rpi_arena_take(arena, n->block, n->width * real_bytes);
   for (int x = 0; x < p.count; x++) {
     take_lookup(arena, n, &p.list[x], backward, whole, &w->list[x]);
+    if (p.list[x].map == x && p.list[x].relation->map == RP_MAP_EDGES) {
+      take_edges(arena, n, &w->list[x].edges);
+    }
     if (p.list[x].way != LOOKUP_MET) continue;
     if (p.list[x].map == x) take_met(arena, n, &p.list[x], &w->list[x]);
     met = true;

@@ -59,35 +59,34 @@ static void add_numbers(const lookup *x, const pair_scratch *w, const real *buck
 
 /* ---- query terms ----------------------------------------------------------------- */
 
-/* ds of some rows and a tile into the sums by relation and key. */
-static void collect_key_sums(const pair_terms *p, const lookup *x, const rpi_sequence *seq,
-                             int64_t row0, int64_t count, int64_t key, int64_t tile_keys,
-                             const real *ds, const int32_t *relation, real *dg) {
-  for (int64_t r = 0; r < count; r++) {
+/* ds of some rows, from row i of the block on, into a tile's sums by relation and key. */
+static void collect_key_sums(const lookup *x, const pair_scratch *w, int64_t i, int64_t count,
+                             const real *ds, real *dg) {
+  const lookup_scratch *const leader = &w->list[x->map];
+  for (int64_t r = i; r < i + count; r++) {
     const real *const from = ds + r * RPI_TILE;
     if (x->relation->map == RP_MAP_EDGES) {
-      const stretch edges = edges_of(x->relation, p, seq, row0 + r, key, tile_keys);
+      const stretch edges = edges_of(&leader->edges, r, w->tile.key);
       for (int64_t at = edges.begin; at < edges.end; at++) {
-        const int64_t c = x->relation->edge_keys[at] - key;
+        const int64_t c = x->relation->edge_keys[at] - w->tile.key;
         dg[(x->relation->edge_labels[at] + 1) * RPI_TILE + c] += from[c];
       }
       continue;
     }
-    const int32_t *const own = relation + r * RPI_TILE;
-    for (int64_t c = 0; c < tile_keys; c++) dg[(own[c] + 1) * RPI_TILE + c] += from[c];
+    const int32_t *const own = leader->relation + r * RPI_TILE;
+    for (int64_t c = 0; c < w->tile.keys; c++) dg[(own[c] + 1) * RPI_TILE + c] += from[c];
   }
 }
 
 /* The same pair by pair: dk_j += ds w, and the table's gradient ds k_j. */
 static void collect_keys_each(const pair_terms *p, int which, const pair_scratch *w, const slot *to,
-                              const rpi_sequence *seq, int64_t row0, int64_t begin, int64_t count,
-                              int64_t key, int64_t tile_keys, const real *ds, const dense *k,
-                              real *dk) {
+                              int64_t i, int64_t count, const real *ds, real *dk) {
   const lookup *const x = &p->list[which];
   const table_sums *const sums = &to->sums[BAND_SUMS + which];
   const int64_t stride = x->relation->row_stride, padded = lookup_padded(x);
-  for (int64_t r = begin; r < begin + count; r++) {
-    pair_walk left = walk_pairs(p, x, w, seq, row0, r, key, tile_keys);
+  const dense *const k = &w->tile.k;
+  for (int64_t r = i; r < i + count; r++) {
+    pair_walk left = walk_pairs(x, w, r);
     for (pair_list l; list_pairs(&left, ds + r * RPI_TILE, &l);) {
       for (int n = 0; n < l.count; n++) {
         add_scaled(x->width, l.weight[n], x->table + l.row[n] * stride, dk + l.key[n] * padded);
@@ -194,33 +193,28 @@ static void collect_skew(const term *query, skew_scratch *w, const table_sums *s
   }
 }
 
-/* The same, and for those that are looked up: into the sums by relation and key. */
+/* The same for the rows of the block from i on, and for those that are looked up: into the sums by
+ * relation and key. */
 static void collect_queries(const pair_terms *p, pair_scratch *w, const slot *to,
-                            const rpi_sequence *seq, const pair_rows *rows, int64_t begin,
-                            int64_t count, int64_t key, int64_t j, int64_t tile_keys,
-                            const real *ds, const dense *keys, const real *zeros,
-                            const key_sums *own) {
-  real *const dk = own->dk;
+                            const rpi_sequence *seq, int64_t i, int64_t count, const real *ds,
+                            const real *zeros, const key_sums *own) {
+  const pair_tile *const tile = &w->tile;
   if (p->query.present) {
-    const dense k = rows_from(keys, j);
     collect_skew(&p->query, &w->query, &to->sums[SUM_OF_QUERIES],
-                 key - (rows->row0 + begin + seq->start), count, tile_keys, ds + begin * RPI_TILE,
-                 &k, zeros, own);
+                 tile->key - (tile->q.row0 + i + seq->start), count, tile->keys, ds + i * RPI_TILE,
+                 &tile->k, zeros, own);
   }
-  for (int i = 0; i < p->count; i++) {
-    const lookup *const x = &p->list[i];
-    const dense k = rows_from(keys, j);
+  for (int n = 0; n < p->count; n++) {
+    const lookup *const x = &p->list[n];
     if (x->kind != PAIR_QUERY) continue;
     if (pair_by_pair(x, w)) {
-      collect_keys_each(p, i, w, to, seq, rows->row0, begin, count, key, tile_keys, ds, &k, dk);
+      collect_keys_each(p, n, w, to, i, count, ds, own->dk);
       continue;
     }
-    const int64_t tile = x->way == LOOKUP_WHOLE ? j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0;
-    const int32_t *const relation =
-        x->relation->map == RP_MAP_EDGES ? NULL : w->list[x->map].relation + begin * RPI_TILE;
-    collect_key_sums(p, x, seq, rows->row0 + begin, count, key, tile_keys, ds + begin * RPI_TILE,
-                     relation, w->list[i].dg + tile);
-    if (x->way == LOOKUP_MET) close_tile_keys(p, i, w, to, tile_keys, w->list[i].dg, &k, dk);
+    const bool whole = x->way == LOOKUP_WHOLE;
+    real *const dg = w->list[n].dg + (whole ? tile->j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0);
+    collect_key_sums(x, w, i, count, ds, dg);
+    if (!whole) close_tile_keys(p, n, w, to, tile->keys, dg, &tile->k, own->dk);
   }
 }
 

@@ -3,9 +3,9 @@
  * pairs.h: what a score or a weight takes from its own pair (i, j): relations that must be
  * looked up, "key meets relation", softcap, dense masks, dropout.
  *
- * Plain attention and band terms never come here. For a call that has one of these, a block
- * of queries and a tile of keys get an array of additional scores [rows][TILE], and weights are
- * collected after the strip that made them:
+ * Plain attention and band terms never come here. For a call that has one of these, a strip of
+ * queries on a tile of keys that meets any gets an array of additional scores (strip_more), and its
+ * weights are collected after the strip that made them (collect_pairs):
  *
  *   looked up (labels, explicit positions, edges), over the rows of a table that are there
  *     key      E[i][r] = q_i . w_r; a score reads E[i][label_ij], and weights are added to a row
@@ -13,7 +13,8 @@
  *     bias     the same with one E for all queries
  *     query    G[r][j] = k_j . w_r for the keys of a chunk or tile
  *     value    buckets, and in backward E of dz
- *   query on a band: see skew.h; or where it moves queries (moves_queries) nothing
+ *   query on a band: see skew.h, for a block at a time; or where it moves queries (moves_queries)
+ *              nothing
  *
  * Rows of E and of buckets begin with LANES spare columns; the last of them, column -1, is "no
  * relation": zero, and read or written like the others. Which rows of a table are there, and when
@@ -59,13 +60,6 @@ RPI_INLINE int64_t line_for_row(const table_sums *sums, int64_t row, int64_t pad
 }
 
 /* ---- getting ready ------------------------------------------------------------ */
-
-/* A block of queries (for values in backward: of dz). */
-typedef struct pair_rows {
-  int64_t row0, rows; /* counted in the sequence */
-  const real *x;
-  int64_t x_stride;
-} pair_rows;
 
 /* The rows of table i that are there, packed for both directions. */
 static void pack_lookup(const pair_terms *p, int i, pair_scratch *w) {
@@ -207,6 +201,9 @@ static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequ
   if (p->biased) open_biased(p, w, q);
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
+    if (x->map == i && x->relation->map == RP_MAP_EDGES) {
+      find_edges(x->relation, p, seq, q->row0, q->rows, key, keys, &w->list[i].edges);
+    }
     if (x->way != LOOKUP_MET || x->kind == PAIR_QUERY) continue;
     if (x->map == i) meet(x, p, seq, q->row0, q->rows, key, keys, &w->list[i]);
     if (pair_by_pair(x, w)) continue;
@@ -215,33 +212,31 @@ static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequ
   }
 }
 
-/* Before the tile at key j of a chunk: looks up what a block meets in it, each map once. packed:
- * the chunk. */
+/* Before a tile: looks up what a block meets in it, each map once, and multiplies what meets a
+ * band. */
 static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
-                           const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
-                           const real *packed, const real *zeros) {
+                           const pair_tile *tile, const real *zeros) {
+  const int64_t row0 = tile->q.row0, rows = tile->q.rows, key = tile->key, keys = tile->keys;
+  w->tile = *tile;
   for (int i = 0; i < p->count; i++) {
     const lookup *const x = &p->list[i];
     lookup_scratch *const at = &w->list[i];
     if (x->map == i && x->relation->map != RP_MAP_EDGES) {
       const bool met = x->way == LOOKUP_MET;
-      if (met && x->kind == PAIR_QUERY) {
-        meet(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at);
-      }
-      if (x->relation->map == RP_MAP_LABEL) {
-        expect_labels(x, p, seq, rows->row0, rows->rows, key + j);
-      }
-      if (met) {
-        look_up_met(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at, at->relation);
-      } else {
-        look_up(x, p, seq, rows->row0, rows->rows, key + j, tile_keys, at->relation);
-      }
+      if (met && x->kind == PAIR_QUERY) meet(x, p, seq, row0, rows, key, keys, at);
+      if (x->relation->map == RP_MAP_LABEL) expect_labels(x, p, seq, row0, rows, key);
+      if (met) look_up_met(x, p, seq, row0, rows, key, keys, at, at->relation);
+      else look_up(x, p, seq, row0, rows, key, keys, at->relation);
     }
     if (x->kind != PAIR_QUERY || x->way != LOOKUP_MET || pair_by_pair(x, w)) continue;
     const int64_t met = lookup_rows(x, w);
     pack_lookup(p, i, w);
-    open_tile_keys(x, at, met, packed + j * x->width, zeros, at->g);
+    open_tile_keys(x, at, met, tile->packed, zeros, at->g);
     if (at->dg) memset(at->dg, 0, (size_t)((met + 1) * RPI_TILE) * sizeof(real));
+  }
+  if (p->query.present) {
+    skew_scores(&p->query, &w->query, key - (row0 + seq->start), rows, tile->j / RPI_TILE,
+                tile->packed, tile->parts, zeros, w->scores);
   }
 }
 
@@ -295,18 +290,17 @@ typedef struct pair_walk {
 } pair_walk;
 
 /* Of query r of a block. */
-static pair_walk walk_pairs(const pair_terms *p, const lookup *x, const pair_scratch *w,
-                            const rpi_sequence *seq, int64_t row0, int64_t r, int64_t key,
-                            int64_t tile_keys) {
+static pair_walk walk_pairs(const lookup *x, const pair_scratch *w, int64_t r) {
+  const lookup_scratch *const at = &w->list[x->map];
   if (x->relation->map != RP_MAP_EDGES) {
-    return (pair_walk){.relation = w->list[x->map].relation + r * RPI_TILE, .end = tile_keys};
+    return (pair_walk){.relation = at->relation + r * RPI_TILE, .end = w->tile.keys};
   }
-  const stretch edges = edges_of(x->relation, p, seq, row0 + r, key, tile_keys);
+  const stretch edges = edges_of(&at->edges, r, w->tile.key);
   return (pair_walk){.edge_keys = x->relation->edge_keys,
                      .edge_labels = x->relation->edge_labels,
                      .at = edges.begin,
                      .end = edges.end,
-                     .key = key};
+                     .key = w->tile.key};
 }
 
 /* Some of them: key in the tile, row of the table, and weight where there are weights. */
@@ -352,17 +346,18 @@ RPI_INLINE void pair_dots(int64_t width, const real *const a[RPI_PAIRS],
   }
 }
 
-/* Adds the scores of a block's pairs one by one. k: the tile's keys. */
-static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w,
-                     const rpi_sequence *seq, const pair_rows *rows, int64_t key, int64_t tile_keys,
-                     const dense *k, real *scores) {
+/* Adds the scores of a strip's pairs one by one. */
+static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w, int64_t i,
+                     int64_t count, real *scores) {
   const int64_t stride = x->relation->row_stride, padded = rpi_round_up(x->width, RPI_LANES);
+  const pair_rows *const rows = x->kind == PAIR_VALUE ? &w->tile.dz : &w->tile.q;
+  const dense *const k = &w->tile.k;
   const real factor = x->kind == PAIR_VALUE ? 1 : scale_of(p->shape) * (real)RPI_LOG2_E;
-  for (int64_t r = 0; r < rows->rows; r++) {
-    real *const to = scores + r * RPI_TILE;
+  for (int64_t r = i; r < i + count; r++) {
+    real *const to = scores + (r - i) * RPI_TILE;
     const real *const own =
         x->kind == PAIR_KEY && w->biased ? w->biased + r * padded : rows->x + r * rows->x_stride;
-    pair_walk left = walk_pairs(p, x, w, seq, rows->row0, r, key, tile_keys);
+    pair_walk left = walk_pairs(x, w, r);
     for (pair_list l; list_pairs(&left, NULL, &l);) {
       for (int n = 0; x->kind == PAIR_BIAS && n < l.count; n++) {
         to[l.key[n]] += (real)RPI_LOG2_E * x->table[l.row[n] * stride];
@@ -384,40 +379,53 @@ static void add_each(const pair_terms *p, const lookup *x, const pair_scratch *w
   }
 }
 
-/* Adds E of the looked-up relations of a block and a tile; first: there is nothing yet. k: the
- * tile's keys. */
-static void add_looked_up(int which, const pair_scratch *w, const pair_terms *p,
-                          const rpi_sequence *seq, const pair_rows *rows, int64_t key, int64_t j,
-                          int64_t tile_keys, bool first, const dense *k, real *scores) {
+/* to[r][j] = start[r]. */
+static void fill_strip(int64_t count, const real *start, real *to) {
+  for (int64_t r = 0; r < count; r++, to += RPI_TILE) {
+    const rpi_register all = (rpi_register){0} + start[r];
+    RPI_UNROLL(4) for (int64_t v = 0; v < RPI_TILE; v += RPI_LANES) rpi_store(to + v, all);
+  }
+}
+
+/* Adds what a strip from row i of the block on meets of a term; first: to start, there is nothing
+ * yet. */
+static void add_looked_up(const pair_terms *p, int which, const pair_scratch *w, int64_t i,
+                          int64_t count, bool first, const real *start, real *to) {
   const lookup *const x = &p->list[which];
-  const lookup_scratch *const at = &w->list[which];
+  const lookup_scratch *const at = &w->list[which], *const leader = &w->list[x->map];
   const bool each = pair_by_pair(x, w), edges = x->relation->map == RP_MAP_EDGES;
   const int64_t table = lookup_rows(x, w);
   const int64_t stride = x->kind == PAIR_BIAS ? 0 : lookup_stride(table);
-  const int64_t tile = x->way == LOOKUP_WHOLE ? j / RPI_TILE * (x->rows + 1) * RPI_TILE : 0;
-  const real *const g = x->kind == PAIR_QUERY && !each ? at->g + tile : NULL;
-  if (first && (each || edges || x->kind == PAIR_QUERY)) {
-    memset(scores, 0, (size_t)(rows->rows * RPI_TILE) * sizeof(real));
+  const real *g = NULL, *e = NULL;
+  if (!each && x->kind == PAIR_QUERY) {
+    g = at->g;
+    if (x->way == LOOKUP_WHOLE) g += w->tile.j / RPI_TILE * (x->rows + 1) * RPI_TILE;
+  } else if (!each) {
+    e = at->e + (lookup_base(x, w) + i) * stride + RPI_LANES;
   }
-  if (each) {
-    add_each(p, x, w, seq, rows, key + j, tile_keys, k, scores);
+  if (e && !edges) {
+    for (int64_t r = 0; r < count; r++) {
+      gather_row(e + r * stride, table, leader->relation + (i + r) * RPI_TILE, first, start[r],
+                 to + r * RPI_TILE);
+    }
     return;
   }
-  for (int64_t r = 0; r < rows->rows; r++) {
-    real *const to = scores + r * RPI_TILE;
-    const real *const e = g ? g : at->e + (lookup_base(x, w) + r) * stride + RPI_LANES;
-    if (edges) {
-      const stretch own = edges_of(x->relation, p, seq, rows->row0 + r, key + j, tile_keys);
-      for (int64_t n = own.begin; n < own.end; n++) {
-        const int64_t c = x->relation->edge_keys[n] - (key + j);
-        const int32_t label = x->relation->edge_labels[n];
-        to[c] += g ? g[(label + 1) * RPI_TILE + c] : e[label];
-      }
+  if (first) fill_strip(count, start, to);
+  if (each) {
+    add_each(p, x, w, i, count, to);
+    return;
+  }
+  for (int64_t r = 0; r < count; r++, to += RPI_TILE) {
+    if (!edges) {
+      gather_columns(g, leader->relation + (i + r) * RPI_TILE, to);
       continue;
     }
-    const int32_t *const relation = w->list[x->map].relation + r * RPI_TILE;
-    if (g) gather_columns(g, relation, to);
-    else gather_row(e, table, relation, first, 0, to);
+    const stretch own = edges_of(&leader->edges, i + r, w->tile.key);
+    for (int64_t n = own.begin; n < own.end; n++) {
+      const int64_t c = x->relation->edge_keys[n] - w->tile.key;
+      const int32_t label = x->relation->edge_labels[n];
+      to[c] += g ? g[(label + 1) * RPI_TILE + c] : e[r * stride + label];
+    }
   }
 }
 
@@ -426,81 +434,34 @@ static dense rows_from(const dense *keys, int64_t j) {
   return (dense){keys->data + j * keys->stride, keys->stride};
 }
 
-/* Is all that is looked up for values, or for scores, to be gathered from rows of E? */
-static bool is_gathered(const pair_terms *p, const pair_scratch *w, bool values) {
-  bool all = values || !p->query.present;
-  for (int i = 0; i < p->count; i++) {
-    const lookup *const x = &p->list[i];
-    if ((x->kind == PAIR_VALUE) != values) continue;
-    all &= x->kind != PAIR_QUERY && x->relation->map != RP_MAP_EDGES && !pair_by_pair(x, w);
-  }
-  return all;
+/* May a term have a relation in a strip from row i of the block on? */
+static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64_t count) {
+  if (x->relation->map != RP_MAP_EDGES) return true;
+  return has_edges(&w->list[x->map].edges, i, count, w->tile.key);
 }
 
-/* What is gathered for a strip from row i of a block on, beside row_start. */
-static void gather_strip(const pair_terms *p, const pair_scratch *w, bool values, int64_t i,
-                         int64_t count, const real *row_start, real *to) {
-  bool first = true;
-  for (int n = 0; n < p->count; n++) {
-    const lookup *const x = &p->list[n];
-    if ((x->kind == PAIR_VALUE) != values) continue;
-    const int64_t table = lookup_rows(x, w), stride = lookup_stride(table);
-    const int64_t row = x->kind == PAIR_BIAS ? 0 : lookup_base(x, w) + i;
-    const real *const e = w->list[n].e + row * stride + RPI_LANES;
-    const int32_t *const relation = w->list[x->map].relation + i * RPI_TILE;
-    for (int64_t r = 0; r < count; r++) {
-      gather_row(x->kind == PAIR_BIAS ? e : e + r * stride, table, relation + r * RPI_TILE, first,
-                 row_start[r], to + r * RPI_TILE);
-    }
-    first = false;
-  }
-}
-
-/* What pairs add to a strip from row i of a block on, for score_strip; NULL: nothing. alone: the
- * strip has no product yet, and nothing else but row_start to start from: it is started. */
+/* What pairs add to a strip from row i of a block on, for score_strip, in units of log 2; NULL:
+ * nothing. values: to its twin in backward. alone: the strip has no product yet, and nothing else
+ * but row_start to start from: it is started. */
 static const real *strip_more(const pair_terms *p, const pair_scratch *w, bool values, int64_t i,
                               int64_t count, const real *row_start, const real *zeros, bool alone,
                               real *strip) {
-  if (!(values ? p->values : p->scores)) return NULL;
-  real *const more = (values ? w->values : w->scores) + i * RPI_TILE;
-  if (!(values ? w->gathers_values : w->gathers_scores)) return more;
-  real *const to = alone ? strip : more;
-  gather_strip(p, w, values, i, count, alone ? row_start : zeros, to);
-  return to;
-}
-
-/* The additional scores of a block and the tile j of a chunk, in units of log 2; those that are
- * gathered come with each strip. packed, keys: the chunk; parts: the tile's keys, packed, as an
- * operand, or NULL. */
-static void pair_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
-                        const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys,
-                        const real *packed, const operand *parts, const dense *keys,
-                        const real *zeros) {
-  const dense k = rows_from(keys, j);
-  w->gathers_scores = is_gathered(p, w, false);
-  if (w->gathers_scores) return;
-  if (p->query.present) {
-    skew_scores(&p->query, &w->query, key + j - (rows->row0 + seq->start), rows->rows, j / RPI_TILE,
-                packed + j * p->query.width, parts, zeros, w->scores);
-  }
-  bool first = !p->query.present;
-  for (int i = 0; i < p->count; i++) {
-    if (p->list[i].kind == PAIR_VALUE) continue;
-    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, &k, w->scores);
+  const bool banded = !values && p->query.present, starts = alone && !banded;
+  const real *const start = starts ? row_start : zeros;
+  real *const to = starts ? strip : w->more;
+  bool first = !banded, met = false;
+  for (int n = 0; n < p->count; n++) {
+    const lookup *const x = &p->list[n];
+    if ((x->kind == PAIR_VALUE) != values || !meets_strip(x, w, i, count)) continue;
+    if (banded && !met) {
+      memcpy(to, w->scores + i * RPI_TILE, (size_t)(count * RPI_TILE) * sizeof(real));
+    }
+    add_looked_up(p, n, w, i, count, first, start, to);
     first = false;
+    met = true;
   }
-}
-
-/* dz_i . w of the looked-up value terms: their twin in backward. */
-static void pair_value_scores(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
-                              const pair_rows *rows, int64_t key, int64_t j, int64_t tile_keys) {
-  bool first = true;
-  w->gathers_values = is_gathered(p, w, true);
-  for (int i = 0; i < p->count && !w->gathers_values; i++) {
-    if (p->list[i].kind != PAIR_VALUE) continue;
-    add_looked_up(i, w, p, seq, rows, key, j, tile_keys, first, NULL, w->values);
-    first = false;
-  }
+  if (met) return to;
+  return banded ? w->scores + i * RPI_TILE : NULL;
 }
 
 /* ---- weights ------------------------------------------------------------------- */
@@ -580,16 +541,14 @@ static void rows_to_lines(const table_sums *sums, int64_t padded, pair_list *l) 
 }
 
 /* Takes the weights of a strip pair by pair: to rows, and to the sums of a table's gradient. */
-static void collect_each(const pair_terms *p, int which, const pair_scratch *w,
-                         const rpi_sequence *seq, int64_t row0, int64_t i, int64_t count,
-                         int64_t key, int64_t tile_keys, const real *weights,
-                         const pair_ends *ends) {
+static void collect_each(const pair_terms *p, int which, const pair_scratch *w, int64_t i,
+                         int64_t count, const real *weights, const pair_ends *ends) {
   const lookup *const x = &p->list[which];
   const int64_t padded = lookup_padded(x);
   const table_sums none = {.first = 0}, *const sums = ends->sums ? &ends->sums[which] : &none;
   for (int64_t r = 0; r < count; r++) {
     real *const to = ends->rows && x->kind != PAIR_BIAS ? ends->rows + r * ends->rows_stride : NULL;
-    pair_walk left = walk_pairs(p, x, w, seq, row0, i + r, key, tile_keys);
+    pair_walk left = walk_pairs(x, w, i + r);
     for (pair_list l; list_pairs(&left, weights + r * RPI_TILE, &l);) {
       if (to) add_rows_of(x, &l, to);
       if (sums->lines || sums->numbers) rows_to_lines(sums, padded, &l);
@@ -635,26 +594,26 @@ RPI_NOINLINE void collect_relations(int64_t keys, const int32_t *relation, const
   }
 }
 
-/* Adds a strip of weights to its buckets. row0: of the block; i: the strip's first row in it. */
+/* Adds a strip of weights, from row i of the block on, to its buckets. */
 static void collect_pairs(const pair_terms *p, const pair_buckets *b, const pair_scratch *w,
-                          const rpi_sequence *seq, int64_t row0, int64_t i, int64_t count,
-                          int64_t key, int64_t tile_keys, const real *weights,
-                          const pair_ends *ends) {
+                          int64_t i, int64_t count, const real *weights, const pair_ends *ends) {
+  const int64_t tile_keys = w->tile.keys;
   for (int n = 0; n < b->count; n++) {
+    const lookup *const x = &p->list[b->list[n]];
+    if (!meets_strip(x, w, i, count)) continue;
     if (!b->rows[n]) {
-      collect_each(p, b->list[n], w, seq, row0, i, count, key, tile_keys, weights, ends);
+      collect_each(p, b->list[n], w, i, count, weights, ends);
       continue;
     }
-    const lookup *const x = &p->list[b->list[n]];
     real *const buckets = b->rows[n] + RPI_LANES;
     const int32_t *const relation = b->relation[n];
     const int64_t stride = b->stride[n];
     if (x->relation->map == RP_MAP_EDGES) {
       for (int64_t r = 0; r < count; r++) {
-        const stretch edges = edges_of(x->relation, p, seq, row0 + i + r, key, tile_keys);
+        const stretch edges = edges_of(&w->list[x->map].edges, i + r, w->tile.key);
         for (int64_t at = edges.begin; at < edges.end; at++) {
           buckets[r * stride + x->relation->edge_labels[at]] +=
-              weights[r * RPI_TILE + x->relation->edge_keys[at] - key];
+              weights[r * RPI_TILE + x->relation->edge_keys[at] - w->tile.key];
         }
       }
     } else if (count == RPI_STRIP) {
