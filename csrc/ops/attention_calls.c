@@ -220,17 +220,19 @@ static rp_status attention_backward_by(const rpi_attention_backward_args *args, 
 
 static rp_status attention_workspace_by(const rp_attention *s, int workers, bool tiles,
                                         int64_t *forward_bytes, int64_t *backward_bytes) {
-  rpi_arena arena = rpi_arena_counting();
-  forward_call forward = {.n = bounds_of(s, false, tiles)};
-  carve_forward(&arena, s, workers, &forward);
-  RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
-  if (forward_bytes) *forward_bytes = arena.used;
-  if (!backward_bytes) return RP_OK;
-  arena = rpi_arena_counting();
-  backward_call backward = {.n = bounds_of(s, true, tiles)};
-  carve_backward(&arena, s, workers, &backward);
-  RPI_CHECK(!arena.failed, RP_ERROR_SHAPE, "attention: the workspace's size overflows");
-  *backward_bytes = arena.used;
+  rpi_arena forward_arena = rpi_arena_counting(), backward_arena = rpi_arena_counting();
+  if (forward_bytes) {
+    forward_call forward = {.n = bounds_of(s, false, tiles)};
+    carve_forward(&forward_arena, s, workers, &forward);
+  }
+  if (backward_bytes) {
+    backward_call backward = {.n = bounds_of(s, true, tiles)};
+    carve_backward(&backward_arena, s, workers, &backward);
+  }
+  RPI_CHECK(!forward_arena.failed && !backward_arena.failed, RP_ERROR_SHAPE,
+            "attention: the workspace's size overflows");
+  if (forward_bytes) *forward_bytes = forward_arena.used;
+  if (backward_bytes) *backward_bytes = backward_arena.used;
   return RP_OK;
 }
 
