@@ -185,7 +185,7 @@ static void forward_products(const forward_item *item, const forward_scratch *w,
 
 /* Scores (1) of a strip, less the running maximum, hidden ones -inf. */
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
-                               const forward_view *view, const running *state, const cell *x) {
+                               const forward_view *view, const running *state, cell *x) {
   const window *const kw = &view->key_window;
   const int64_t i = x->i, count = x->count, j = x->j, tile_keys = x->tile_keys;
   const int64_t columns = x->columns, D = item->args->shape->D;
@@ -202,10 +202,13 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   const bool capped = item->pairs.softcap != 0;
   const real *const start = capped ? w->zeros : state->negated_max;
   const int meets = window_meets(kw, nearest, farthest);
-  const real *const more = strip_more(&item->pairs, &w->pairs, false, i, count, start, w->zeros,
-                                      meets == MEETS_NOTHING && !x->multiplied, x->at);
+  if (!x->more) {
+    x->more = strip_more(&item->pairs, &w->pairs, false, i, count, start, w->zeros,
+                         meets == MEETS_NOTHING && !x->multiplied, x->at);
+  }
   score_strip(kw, meets, &view->e, view->e_stride, i, distance, count, tile_keys, columns, &scores,
-              start, more, x->multiplied);
+              start, x->more, x->multiplied);
+  if (x->more == x->at) x->more = NULL;
   if (capped) cap_strip(count, columns, item->pairs.softcap, state->negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,

@@ -92,6 +92,7 @@ typedef struct cell {
   int64_t columns;      /* columns_of_keys */
   real *at;             /* [count][TILE] */
   bool multiplied;      /* the products of its scores are there */
+  const real *more;     /* scored before: what its pairs add, where that is still there; or NULL */
 } cell;
 
 /* ---- what attention_forward.c does ---------------------------------------- */
@@ -110,6 +111,6 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
                       int64_t j, int64_t tile_keys);
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
-                               const forward_view *view, const running *state, const cell *x);
+                               const forward_view *view, const running *state, cell *x);
 
 #endif

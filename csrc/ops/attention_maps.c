@@ -96,12 +96,12 @@ static void map_task(void *context, int64_t task, int worker) {
       const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
       open_tile(&item, w, &view, j, tile_keys);
       for (int64_t i = first / RPI_STRIP * RPI_STRIP; i < end; i += RPI_STRIP) {
-        const cell at = {.i = i,
-                         .count = rpi_min(RPI_STRIP, rows - i),
-                         .j = j,
-                         .tile_keys = tile_keys,
-                         .columns = RPI_TILE,
-                         .at = w->strip};
+        cell at = {.i = i,
+                   .count = rpi_min(RPI_STRIP, rows - i),
+                   .j = j,
+                   .tile_keys = tile_keys,
+                   .columns = RPI_TILE,
+                   .at = w->strip};
         forward_scores(&item, w, &view, &state, &at);
         for (int64_t x = rpi_max(i, first); x < rpi_min(i + RPI_STRIP, end); x++) {
           memcpy(to + (x - first) * args->to_stride + key + j, w->strip + (x - i) * RPI_TILE,

@@ -90,7 +90,7 @@ static bool same_map(const rp_relation *a, const rp_relation *b) {
 /* And in the same way: what a query term meets is counted tile by tile. */
 static bool shares_map(const lookup *x, const rp_relation *r, int way, int kind) {
   return x->way == way && same_map(x->relation, r) &&
-         (way == LOOKUP_WHOLE || (x->kind == PAIR_QUERY) == (kind == PAIR_QUERY));
+         (way != LOOKUP_MET || (x->kind == PAIR_QUERY) == (kind == PAIR_QUERY));
 }
 
 static void add_lookups(pair_terms *p, const rp_relation *relations, int kind, int64_t width) {
@@ -282,7 +282,7 @@ static spread spread_of(const rp_relation *r, const places *at, int64_t queries,
  * since of a sparse graph most strips have none in a tile, and then cost nothing. */
 typedef struct edge_index {
   int64_t key, rows; /* the chunk's first key, the block's queries */
-  int64_t *from;     /* [tiles + 1][rows]: the first edge of a query in a tile */
+  int64_t *from;     /* [tiles + 1][rows]: the first edge of a query that is not before a tile */
 } edge_index;
 
 static void take_edges(rpi_arena *arena, const bounds *n, edge_index *to) {
@@ -309,10 +309,14 @@ static void find_edges(const rp_relation *r, const pair_terms *p, const rpi_sequ
   memset(to->from, 0, (size_t)(numbers + rows) * sizeof *to->from);
   for (int64_t i = 0; i < rows; i++) {
     const int64_t last = r->edge_starts[row + i + 1];
-    const int64_t first = first_edge(r, r->edge_starts[row + i], last, key);
-    to->from[i] = first;
-    for (int64_t e = first; e < last && r->edge_keys[e] < key + keys; e++) {
-      to->from[(1 + (r->edge_keys[e] - key) / RPI_TILE) * rows + i]++;
+    int64_t e = first_edge(r, r->edge_starts[row + i], last, key);
+    to->from[i] = e;
+    while (e < last && r->edge_keys[e] < key + keys) { /* those of a tile at once */
+      const int64_t tile = (r->edge_keys[e] - key) / RPI_TILE, end = key + (tile + 1) * RPI_TILE;
+      int64_t next = e + 1;
+      if (next < last && r->edge_keys[next] < end) next = first_edge(r, next, last, end);
+      to->from[(tile + 1) * rows + i] = next - e;
+      e = next;
     }
   }
   for (int64_t n = 0; n < numbers; n++) to->from[rows + n] += to->from[n];
@@ -353,7 +357,7 @@ typedef struct lookup_scratch {
   real *buckets;     /* the same, of every term */
   real *folded;      /* the same: buckets of the chunks of keys before (values, forward) */
   int32_t *relation; /* [block][TILE]: what was looked up for a tile */
-  edge_index edges;  /* instead, where this is the first with its map */
+  edge_index edges;  /* of edges, instead: of the first with its map */
   real *g, *dg;      /* [tiles][1 + T][TILE]: query terms; backward's sums of ds */
   /* LOOKUP_MET: T above is the most rows met, g and dg are of one tile; the first with its map: */
   met_rows met;

@@ -440,28 +440,34 @@ static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64
   return has_edges(&w->list[x->map].edges, i, count, w->tile.key);
 }
 
+/* Is any of these terms taken pair by pair? */
+static bool takes_each(const pair_terms *p, const pair_scratch *w, bool values) {
+  bool any = false;
+  for (int n = 0; n < p->count; n++) {
+    any |= (p->list[n].kind == PAIR_VALUE) == values && pair_by_pair(&p->list[n], w);
+  }
+  return any;
+}
+
 /* What pairs add to a strip from row i of a block on, for score_strip, in units of log 2; NULL:
  * nothing. values: to its twin in backward. alone: the strip has no product yet, and nothing else
- * but row_start to start from: it is started. */
+ * but row_start to start from: it is started, and whoever scores it again asks again. Else this is
+ * asked for once, and stays until the next strip: it may have cost much. */
 static const real *strip_more(const pair_terms *p, const pair_scratch *w, bool values, int64_t i,
                               int64_t count, const real *row_start, const real *zeros, bool alone,
                               real *strip) {
-  const bool banded = !values && p->query.present, starts = alone && !banded;
+  const bool banded = !values && p->query.present;
+  const bool starts = alone && !banded && !takes_each(p, w, values);
   const real *const start = starts ? row_start : zeros;
-  real *const to = starts ? strip : w->more;
-  bool first = !banded, met = false;
+  real *const to = banded ? w->scores + i * RPI_TILE : starts ? strip : w->more;
+  bool first = !banded;
   for (int n = 0; n < p->count; n++) {
     const lookup *const x = &p->list[n];
     if ((x->kind == PAIR_VALUE) != values || !meets_strip(x, w, i, count)) continue;
-    if (banded && !met) {
-      memcpy(to, w->scores + i * RPI_TILE, (size_t)(count * RPI_TILE) * sizeof(real));
-    }
     add_looked_up(p, n, w, i, count, first, start, to);
     first = false;
-    met = true;
   }
-  if (met) return to;
-  return banded ? w->scores + i * RPI_TILE : NULL;
+  return first ? NULL : to;
 }
 
 /* ---- weights ------------------------------------------------------------------- */
