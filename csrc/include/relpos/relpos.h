@@ -252,8 +252,8 @@ static inline rp_attention rp_attention_default(void) {
   return a;
 }
 
-/* Bytes of workspace that forward and backward need for this call, its positions and edge_starts
- * included, with the current number of threads. Either result may be NULL. */
+/* Bytes of workspace that forward and backward need for this call, with its positions, edge_starts,
+ * arrays that terms share, and the current number of threads. Either result may be NULL. */
 RP_API rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_bytes,
                                         int64_t *backward_bytes);
 
