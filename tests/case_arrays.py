@@ -209,6 +209,9 @@ def _labels(case: Case, map: Labels, random: np.random.Generator) -> MapArrays:
         if map.fill == "none":
             return np.full((heads, n, m), -1)
         drawn = random.integers(-1, map.rows, (heads, n, m))
+        if map.fill == "patches":
+            i, j = np.ogrid[:n, :m]
+            return np.where((i // 50 + j // 130) % 3 == 0, drawn, -1)
         return (
             drawn if map.fill == "random" else np.where(random.random(drawn.shape) < 0.1, drawn, -1)
         )

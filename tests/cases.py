@@ -39,7 +39,9 @@ class Distances(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """A matrix of labels: "random" (one in rows + 1 is -1), "none", "sparse", or those of a "band"."""
+    """A matrix of labels: "random" (one in rows + 1 is -1), "none", "sparse", those of a "band", or
+    random in "patches", with none between them.
+    """
 
     rows: int
     bytes: int = 1

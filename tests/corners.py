@@ -374,19 +374,20 @@ def _tiled() -> list[Case]:
         replace(keeping, N=600, mask=columns),
         replace(keeping, N=600, mask=columns, query=Band(150, 250), key=Band(9, 9), per_head=True),
     ]
-    # Lists of edges so sparse that most strips have none in a tile, over several chunks and their
-    # ends: taken by rows of tables, pair by pair, and beside terms of every other kind.
+    # Edges and labels so sparse that most strips have none in a tile, over several chunks and their
+    # ends: taken by rows of tables, of those met, pair by pair, and beside terms of every other kind.
     sparse = replace(wide, H=2, N=700, M=1100, D=20, Dv=24, **dict.fromkeys(reference.KINDS))
-    for edges in (Edges(3, 1), Edges(300, 2)):
-        listed = replace(sparse, **dict.fromkeys(reference.KINDS, edges))
+    patched_labels = (Labels(9, 1, "patches"), Labels(3000, 2, "patches"), Labels(70, 4, "patches"))
+    for some in (Edges(3, 1), Edges(300, 2), *patched_labels):
+        listed = replace(sparse, **dict.fromkeys(reference.KINDS, some))
         cases += [
             replace(listed, position_bias=True),
             replace(
                 listed, causal=True, window=(300, 0), softcap=5.0, dropout=Dropout(0.1, (1, 2))
             ),
             replace(listed, B=3, N=0, M=0, offsets=(0, 400, 401, 1000), mask=patches),
-            replace(sparse, key=edges, value=edges, outlier=("key[0]", "first", 1000.0)),
-            replace(sparse, query=(Band(700, 700), edges), key=(Labels(9), edges), value=edges),
+            replace(sparse, key=some, value=some, outlier=("key[0]", "first", 1000.0)),
+            replace(sparse, query=(Band(700, 700), some), key=(Labels(9), some), value=some),
         ]
     return [replace(case, seed=910_000 + i) for i, case in enumerate(cases)]
 

@@ -434,10 +434,17 @@ static dense rows_from(const dense *keys, int64_t j) {
   return (dense){keys->data + j * keys->stride, keys->stride};
 }
 
-/* May a term have a relation in a strip from row i of the block on? */
+/* Has a term a relation in a strip from row i of the block on? */
 static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64_t count) {
-  if (x->relation->map != RP_MAP_EDGES) return true;
-  return has_edges(&w->list[x->map].edges, i, count, w->tile.key);
+  const lookup_scratch *const leader = &w->list[x->map];
+  if (x->relation->map == RP_MAP_EDGES) return has_edges(&leader->edges, i, count, w->tile.key);
+  const int32_t *const relation = leader->relation + i * RPI_TILE;
+  if (relation[0] >= 0) return true; /* mostly */
+  int32_t all = -1;                  /* negative where all are */
+  _Pragma("omp simd reduction(& : all)") for (int64_t c = 1; c < count * RPI_TILE; c++) {
+    all &= relation[c];
+  }
+  return all >= 0;
 }
 
 /* Is any of these terms taken pair by pair? */
