@@ -115,10 +115,10 @@ STATIC := $(BUILD)/lib$(NAME).a
 SONAME := lib$(NAME).so.$(ABI)
 SHARED := $(BUILD)/lib$(NAME).so
 TESTS := $(patsubst tests/c/%.c,$(BUILD)/tests/%,$(sort $(wildcard tests/c/test_*.c)))
-# AMX's tiles are made for float. Tests of attention on their twin are not run under the checker of
+# Tiles and bf16 are made for float. Tests of attention on their twin are not run under the checker of
 # races: threads share nothing that they do not share on other tables, and it takes too long.
 ifneq ($(filter %f64,$(VARIANT)),)
-TESTS := $(filter-out %/test_tiles,$(TESTS))
+TESTS := $(filter-out %/test_tiles %/test_bf16,$(TESTS))
 else ifneq ($(VARIANT),tsan)
 TESTS += $(BUILD)/tests/test_attention_tiles $(BUILD)/tests/test_attention_terms_tiles
 endif

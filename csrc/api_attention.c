@@ -154,7 +154,7 @@ rp_status rpi_placement_ops(const char *call, const rp_placement *placement, con
             element == RP_BF16 ? "RP_BF16, as placement.element is" : "RP_F32 or RP_BF16");
   RPI_TRY(rpi_device_ops(placement->device, ops));
   RPI_CHECK(!(*ops)->host || precision == RP_F32, RP_ERROR_ARGUMENT,
-            "%s: placement.precision=RP_BF16, but a CPU computes in RP_F32 alone", call);
+            "%s: placement.precision=RP_BF16, but a CPU computes attention in RP_F32 alone", call);
   return RP_OK;
 }
 

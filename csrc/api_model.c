@@ -29,10 +29,10 @@ static rp_status check_limits(const rp_limits *limits) {
             rpi_quote(limits->device, quoted));
   RPI_CHECK(limits->precision == RP_F32 || limits->precision == RP_BF16, RP_ERROR_ARGUMENT,
             "model: limits.precision=%d, must be RP_F32 or RP_BF16", limits->precision);
-  const rp_ops *ops;
+  const rp_ops *ops; /* the device is there */
   RPI_TRY(rpi_device_ops(limits->device, &ops));
-  RPI_CHECK(limits->precision == RP_F32 || !ops->host, RP_ERROR_ARGUMENT,
-            "model: limits.precision=RP_BF16, but a CPU computes in RP_F32 alone");
+  RPI_CHECK(limits->precision == RP_F32 || RPI_REAL_BYTES == 4, RP_ERROR_ARGUMENT,
+            "model: limits.precision=RP_BF16, but this library computes in double alone");
   return RP_OK;
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -272,11 +273,11 @@ def test_options_reach_the_trainer(run: SimpleNamespace, capsys: Capture, tmp_pa
     given = ("train", *run.files, *SMALL, "--steps", 1, "--output", tmp_path / "run")
     said = relpos_says(capsys, *given, "--device", "nowhere", status=1)
     assert said.startswith("relpos: ") and "nowhere" in said
-    said = relpos_says(capsys, *given, "--precision", "bf16", status=1)
-    assert said.startswith("relpos: --precision: ")
     assert not (tmp_path / "run").exists()
-    relpos_says(capsys, *given, "--tensorboard")
+    relpos_says(capsys, *given, "--tensorboard", "--precision", "bf16")
     assert (tmp_path / "run" / "events").is_dir()
+    (state,) = (tmp_path / "run").glob("step-*/state.json")
+    assert json.loads(state.read_text())["build"]["precision"] == "bf16"
 
 
 def test_the_last_to_say_it_is_right(run: SimpleNamespace, tmp_path: Path) -> None:

@@ -176,8 +176,21 @@ def test_tiles_are_those_of_one_table() -> None:
     if not having:
         pytest.skip("this compiler knows no tiles")
     assert all(name.startswith(("tiles_", "gemm_tiles")) for name in having), having
-    products = [i for i in code["tiles_sum_2_2"] if i.name == "tdpbf16ps"]
-    assert len(products) == 24  # six of parts for each of four tiles
+    for parts, products in ((3, 24), (1, 4)):  # six of parts for each of four tiles, or one
+        found = [i for i in code[f"tiles_sum_{parts}_2_2"] if i.name == "tdpbf16ps"]
+        assert len(found) == products
+
+
+def test_words_of_bf16_are_multiplied_by_one_instruction() -> None:
+    code = functions("isa/avx512.o")
+    if "gemm_sum_NATIVE_6_4" not in code:
+        pytest.skip("this compiler knows no vdpbf16ps")
+    having = {name for name, function in code.items() if any("bf16" in i.name for i in function)}
+    allowed = re.compile(r"gemm_\w+_NATIVE|tiles_round_native|tiles_sum_")
+    assert all(allowed.match(name) for name in having), having
+    kernel = [i.name for i in code["gemm_sum_NATIVE_6_4"]]
+    assert kernel.count("vdpbf16ps") in (24, 48)  # gcc makes a loop of its own of some strides
+    assert not any(name.startswith("vfmadd") for name in kernel)
 
 
 def test_avx2_code_has_no_avx512() -> None:

@@ -208,10 +208,12 @@ def test_gradients_are_those_of_the_loss(f64: Core, name: str) -> None:
 STAGES = 60  # results that are rounded one after the other between the weights and their gradient
 
 
-def gradients(core: Core, changes: dict[str, Any], nudge: float) -> tuple[float, dict[str, Any]]:
+def gradients(
+    core: Core, changes: dict[str, Any], nudge: float, **limits: int
+) -> tuple[float, dict[str, Any]]:
     """Loss and gradients, the weights rounded to float and moved by so much of themselves."""
     rng = np.random.default_rng(9)
-    with Model(Config(core, "tiny", changes)) as model:
+    with Model(Config(core, "tiny", changes), **limits) as model:
         spread(model)
         for weights in model.weights.values():
             weights[...] = weights.astype(np.float32)

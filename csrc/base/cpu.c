@@ -12,6 +12,7 @@
 
 #include "base/cpu.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 
 #if defined(__x86_64__)
@@ -53,7 +54,7 @@ static bool has_tiles(unsigned leaf7_edx, unsigned registers) {
 
 #endif
 
-int rpi_cpu_features(void) {
+static int ask_features(void) {
   const unsigned leaf1_ecx = bit(12) | bit(27) | bit(28) | bit(29); /* FMA OSXSAVE AVX F16C */
   const unsigned avx2_ebx = bit(3) | bit(5) | bit(8);               /* BMI AVX2 BMI2 */
   const unsigned avx512_ebx = bit(16) | bit(17) | bit(28) | bit(30) | bit(31); /* F DQ CD BW VL */
@@ -72,16 +73,28 @@ int rpi_cpu_features(void) {
   if ((ebx & avx512_ebx) != avx512_ebx || (registers & avx512_registers) != avx512_registers) {
     return RPI_CPU_PORTABLE | RPI_CPU_AVX2;
   }
+  const bool tiles = has_tiles(edx, registers);
+  const bool more = eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx);
   const int sets = RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
-  return has_tiles(edx, registers) ? sets | RPI_CPU_AMX : sets;
+  return sets | (tiles ? RPI_CPU_AMX : 0) | (more && (eax & bit(5)) != 0 ? RPI_CPU_BF16 : 0);
 }
 
 #elif defined(__aarch64__)
 
-int rpi_cpu_features(void) { return RPI_CPU_PORTABLE | RPI_CPU_NEON; }
+static int ask_features(void) { return RPI_CPU_PORTABLE | RPI_CPU_NEON; }
 
 #else
 
-int rpi_cpu_features(void) { return RPI_CPU_PORTABLE; }
+static int ask_features(void) { return RPI_CPU_PORTABLE; }
 
 #endif
+
+int rpi_cpu_features(void) {
+  static atomic_int known; /* by more threads than one maybe, each of the same */
+  int features = atomic_load_explicit(&known, memory_order_relaxed);
+  if (features == 0) {
+    features = ask_features();
+    atomic_store_explicit(&known, features, memory_order_relaxed);
+  }
+  return features;
+}

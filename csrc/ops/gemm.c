@@ -29,35 +29,26 @@
 #include "ops/gemm_few.h"
 #include "ops/gemm_job.h"
 #include "ops/gemm_kernel.h"
+#include "ops/gemm_words.h"
 
 /* ---- a block of our own ------------------------------------------------- */
-
-/* A block is at most GEMM_HEIGHT rows, whole strips, and computed GEMM_DEPTH of inner at a
- * time: that part of A, 528 KiB, stays in the second-level cache beside a panel of B. */
-#define GEMM_HEIGHT 264
-#define GEMM_DEPTH (2048 / RPI_REAL_BYTES)
 
 /* A packed strip of A, with room for what its last copy writes beyond it, which also sends
  * the strips, written side by side, to different sets of the first-level cache. */
 #define GEMM_STRIP_SIZE (GEMM_DEPTH * GEMM_STRIP + 64 / RPI_REAL_BYTES)
 
-/* Whether A, transposed, is packed: its rows are so far apart that those of a block are more
- * pages than a processor knows by heart. */
+/* Whether A is packed: as words, or transposed, where its rows are so far apart that those of a
+ * block are more pages than a processor knows by heart. */
 static bool gemm_packs_a(const rpi_gemm_args *g) {
-  return g->transpose_a && g->a_stride * RPI_REAL_BYTES >= 2048;
+  return gemm_how(g) != GEMM_NUMBERS || (g->transpose_a && g->a_stride * RPI_REAL_BYTES >= 2048);
 }
 
 /* Whether B is read where it lies: whole panels of whole lines, close enough. A narrower panel,
  * which shares lines with its neighbour, is better packed: by 3 to 6 %, with AVX2. */
 static bool gemm_reads_b(const rpi_gemm_args *g) {
-  return !g->transpose_b && GEMM_WIDTH * RPI_REAL_BYTES == 256 &&
+  return gemm_how(g) == GEMM_NUMBERS && !g->transpose_b && GEMM_WIDTH * RPI_REAL_BYTES == 256 &&
          g->b_stride * RPI_REAL_BYTES <= 2048;
 }
-
-/* GEMM_STRIP numbers, by as few instructions as there are: with 6, by a copy of 8. */
-#define GEMM_PIECE ((GEMM_STRIP + 2) / 4 * 4)
-typedef real gemm_piece
-    __attribute__((vector_size(GEMM_PIECE * RPI_REAL_BYTES), aligned(RPI_REAL_BYTES), may_alias));
 
 /* Strips of a transposed A, each [inner][GEMM_STRIP]. What a piece writes beyond its numbers
  * the next one overwrites. */
@@ -77,6 +68,39 @@ static void gemm_pack_a(const rpi_gemm_args *g, int64_t inner, int64_t depth, in
   }
 }
 
+/* A packed row of words. */
+#define GEMM_ROW_SIZE (GEMM_DEPTH / 2 + 2)
+
+/* A block's part of A, to where gemm_place_a has it. */
+static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, int64_t depth,
+                              real *packed) {
+  const int how = gemm_how(g);
+  if (how == GEMM_NUMBERS) {
+    gemm_pack_a(g, inner, depth, at.row, at.rows, packed);
+    return;
+  }
+#if RPI_REAL_BYTES == 4
+  gemm_words_of(how)[g->transpose_a ? GEMM_STRIPS : GEMM_ROWS](
+      gemm_a_at(g, at.row, inner), g->a_stride, at.rows, depth, packed,
+      g->transpose_a ? GEMM_STRIP_SIZE : GEMM_ROW_SIZE);
+#endif
+}
+
+/* A panel of B. */
+static void gemm_pack_panel_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
+                              int64_t width, real *panel) {
+  const int how = gemm_how(g);
+  if (how == GEMM_NUMBERS) {
+    gemm_pack_b(g, inner, depth, column, width, panel);
+    return;
+  }
+#if RPI_REAL_BYTES == 4
+  gemm_words_of(how)[g->transpose_b ? GEMM_TURNED : GEMM_PANEL](gemm_b_at(g, inner, column),
+                                                                g->b_stride, width, depth, panel,
+                                                                rpi_round_up(width, RPI_LANES));
+#endif
+}
+
 typedef struct gemm_scratch {
   real a[GEMM_HEIGHT / GEMM_STRIP * GEMM_STRIP_SIZE];
   real b[GEMM_DEPTH * GEMM_WIDTH];
@@ -89,9 +113,9 @@ static void gemm_place_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, c
                          gemm_tile *t) {
   const bool plain = packed == NULL;
   t->a = plain ? gemm_a_at(g, at.row, inner) : packed;
-  t->a_row = g->transpose_a ? 1 : g->a_stride;
+  t->a_row = g->transpose_a ? 1 : plain ? g->a_stride : GEMM_ROW_SIZE;
   t->a_inner = !g->transpose_a ? 1 : plain ? g->a_stride : GEMM_STRIP;
-  t->a_strip = plain ? GEMM_STRIP * t->a_row : GEMM_STRIP_SIZE;
+  t->a_strip = !plain && g->transpose_a ? GEMM_STRIP_SIZE : GEMM_STRIP * t->a_row;
 }
 
 /* `depth` of inner and `columns` of the block, the part of B that is read next: none, where
@@ -116,22 +140,23 @@ static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t in
                       .elements = at.rows};
 }
 
-/* Without scratch memory `panel` holds `most` of inner, and A is read where it lies: slower, and
- * the same to the last bit. The panels are of nearly equal width, because one of a single vector
- * waits for its own sums. `next`: the block whose first panel is asked for with the last one. */
-static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next,
-                               gemm_scratch *scratch, real *panel, int64_t most) {
+/* `panel` holds `most` numbers of inner, or as many words, and so does each strip of `packed`.
+ * Without scratch memory there is none, and A is read where it lies: slower, and the same to the
+ * last bit. The panels are of nearly equal width, because one of a single vector waits for its own
+ * sums. `next`: the block whose first panel is asked for with the last one. */
+static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next, real *packed,
+                               real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
-  real *const packed = scratch != NULL && gemm_packs_a(g) ? scratch->a : NULL;
+  const int how = gemm_how(g), word = how == GEMM_NUMBERS ? 1 : 2;
   const int64_t vectors = rpi_divide_up(at.columns, RPI_LANES);
   const int64_t panels = rpi_divide_up(vectors, GEMM_VECTORS);
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner == 0 || inner < g->inner; inner += most) {
     const int64_t depth = rpi_min(most, g->inner - inner), below = inner + depth;
     const int64_t deeper = rpi_min(most, g->inner - below);
-    gemm_tile t = {.inner = depth, .c_stride = g->c_stride};
+    gemm_tile t = {.how = how, .inner = rpi_divide_up(depth, word), .c_stride = g->c_stride};
     gemm_place_a(g, at, inner, packed, &t);
-    if (packed != NULL) gemm_pack_a(g, inner, depth, at.row, at.rows, packed);
+    if (packed != NULL) gemm_pack_block_a(g, at, inner, depth, packed);
     for (int64_t i = 0; i < panels; i++) {
       const int64_t from = vectors * i / panels * RPI_LANES, column = at.column + from;
       const int64_t to = rpi_min(vectors * (i + 1) / panels * RPI_LANES, at.columns);
@@ -142,7 +167,7 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
         t.b = gemm_b_at(g, inner, column);
         t.b_stride = g->b_stride;
       } else {
-        gemm_pack_b(g, inner, depth, column, width, panel);
+        gemm_pack_panel_b(g, inner, depth, column, width, panel);
       }
       t.start = t.c = g->c + at.row * g->c_stride + column;
       t.start_stride = g->c_stride;
@@ -151,7 +176,8 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
         t.start_stride = 0;
       }
       t.next = left > 0 ? t.c + width : NULL;
-      gemm_ahead ahead = gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels);
+      gemm_ahead ahead =
+          gemm_ahead_a(g, at, below, packed != NULL && g->transpose_a ? deeper : 0, i, panels);
       const gemm_ahead ahead_b =
           left > 0     ? gemm_ahead_b(g, inner, depth, column + width, left)
           : deeper > 0 ? gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns))
@@ -165,7 +191,16 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
 
 static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
   _Alignas(64) real panel[GEMM_SMALL_DEPTH * GEMM_WIDTH];
-  gemm_builtin_block(g, at, (gemm_block){0}, NULL, panel, GEMM_SMALL_DEPTH);
+  if (gemm_how(g) == GEMM_NUMBERS) {
+    gemm_builtin_block(g, at, (gemm_block){0}, NULL, panel, GEMM_SMALL_DEPTH);
+    return;
+  }
+  _Alignas(64) real packed[GEMM_STRIP * GEMM_ROW_SIZE + RPI_LANES]; /* no words but packed ones */
+  for (int64_t row = 0; row < at.rows; row += GEMM_STRIP) {
+    const gemm_block strip = {at.row + row, rpi_min(GEMM_STRIP, at.rows - row), at.column,
+                              at.columns};
+    gemm_builtin_block(g, strip, (gemm_block){0}, packed, panel, 2 * GEMM_SMALL_DEPTH);
+  }
 }
 
 static void gemm_builtin_task(void *context, int64_t task, int worker) {
@@ -179,7 +214,7 @@ static void gemm_builtin_task(void *context, int64_t task, int worker) {
   }
   const int64_t next = task + job->workers; /* while threads take turns: what is done here next */
   gemm_builtin_block(job->args, at, next < job->blocks ? gemm_block_at(job, next) : (gemm_block){0},
-                     scratch, scratch->b, GEMM_DEPTH);
+                     gemm_packs_a(job->args) ? scratch->a : NULL, scratch->b, GEMM_DEPTH);
   rpi_scratch_give(scratch);
 }
 
@@ -250,19 +285,20 @@ static void gemm_cut_blas(gemm_job *job) {
 static rp_status gemm_by(const rpi_gemm_args *args, rpi_task blocks, void (*cut)(gemm_job *)) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
   gemm_job job = {.args = args, .block_rows = args->rows};
+  const bool numbers = gemm_how(args) == GEMM_NUMBERS;
   rpi_task task;
   if (args->transpose_b && !args->transpose_a && args->rows <= GEMM_FEW_ROWS_TRANSPOSED) {
     /* A task reads at least 128 KiB of B, some 5 us. */
     const int64_t most = rpi_max(GEMM_WIDTH, 32768 / rpi_max(args->inner, 1));
     task = gemm_dots_task;
     job.block_columns = gemm_part(args->columns, most, GEMM_WIDTH);
-  } else if (!args->transpose_b && args->rows <= GEMM_FEW_ROWS_PLAIN) {
+  } else if (numbers && !args->transpose_b && args->rows <= GEMM_FEW_ROWS_PLAIN) {
     /* B is read along its rows: wide pieces. */
     const int64_t most = rpi_min(1024, rpi_max(256, args->columns / 16));
     task = gemm_few_rows_task;
     job.block_columns = gemm_part(args->columns, most, GEMM_WIDTH);
   } else {
-    const bool ours = GEMM_OURS && !rpi_blas_insisted();
+    const bool ours = !numbers || (GEMM_OURS && !rpi_blas_insisted());
     job.blas = !ours && gemm_fits_blas(args) ? rpi_blas_gemm() : NULL;
     task = job.blas != NULL ? gemm_blas_task : blocks;
     if (job.blas != NULL) gemm_cut_blas(&job);

@@ -5,12 +5,39 @@
 #ifndef RPI_GEMM_FEW_H
 #define RPI_GEMM_FEW_H
 
-#include "ops/gemm_kernel.h"
+#include "ops/gemm_words.h"
 
 /* Up to this many rows packing B, or letting BLAS pack it, costs more than it saves:
  * with B transposed, whose packing is dearer, and with B as it lies. */
 #define GEMM_FEW_ROWS_TRANSPOSED 32
 #define GEMM_FEW_ROWS_PLAIN 16
+
+/* A in bf16 is rows of words by then, in whole vectors, and B becomes words as it is read: as its
+ * columns follow inner, these are pairs of neighbours, too. Numbers in an element of A: */
+#define GEMM_WORD(how) ((how) == GEMM_NUMBERS ? 1 : 2)
+
+/* A vector of a row of B of which `left` numbers are left. */
+RPI_INLINE rpi_register gemm_few_b(const int how, const real *from, int64_t left) {
+#if RPI_REAL_BYTES == 4
+  if (how != GEMM_NUMBERS) return rpi_words_at(how == GEMM_NATIVE, from, left);
+#endif
+  (void)how;
+  return left >= RPI_LANES ? rpi_load(from) : rpi_load_part(from, left);
+}
+
+/* The same of A. */
+RPI_INLINE rpi_register gemm_few_a(const int how, const real *from, int64_t left) {
+  return how == GEMM_NUMBERS && left < RPI_LANES ? rpi_load_part(from, left) : rpi_load(from);
+}
+
+RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, rpi_register a,
+                                     rpi_register b) {
+#if RPI_REAL_BYTES == 4
+  if (how != GEMM_NUMBERS) return rpi_words_add(how == GEMM_NATIVE, sum, a, b);
+#endif
+  (void)how;
+  return sum + a * b;
+}
 
 /* ---- streams: B as [columns, inner], very few rows ----------------------- */
 
@@ -25,21 +52,25 @@
 #define GEMM_STREAM_AHEAD (8192 / RPI_REAL_BYTES)
 
 /* The products of all rows of A with one column, lane by lane, to sum[row * RPI_LANES]. */
-RPI_INLINE void gemm_stream_column(const int rows, const rpi_gemm_args *g, const real *b,
-                                   int64_t ahead, rpi_register *sum) {
+RPI_INLINE void gemm_stream_column(const int how, const int rows, const rpi_gemm_args *g,
+                                   const real *b, int64_t ahead, rpi_register *sum) {
+  const int word = GEMM_WORD(how);
   const real *const a = g->a;
-  const int64_t a_stride = g->a_stride, inner = g->inner;
+  const int64_t a_stride = g->a_stride, inner = g->inner, step = word * RPI_LANES;
   rpi_register s[GEMM_STREAM_ROWS] = {0};
   int64_t k = 0;
-  for (; k + RPI_LANES <= inner; k += RPI_LANES) {
-    __builtin_prefetch(b + ahead + k, 0, 3);
-    const rpi_register y = rpi_load(b + k);
-    RPI_UNROLL(8) for (int r = 0; r < rows; r++) s[r] += rpi_load(a + r * a_stride + k) * y;
+  for (; k + step <= inner; k += step) {
+    for (int i = 0; i < word; i++) __builtin_prefetch(b + ahead + k + i * RPI_LANES, 0, 3);
+    const rpi_register y = gemm_few_b(how, b + k, step);
+    RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+      s[r] = gemm_few_add(how, s[r], rpi_load(a + r * a_stride + k / word), y);
+    }
   }
   if (k < inner) {
-    const rpi_register y = rpi_load_part(b + k, inner - k);
+    const rpi_register y = gemm_few_b(how, b + k, inner - k);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-      s[r] += rpi_load_part(a + r * a_stride + k, inner - k) * y;
+      const real *const at = a + r * a_stride + k / word;
+      s[r] = gemm_few_add(how, s[r], gemm_few_a(how, at, inner - k), y);
     }
   }
   RPI_UNROLL(8) for (int r = 0; r < rows; r++) sum[r * RPI_LANES] = s[r];
@@ -47,11 +78,12 @@ RPI_INLINE void gemm_stream_column(const int rows, const rpi_gemm_args *g, const
 
 /* A vector of columns, whose sums are transposed, which makes the additions across lanes additions
  * of vectors. ahead: as far as B is asked for beyond a column. */
-RPI_INLINE void gemm_stream(const int rows, const rpi_gemm_args *g, int64_t column, int64_t ahead) {
+RPI_INLINE void gemm_stream(const int how, const int rows, const rpi_gemm_args *g, int64_t column,
+                            int64_t ahead) {
   rpi_register sum[GEMM_STREAM_ROWS * RPI_LANES];
   const real *b = g->b + column * g->b_stride;
   for (int j = 0; j < RPI_LANES; j++, b += g->b_stride) {
-    gemm_stream_column(rows, g, b, ahead, sum + j);
+    gemm_stream_column(how, rows, g, b, ahead, sum + j);
   }
   for (int r = 0; r < rows; r++) {
     rpi_register *const lanes = sum + r * RPI_LANES;
@@ -65,26 +97,32 @@ RPI_INLINE void gemm_stream(const int rows, const rpi_gemm_args *g, int64_t colu
 
 typedef void (*gemm_stream_fn)(const rpi_gemm_args *g, int64_t column, int64_t ahead);
 
-#define GEMM_STREAM_FN(rows)                                                                       \
-  RPI_NOINLINE void gemm_stream_##rows(const rpi_gemm_args *g, int64_t column, int64_t ahead) {    \
-    gemm_stream(rows, g, column, ahead);                                                           \
+#define GEMM_STREAM_FN(how, target, rows)                                                          \
+  target RPI_NOINLINE void gemm_stream_##how##_##rows(const rpi_gemm_args *g, int64_t column,      \
+                                                      int64_t ahead) {                             \
+    gemm_stream(GEMM_##how, rows, g, column, ahead);                                               \
   }
-GEMM_STREAM_FN(1)
-GEMM_STREAM_FN(2)
-GEMM_STREAM_FN(3)
-GEMM_STREAM_FN(4)
-GEMM_STREAM_FN(5)
+#define GEMM_STREAM_FNS(how, target)                                                               \
+  GEMM_STREAM_FN(how, target, 1)                                                                   \
+  GEMM_STREAM_FN(how, target, 2)                                                                   \
+  GEMM_STREAM_FN(how, target, 3)                                                                   \
+  GEMM_STREAM_FN(how, target, 4)                                                                   \
+  GEMM_STREAM_FN(how, target, 5)                                                                   \
+  static const gemm_stream_fn gemm_streams_##how[GEMM_STREAM_ROWS] = {                             \
+      gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3, gemm_stream_##how##_4,  \
+      gemm_stream_##how##_5};
+
+GEMM_FOR_EACH(GEMM_STREAM_FNS)
 
 /* The whole vectors of columns of a block; where they end. */
 static int64_t gemm_stream_block(const rpi_gemm_args *g, gemm_block at) {
-  static const gemm_stream_fn by_rows[GEMM_STREAM_ROWS] = {
-      gemm_stream_1, gemm_stream_2, gemm_stream_3, gemm_stream_4, gemm_stream_5};
+  const gemm_stream_fn by_rows = GEMM_CHOOSE(gemm_how(g), gemm_streams)[g->rows - 1];
   const int64_t columns_ahead = rpi_max(GEMM_STREAM_AHEAD / rpi_max(g->inner, 1), 1);
   const int64_t end = at.column + at.columns;
   int64_t column = at.column;
   for (; column + RPI_LANES <= end; column += RPI_LANES) {
     const bool more = column + RPI_LANES + columns_ahead <= g->columns;
-    by_rows[g->rows - 1](g, column, more ? columns_ahead * g->b_stride : 0);
+    by_rows(g, column, more ? columns_ahead * g->b_stride : 0);
   }
   return column;
 }
@@ -106,26 +144,35 @@ typedef struct gemm_next {
 /* rows x columns dot products of `inner` numbers each, rows of A with rows of the
  * transposed B. The sums of one vector each are then transposed, which makes the
  * additions across lanes additions of vectors. */
-RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args *g, int64_t row,
-                          int64_t column, gemm_next ahead) {
+RPI_INLINE void gemm_dots(const int how, const int rows, const int columns, const rpi_gemm_args *g,
+                          int64_t row, int64_t column, gemm_next ahead) {
+  const int word = GEMM_WORD(how);
   rpi_register sum[GEMM_DOTS] = {0};
   const real *const a = g->a + row * g->a_stride, *const b = g->b + column * g->b_stride;
   const int64_t a_stride = g->a_stride, b_stride = g->b_stride, inner = g->inner;
+  const int64_t step = word * RPI_LANES;
   int64_t k = 0;
-  for (; k + RPI_LANES <= inner; k += RPI_LANES) {
-    for (int64_t i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.row + i * b_stride + k, 0, 2);
+  for (; k + step <= inner; k += step) {
+    for (int64_t i = 0; i < ahead.rows; i++) {
+      const real *const next = ahead.row + i * b_stride + k;
+      for (int n = 0; n < word; n++) __builtin_prefetch(next + n * RPI_LANES, 0, 2);
+    }
     rpi_register x[4];
-    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k);
+    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k / word);
     RPI_UNROLL(16) for (int j = 0; j < columns; j++) {
-      const rpi_register y = rpi_load(b + j * b_stride + k);
-      RPI_UNROLL(4) for (int r = 0; r < rows; r++) sum[r * columns + j] += x[r] * y;
+      const rpi_register y = gemm_few_b(how, b + j * b_stride + k, step);
+      RPI_UNROLL(4) for (int r = 0; r < rows; r++) {
+        rpi_register *const to = &sum[r * columns + j];
+        *to = gemm_few_add(how, *to, x[r], y);
+      }
     }
   }
   if (k < inner) {
     for (int j = 0; j < columns; j++) {
-      const rpi_register y = rpi_load_part(b + j * b_stride + k, inner - k);
+      const rpi_register y = gemm_few_b(how, b + j * b_stride + k, inner - k);
       for (int r = 0; r < rows; r++) {
-        sum[r * columns + j] += y * rpi_load_part(a + r * a_stride + k, inner - k);
+        rpi_register *const to = &sum[r * columns + j];
+        *to = gemm_few_add(how, *to, gemm_few_a(how, a + r * a_stride + k / word, inner - k), y);
       }
     }
   }
@@ -145,24 +192,32 @@ RPI_INLINE void gemm_dots(const int rows, const int columns, const rpi_gemm_args
 /* Each its own function, as tile.h's strips and for the same reason. */
 typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead);
 
-#define GEMM_DOTS_FN(name, rows, columns)                                                          \
-  RPI_NOINLINE void name(const rpi_gemm_args *g, int64_t row, int64_t column, gemm_next ahead) {   \
-    gemm_dots(rows, columns, g, row, column, ahead);                                               \
+#define GEMM_DOTS_FN(how, target, name, rows, columns)                                             \
+  target RPI_NOINLINE void gemm_dots_##how##_##name(const rpi_gemm_args *g, int64_t row,           \
+                                                    int64_t column, gemm_next ahead) {             \
+    gemm_dots(GEMM_##how, rows, columns, g, row, column, ahead);                                   \
   }
-GEMM_DOTS_FN(gemm_dots_1, 1, GEMM_DOTS)
-GEMM_DOTS_FN(gemm_dots_2, 2, GEMM_DOTS / 2)
-GEMM_DOTS_FN(gemm_dots_4, 4, GEMM_DOTS / 4)
-GEMM_DOTS_FN(gemm_dots_single, 1, 1)
+enum { GEMM_DOTS_1, GEMM_DOTS_2, GEMM_DOTS_4, GEMM_DOTS_SINGLE };
+#define GEMM_DOTS_FNS(how, target)                                                                 \
+  GEMM_DOTS_FN(how, target, 1, 1, GEMM_DOTS)                                                       \
+  GEMM_DOTS_FN(how, target, 2, 2, GEMM_DOTS / 2)                                                   \
+  GEMM_DOTS_FN(how, target, 4, 4, GEMM_DOTS / 4)                                                   \
+  GEMM_DOTS_FN(how, target, single, 1, 1)                                                          \
+  static const gemm_dots_fn gemm_dots_##how[] = {gemm_dots_##how##_1, gemm_dots_##how##_2,         \
+                                                 gemm_dots_##how##_4, gemm_dots_##how##_single};
+
+GEMM_FOR_EACH(GEMM_DOTS_FNS)
 
 /* All rows of A with the GEMM_DOTS columns from `column` on: `rows` calls, whatever
  * their shapes, so that much of the next columns is asked for in each. */
 static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
+  const gemm_dots_fn *const by = GEMM_CHOOSE(gemm_how(g), gemm_dots);
   const int64_t share = more ? rpi_divide_up(GEMM_DOTS, g->rows) : 0;
   int64_t asked = 0;
   for (int64_t row = 0, rows; row < g->rows; row += rows) {
     const int64_t left = g->rows - row;
     rows = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const gemm_dots_fn dots = rows == 4 ? gemm_dots_4 : rows == 2 ? gemm_dots_2 : gemm_dots_1;
+    const gemm_dots_fn dots = by[rows / 2];
     for (int64_t j = 0; j < GEMM_DOTS; j += GEMM_DOTS / rows) {
       const int64_t next = column + GEMM_DOTS + asked, count = rpi_min(share, GEMM_DOTS - asked);
       dots(g, row, column + j, (gemm_next){count > 0 ? g->b + next * g->b_stride : NULL, count});
@@ -171,22 +226,49 @@ static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
   }
 }
 
+/* A block's columns, from what is there of inner, added to C. */
+static void gemm_dots_block(const rpi_gemm_args *g, gemm_block at) {
+  const int64_t end = at.column + at.columns;
+  int64_t column = g->rows <= GEMM_STREAM_ROWS ? gemm_stream_block(g, at) : at.column;
+  for (; column + GEMM_DOTS <= end; column += GEMM_DOTS) {
+    gemm_dots_group(g, column, column + 2 * GEMM_DOTS <= g->columns);
+  }
+  const gemm_dots_fn single = GEMM_CHOOSE(gemm_how(g), gemm_dots)[GEMM_DOTS_SINGLE];
+  for (; column < end; column++) {
+    for (int64_t row = 0; row < g->rows; row++) single(g, row, column, (gemm_next){NULL, 0});
+  }
+}
+
+/* All rows of A as words, so much of inner at a time as 32 KiB hold. */
+#define GEMM_FEW_WORDS 8192
+
+static void gemm_dots_words(const rpi_gemm_args *g, gemm_block at) {
+#if RPI_REAL_BYTES == 4
+  _Alignas(64) real words[GEMM_FEW_WORDS];
+  const int64_t vectors = GEMM_FEW_WORDS / RPI_LANES / g->rows, most = vectors * 2 * RPI_LANES;
+  for (int64_t inner = 0; inner < g->inner; inner += most) {
+    rpi_gemm_args part = *g;
+    part.inner = rpi_min(most, g->inner - inner);
+    part.a = words;
+    part.a_stride = rpi_round_up(rpi_divide_up(part.inner, 2), RPI_LANES);
+    part.b = gemm_b_at(g, inner, 0);
+    gemm_words_of(gemm_how(g))[GEMM_ROWS](gemm_a_at(g, 0, inner), g->a_stride, g->rows, part.inner,
+                                          words, part.a_stride);
+    gemm_dots_block(&part, at);
+  }
+#else
+  (void)g, (void)at;
+#endif
+}
+
 static void gemm_dots_task(void *context, int64_t task, int worker) {
   (void)worker;
   const gemm_job *const job = context;
   const rpi_gemm_args *const g = job->args;
   const gemm_block at = gemm_block_at(job, task);
-  const int64_t end = at.column + at.columns;
   gemm_begin(g, at);
-  int64_t column = g->rows <= GEMM_STREAM_ROWS ? gemm_stream_block(g, at) : at.column;
-  for (; column + GEMM_DOTS <= end; column += GEMM_DOTS) {
-    gemm_dots_group(g, column, column + 2 * GEMM_DOTS <= g->columns);
-  }
-  for (; column < end; column++) {
-    for (int64_t row = 0; row < g->rows; row++) {
-      gemm_dots_single(g, row, column, (gemm_next){NULL, 0});
-    }
-  }
+  if (gemm_how(g) == GEMM_NUMBERS) gemm_dots_block(g, at);
+  else gemm_dots_words(g, at);
 }
 
 /* ---- sums in C: B as [inner, columns] ----------------------------------- */

@@ -5,8 +5,38 @@
 #ifndef RPI_GEMM_KERNEL_H
 #define RPI_GEMM_KERNEL_H
 
+#include "ops/bf16.h"
 #include "ops/gemm_job.h"
 #include "ops/tile.h"
+
+/* What is multiplied: numbers; words of bf16 in plain C, or by instructions (bf16.h). */
+enum { GEMM_NUMBERS, GEMM_TWIN, GEMM_NATIVE };
+
+static int gemm_how(const rpi_gemm_args *g) {
+#if RPI_REAL_BYTES == 4
+  if (g->precision == RP_BF16) return rpi_bf16_native() ? GEMM_NATIVE : GEMM_TWIN;
+#endif
+  (void)g;
+  return GEMM_NUMBERS;
+}
+
+/* FUNCTIONS(how, target) of each, and the choice among what they define as name_HOW. */
+#if RPI_REAL_BYTES != 4
+#define GEMM_FOR_EACH(FUNCTIONS) FUNCTIONS(NUMBERS, )
+#define GEMM_CHOOSE(how, name) name##_NUMBERS
+#elif defined(RPI_BF16_NATIVE)
+#define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
+  FUNCTIONS(NUMBERS, )                                                                             \
+  FUNCTIONS(TWIN, )                                                                                \
+  FUNCTIONS(NATIVE, RPI_BF16_TARGET)
+#define GEMM_CHOOSE(how, name)                                                                     \
+  ((how) == GEMM_NUMBERS ? name##_NUMBERS : (how) == GEMM_TWIN ? name##_TWIN : name##_NATIVE)
+#else
+#define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
+  FUNCTIONS(NUMBERS, )                                                                             \
+  FUNCTIONS(TWIN, )
+#define GEMM_CHOOSE(how, name) ((how) == GEMM_NUMBERS ? name##_NUMBERS : name##_TWIN)
+#endif
 
 /* One call of the kernel computes GEMM_STRIP rows of C, GEMM_VECTORS vectors wide: 24 sums in
  * 32 registers, 12 in 16. In 16 registers, 6 x 2 instead of 4 x 3 took 4 % longer. */
@@ -18,6 +48,16 @@
 #define GEMM_VECTORS 3
 #endif
 #define GEMM_WIDTH (GEMM_VECTORS * RPI_LANES)
+
+/* A block is at most GEMM_HEIGHT rows, whole strips, and computed GEMM_DEPTH of inner at a
+ * time: that part of A, 528 KiB, stays in the second-level cache beside a panel of B. */
+#define GEMM_HEIGHT 264
+#define GEMM_DEPTH (2048 / RPI_REAL_BYTES)
+
+/* GEMM_STRIP numbers, by as few instructions as there are: with 6, by a copy of 8. */
+#define GEMM_PIECE ((GEMM_STRIP + 2) / 4 * 4)
+typedef real gemm_piece
+    __attribute__((vector_size(GEMM_PIECE * RPI_REAL_BYTES), aligned(RPI_REAL_BYTES), may_alias));
 
 /* So much of inner has a panel of B that lies on the stack. */
 #define GEMM_SMALL_DEPTH (512 / RPI_REAL_BYTES)
@@ -50,10 +90,11 @@ static int64_t gemm_lines(const gemm_ahead *ahead) {
   return ahead->rows * rpi_divide_up(ahead->elements, RPI_LINE);
 }
 
-/* One call of the kernel: c = start + A . B. Element (row, k) of A is at a[row * a_row +
- * k * a_inner], and a_strip further in the next strip. start_stride is 0 where every row starts
- * from the same numbers: a bias, or zeros. */
+/* One call of the kernel: c = start + A . B. Element (row, k) of A, a number or a word, is at
+ * a[row * a_row + k * a_inner], and a_strip further in the next strip. start_stride is 0 where
+ * every row starts from the same numbers: a bias, or zeros. */
 typedef struct gemm_tile {
+  int how;
   const real *a;
   int64_t a_row, a_inner, a_strip;
   const real *b;
@@ -70,10 +111,39 @@ typedef struct gemm_tile {
 
 #define GEMM_CHUNK 16
 
+RPI_INLINE rpi_register gemm_add_product(const int how, rpi_register sum, const real *a,
+                                         rpi_register b) {
+#if RPI_REAL_BYTES == 4
+  if (how == GEMM_NATIVE) return rpi_words_add(true, sum, rpi_word(a), b);
+#endif
+  (void)how;
+  return sum + *a * b;
+}
+
+/* One half of every word, for all sums, because halves of all vectors at once do not fit the
+ * registers. */
+RPI_INLINE void gemm_add_halves(const int rows, const int vectors, const bool upper,
+                                const real *const *a, int64_t k, const real *b,
+                                rpi_register sum[GEMM_STRIP][GEMM_VECTORS]) {
+#if RPI_REAL_BYTES == 4
+  rpi_register row[GEMM_VECTORS];
+  RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+    const rpi_register words = rpi_load(b + v * RPI_LANES);
+    row[v] = upper ? rpi_upper(words) : rpi_lower(words);
+  }
+  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
+    const rpi_register word = rpi_word(a[r] + k), x = upper ? rpi_upper(word) : rpi_lower(word);
+    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += x * row[v];
+  }
+#else
+  (void)rows, (void)vectors, (void)upper, (void)a, (void)k, (void)b, (void)sum;
+#endif
+}
+
 /* The sums of an element are added in the order of inner, and rounded alike, wherever inner
  * is cut. With every chunk a row of the next tile of C is asked for, too: storing to lines that are
  * not there took 3 % of a product whose C does not fit the caches. */
-RPI_INLINE void gemm_sum(const int rows, const int vectors, const gemm_tile *t) {
+RPI_INLINE void gemm_sum(const int how, const int rows, const int vectors, const gemm_tile *t) {
   rpi_register sum[GEMM_STRIP][GEMM_VECTORS];
   const real *a[GEMM_STRIP];
   const real *const start = t->start;
@@ -97,10 +167,17 @@ RPI_INLINE void gemm_sum(const int rows, const int vectors, const gemm_tile *t) 
       asked++;
     }
     for (; k < chunk; k += a_inner, b += b_stride) {
+      if (how == GEMM_TWIN) {
+        gemm_add_halves(rows, vectors, true, a, k, b, sum);
+        gemm_add_halves(rows, vectors, false, a, k, b, sum);
+        continue;
+      }
       rpi_register row[GEMM_VECTORS];
       RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
       RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-        RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += a[r][k] * row[v];
+        RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
+          sum[r][v] = gemm_add_product(how, sum[r][v], a[r] + k, row[v]);
+        }
       }
     }
   }
@@ -115,44 +192,43 @@ RPI_INLINE void gemm_sum(const int rows, const int vectors, const gemm_tile *t) 
 /* Each its own function, as tile.h's strips and for the same reason. */
 typedef void (*gemm_sum_fn)(const gemm_tile *t);
 
-#define GEMM_SUM_FN(rows, vectors)                                                                 \
-  RPI_NOINLINE void gemm_sum_##rows##_##vectors(const gemm_tile *t) { gemm_sum(rows, vectors, t); }
+#define GEMM_SUM_FN(how, target, rows, vectors)                                                    \
+  target RPI_NOINLINE void gemm_sum_##how##_##rows##_##vectors(const gemm_tile *t) {               \
+    gemm_sum(GEMM_##how, rows, vectors, t);                                                        \
+  }
+#define GEMM_SUM_FOUR(how, target, vectors)                                                        \
+  GEMM_SUM_FN(how, target, 1, vectors)                                                             \
+  GEMM_SUM_FN(how, target, 2, vectors)                                                             \
+  GEMM_SUM_FN(how, target, 3, vectors)                                                             \
+  GEMM_SUM_FN(how, target, 4, vectors)
+#define GEMM_SUM_NAMES(how, vectors)                                                               \
+  gemm_sum_##how##_1_##vectors, gemm_sum_##how##_2_##vectors, gemm_sum_##how##_3_##vectors,        \
+      gemm_sum_##how##_4_##vectors
 #if RPI_VECTORS == 4
-#define GEMM_SUM_FNS(vectors)                                                                      \
-  GEMM_SUM_FN(1, vectors)                                                                          \
-  GEMM_SUM_FN(2, vectors)                                                                          \
-  GEMM_SUM_FN(3, vectors)                                                                          \
-  GEMM_SUM_FN(4, vectors)                                                                          \
-  GEMM_SUM_FN(5, vectors)                                                                          \
-  GEMM_SUM_FN(6, vectors)
-#define GEMM_SUM_ENTRY(vectors)                                                                    \
-  {gemm_sum_1_##vectors, gemm_sum_2_##vectors, gemm_sum_3_##vectors,                               \
-   gemm_sum_4_##vectors, gemm_sum_5_##vectors, gemm_sum_6_##vectors}
+#define GEMM_SUM_FNS(how, target, vectors)                                                         \
+  GEMM_SUM_FOUR(how, target, vectors)                                                              \
+  GEMM_SUM_FN(how, target, 5, vectors)                                                             \
+  GEMM_SUM_FN(how, target, 6, vectors)
+#define GEMM_SUM_ENTRY(how, vectors)                                                               \
+  {GEMM_SUM_NAMES(how, vectors), gemm_sum_##how##_5_##vectors, gemm_sum_##how##_6_##vectors}
+#define GEMM_SUMS(how, target)                                                                     \
+  GEMM_SUM_FNS(how, target, 1)                                                                     \
+  GEMM_SUM_FNS(how, target, 2)                                                                     \
+  GEMM_SUM_FNS(how, target, 3)                                                                     \
+  GEMM_SUM_FNS(how, target, 4)                                                                     \
+  static const gemm_sum_fn gemm_sums_##how[GEMM_VECTORS][GEMM_STRIP] = {                           \
+      GEMM_SUM_ENTRY(how, 1), GEMM_SUM_ENTRY(how, 2), GEMM_SUM_ENTRY(how, 3),                      \
+      GEMM_SUM_ENTRY(how, 4)};
 #else
-#define GEMM_SUM_FNS(vectors)                                                                      \
-  GEMM_SUM_FN(1, vectors)                                                                          \
-  GEMM_SUM_FN(2, vectors)                                                                          \
-  GEMM_SUM_FN(3, vectors)                                                                          \
-  GEMM_SUM_FN(4, vectors)
-#define GEMM_SUM_ENTRY(vectors)                                                                    \
-  {gemm_sum_1_##vectors, gemm_sum_2_##vectors, gemm_sum_3_##vectors, gemm_sum_4_##vectors}
+#define GEMM_SUMS(how, target)                                                                     \
+  GEMM_SUM_FOUR(how, target, 1)                                                                    \
+  GEMM_SUM_FOUR(how, target, 2)                                                                    \
+  GEMM_SUM_FOUR(how, target, 3)                                                                    \
+  static const gemm_sum_fn gemm_sums_##how[GEMM_VECTORS][GEMM_STRIP] = {                           \
+      {GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}};
 #endif
 
-GEMM_SUM_FNS(1)
-GEMM_SUM_FNS(2)
-GEMM_SUM_FNS(3)
-#if GEMM_VECTORS == 4
-GEMM_SUM_FNS(4)
-#endif
-
-static const gemm_sum_fn gemm_sums[GEMM_VECTORS][GEMM_STRIP] = {
-    GEMM_SUM_ENTRY(1),
-    GEMM_SUM_ENTRY(2),
-    GEMM_SUM_ENTRY(3),
-#if GEMM_VECTORS == 4
-    GEMM_SUM_ENTRY(4),
-#endif
-};
+GEMM_FOR_EACH(GEMM_SUMS)
 
 /* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
  * vectors, so a ragged one goes by way of a tile of its own. t.next: where the panel behind it
@@ -167,7 +243,7 @@ static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahea
   t.lines = rpi_divide_up(lines, rpi_max(pauses, 1));
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
-    const gemm_sum_fn sum = gemm_sums[vectors - 1][strip - 1];
+    const gemm_sum_fn sum = GEMM_CHOOSE(t.how, gemm_sums)[vectors - 1][strip - 1];
     if (vectors * RPI_LANES == width) {
       t.next = i + 1 < strips ? t.c + GEMM_STRIP * t.c_stride : behind;
       sum(&t);

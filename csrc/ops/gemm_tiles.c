@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_tiles.c: blocks of a product by tiles, in three parts (parts.h).
+ * gemm_tiles.c: blocks of a product by tiles, in three parts (parts.h), in bf16 in one.
  *
  * Strips of one operand are kept, as many as the second-level cache holds; those of the other pass
  * by, one at a time, and the next is packed meanwhile. Two strips of which one holds what has no
@@ -23,6 +23,10 @@
 #define TILES_LEAST 32
 #define TILES_LEAST_ROWS 48
 
+static int tiles_parts_in(const rpi_gemm_args *g) {
+  return g->precision == RP_BF16 ? 1 : TILES_PARTS;
+}
+
 /* Strips of `words` each, of `lines` rows of A or columns of B, in the order in which they lie in
  * memory. finite: of each, whether all of it is. */
 static void tiles_pack(tiles_source s, int64_t lines, int64_t depth, int64_t words, uint32_t *to,
@@ -42,10 +46,12 @@ static void tiles_pack(tiles_source s, int64_t lines, int64_t depth, int64_t wor
 }
 
 /* A ragged part of C goes by way of whole tiles. */
-static void tiles_multiply(const tiles_product *t, int64_t rows, int64_t columns) {
-  const tiles_sum_fn sum = tiles_sums[rows > RPI_TILE_SIDE][columns > RPI_TILE_SIDE];
+static void tiles_multiply(const tiles_product *t, int parts, int64_t rows, int64_t columns) {
+  const int tall = rows > RPI_TILE_SIDE, wide = columns > RPI_TILE_SIDE;
+  const tiles_sum_fn sum = parts == 1 ? tiles_rounded_sums[tall][wide] : tiles_sums[tall][wide];
   if (t->packing != NULL && rows == TILES_SIDE && columns == TILES_SIDE) {
-    tiles_sum_packing(t);
+    if (parts == 1) tiles_sum_1_packing(t);
+    else tiles_sum_3_packing(t);
     return;
   }
   if (rows % RPI_TILE_SIDE == 0 && columns % RPI_TILE_SIDE == 0) {
@@ -81,6 +87,7 @@ static void tiles_forgo(const rpi_gemm_args *g, gemm_block at, int64_t inner, in
 static tiles_source tiles_a(const rpi_gemm_args *g, int64_t row, int64_t inner) {
   return (tiles_source){.at = gemm_a_at(g, row, inner),
                         .stride = g->a_stride,
+                        .parts = tiles_parts_in(g),
                         .along = !g->transpose_a,
                         .turned = g->transpose_a};
 }
@@ -88,6 +95,7 @@ static tiles_source tiles_a(const rpi_gemm_args *g, int64_t row, int64_t inner) 
 static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inner) {
   return (tiles_source){.at = gemm_b_at(g, inner, column),
                         .stride = g->b_stride,
+                        .parts = tiles_parts_in(g),
                         .along = g->transpose_b,
                         .turned = g->transpose_b};
 }
@@ -145,7 +153,7 @@ static void tiles_pass(const tiles_part *x, int64_t line, const uint32_t *strip,
     /* Never copied: a copy waits for the stores of C before it (docs/gemm.md). */
     const tiles_product t = {.a = x->keeps_b ? strip : own,
                              .b = x->keeps_b ? own : strip,
-                             .steps = x->words / TILES_STEP,
+                             .steps = rpi_divide_up(x->depth, TILES_INNER),
                              .start = !begins           ? c
                                       : g->bias != NULL ? g->bias + part.column
                                                         : NULL,
@@ -154,14 +162,15 @@ static void tiles_pass(const tiles_part *x, int64_t line, const uint32_t *strip,
                              .c_stride = g->c_stride,
                              .next = tiles_next(g, at, x->keeps_b, line, (i + 1) * TILES_SIDE),
                              .packing = packing};
-    tiles_multiply(&t, part.rows, part.columns);
+    tiles_multiply(&t, tiles_parts_in(g), part.rows, part.columns);
   }
 }
 
 /* While a strip passes by the next is packed, in the other half of `passing`. */
 static void tiles_pass_ahead(const tiles_part *x, tiles_source from) {
   const int64_t lines = tiles_lines_passing(x);
-  const int64_t steps = rpi_divide_up(tiles_lines_kept(x), TILES_SIDE) * (x->words / TILES_STEP);
+  const int64_t steps =
+      rpi_divide_up(tiles_lines_kept(x), TILES_SIDE) * rpi_divide_up(x->depth, TILES_INNER);
   tiles_packing next;
   tiles_pack_begin(from, 0, lines, x->depth, steps, x->passing, &next);
   for (int64_t line = 0; line < lines; line += TILES_SIDE) {
@@ -202,7 +211,7 @@ static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uin
                     .keeps_b = keeps_b,
                     .inner = inner,
                     .depth = depth,
-                    .words = rpi_divide_up(depth, TILES_INNER) * TILES_STEP,
+                    .words = rpi_divide_up(depth, TILES_INNER) * tiles_parts_in(g) * TILES_PART,
                     .kept = kept,
                     .passing = passing};
     const tiles_source a = tiles_a(g, at.row, inner), b = tiles_b(g, at.column, inner);
@@ -222,7 +231,8 @@ _Static_assert(sizeof(tiles_scratch) <= RPI_SCRATCH_BYTES, "the scratch memory i
 /* How many rows or columns are kept at most: fewer, the more of inner is. */
 static int64_t tiles_kept(const rpi_gemm_args *g) {
   const int64_t steps = rpi_divide_up(rpi_min(g->inner, TILES_DEPTH), TILES_INNER);
-  return rpi_min(TILES_KEPT, TILES_KEPT_WORDS / (steps * TILES_STEP) * TILES_SIDE);
+  const int64_t strip = steps * tiles_parts_in(g) * TILES_PART;
+  return rpi_min(TILES_KEPT, TILES_KEPT_WORDS / strip * TILES_SIDE);
 }
 
 /* Without scratch memory: fewer lines and less of inner at a time, the same to the last bit but
@@ -253,11 +263,13 @@ static void gemm_tiles_task(void *context, int64_t task, int worker) {
   if (scratch != NULL) rpi_scratch_give(scratch);
 }
 
-/* One side of a block is kept, the other may be long. */
+/* One side of a block is kept, the other may be long. In one part products take a sixth, and
+ * packing maybe half: unmeasured. */
 static void gemm_cut_tiles(gemm_job *job) {
   const rpi_gemm_args *const g = job->args;
-  gemm_cut_by(job, (gemm_costs){.for_a = g->transpose_a ? 70 : 35,
-                                .for_b = g->transpose_b ? 70 : 35,
+  const double dear = tiles_parts_in(g) == 1 ? 3 : 1;
+  gemm_cut_by(job, (gemm_costs){.for_a = dear * (g->transpose_a ? 70 : 35),
+                                .for_b = dear * (g->transpose_b ? 70 : 35),
                                 .alone = 0.5,
                                 .rows = 2048,
                                 .columns = 2048,

@@ -59,6 +59,7 @@ static void clear_operand(operand to, int64_t lines) {
 static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   const tiles_source source = {.at = from.data,
                                .stride = from.stride,
+                               .parts = TILES_PARTS,
                                .along = how == ROWS_ARE_LINES,
                                .turned = how == ROWS_ARE_INNER_OF_LEFT};
   bool whole = true;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * parts.h: products of f32 by tiles of bf16 (tiles.h), to the precision of f32.
+ * parts.h: products of f32 by tiles of bf16 (tiles.h), to the precision of f32; or of numbers that
+ * are rounded to bf16, in one part.
  *
  * A number of f32 is the sum of three of bf16, exactly: its upper 8 bits, rounded to nearest, the
  * upper 8 of what is left, and the rest.
@@ -20,46 +21,45 @@
  * memory runs along the lanes of the tile.
  *
  * What is not finite has no such parts, nor has more than bf16 can hold: who packs a strip is told.
+ * One part is what rounding makes of a number (bf16.h), of every number.
  */
 #ifndef RPI_PARTS_H
 #define RPI_PARTS_H
 
+#include "ops/bf16.h"
 #include "ops/tiles.h"
 
 #define TILES_SIDE (2 * RPI_TILE_SIDE)  /* rows and columns of C of one call of the kernel */
 #define TILES_INNER (2 * RPI_TILE_SIDE) /* of inner, in one tile */
 #define TILES_PART (2 * RPI_TILE_WORDS)
-#define TILES_STEP (3 * TILES_PART) /* words of a strip for TILES_INNER of inner */
+#define TILES_PARTS 3                         /* of f32 */
+#define TILES_STEP (TILES_PARTS * TILES_PART) /* words of a strip for TILES_INNER of inner */
 
-typedef uint32_t tiles_words __attribute__((vector_size(4 * RPI_LANES)));
-
-RPI_INLINE void tiles_store(uint32_t *to, tiles_words words) {
+RPI_INLINE void tiles_store(uint32_t *to, rpi_words words) {
   rpi_store((real *)to, (rpi_register)words);
 }
-
-#define TILES_UPPER 0xFFFF0000u
 
 /* The three parts of numbers, each in the upper half of a word but for the last, whose lower half
  * is to be left out. The first is the nearest number of bf16, halves away from zero; the second is
  * cut off, which leaves no more than the third can hold. */
 typedef struct tiles_parts {
-  tiles_words part[3];
+  rpi_words part[3];
 } tiles_parts;
 
 RPI_INLINE tiles_parts tiles_parts_of(rpi_register x, rpi_register *odd) {
-  const tiles_words first = ((tiles_words)x + 0x8000u) & TILES_UPPER;
+  const rpi_words first = ((rpi_words)x + 0x8000u) & RPI_BF16_UPPER;
   const rpi_register rest = x - (rpi_register)first;
-  const tiles_words second = (tiles_words)rest & TILES_UPPER;
+  const rpi_words second = (rpi_words)rest & RPI_BF16_UPPER;
   const rpi_register last = rest - (rpi_register)second;
   *odd += rest * 0;
-  return (tiles_parts){{first, second, (tiles_words)last}};
+  return (tiles_parts){{first, second, (rpi_words)last}};
 }
 
 /* Words of pairs, of each part. */
 RPI_INLINE void tiles_put(tiles_parts x, tiles_parts y, uint32_t *to) {
   tiles_store(to, x.part[0] >> 16 | y.part[0]);
   tiles_store(to + TILES_PART, x.part[1] >> 16 | y.part[1]);
-  tiles_store(to + 2 * TILES_PART, x.part[2] >> 16 | (y.part[2] & TILES_UPPER));
+  tiles_store(to + 2 * TILES_PART, x.part[2] >> 16 | (y.part[2] & RPI_BF16_UPPER));
 }
 
 /* Rows of a tile of each part. Row i of it has the numbers from[i * step ...] and, `partner`
@@ -78,6 +78,43 @@ RPI_INLINE rpi_register tiles_split(const int64_t rows, const real *from, int64_
     }
   }
   return odd;
+}
+
+/* The same in one part. */
+RPI_INLINE void tiles_round(const bool native, const int64_t rows, const real *from, int64_t step,
+                            int64_t partner, int64_t ahead, uint32_t *to) {
+  for (int64_t i = 0; i < rows; i++, from += step) {
+    rpi_prefetch(from, ahead);
+    rpi_prefetch(from, ahead + partner);
+    RPI_UNROLL(4) for (int64_t l = 0; l < RPI_TILE_SIDE; l += RPI_LANES) {
+      const rpi_register x = rpi_load(from + l), y = rpi_load(from + partner + l);
+      tiles_store(to + i * RPI_TILE_SIDE + l, (rpi_words)rpi_words_across(native, x, y));
+    }
+  }
+}
+
+#define TILES_ROUND_FN(how, target, native)                                                        \
+  target RPI_NOINLINE void tiles_round_##how(int64_t rows, const real *from, int64_t step,         \
+                                             int64_t partner, int64_t ahead, uint32_t *to) {       \
+    tiles_round(native, rows, from, step, partner, ahead, to);                                     \
+  }
+TILES_ROUND_FN(twin, , false)
+#ifdef RPI_BF16_NATIVE
+TILES_ROUND_FN(native, RPI_BF16_TARGET, true)
+#endif
+
+/* In so many parts. */
+RPI_INLINE rpi_register tiles_split_in(int parts, const int64_t rows, const real *from,
+                                       int64_t step, int64_t partner, int64_t ahead, uint32_t *to) {
+  if (parts == TILES_PARTS) return tiles_split(rows, from, step, partner, ahead, to);
+#ifdef RPI_BF16_NATIVE
+  if (rpi_bf16_native()) {
+    tiles_round_native(rows, from, step, partner, ahead, to);
+    return (rpi_register){0};
+  }
+#endif
+  tiles_round_twin(rows, from, step, partner, ahead, to);
+  return (rpi_register){0};
 }
 
 /* 16 x 16 numbers, rows to columns. */
@@ -102,19 +139,20 @@ RPI_INLINE void tiles_turn(const real *from, int64_t step, int64_t ahead, real *
 typedef struct tiles_source {
   const real *at;
   int64_t stride;
+  int parts;          /* that are made of it */
   bool along, turned; /* turned: lanes of memory are rows of a tile */
 } tiles_source;
 
 /* One tile of each part of a strip, and the memory `ahead` is asked for. */
 RPI_NOINLINE void tiles_pack_one(const real *from, int64_t step, int64_t partner, int64_t ahead,
-                                 bool turned, uint32_t *to, rpi_register *odd) {
-  if (turned) {
+                                 tiles_source s, uint32_t *to, rpi_register *odd) {
+  if (s.turned) {
     _Alignas(64) real stage[2 * RPI_TILE_WORDS];
     tiles_turn(from, step, ahead, stage);
     tiles_turn(from + partner, step, ahead, stage + RPI_TILE_WORDS);
-    *odd += tiles_split(RPI_TILE_SIDE, stage, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, to);
+    *odd += tiles_split_in(s.parts, RPI_TILE_SIDE, stage, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, to);
   } else {
-    *odd += tiles_split(RPI_TILE_SIDE, from, step, partner, ahead, to);
+    *odd += tiles_split_in(s.parts, RPI_TILE_SIDE, from, step, partner, ahead, to);
   }
 }
 
@@ -126,7 +164,7 @@ static void tiles_pack_ragged(const real *from, tiles_source s, int64_t lines, i
   for (int64_t i = 0; i < lines; i++) {
     memcpy(whole + i * stride, from + i * s.stride, (size_t)width * sizeof(real));
   }
-  tiles_pack_one(whole, stride, s.along ? RPI_TILE_SIDE : RPI_TILE_WORDS, 0, s.turned, to, odd);
+  tiles_pack_one(whole, stride, s.along ? RPI_TILE_SIDE : RPI_TILE_WORDS, 0, s, to, odd);
 }
 
 /* A piece: one tile of each part of a strip. How its numbers lie. */
@@ -141,7 +179,7 @@ static tiles_piece tiles_piece_at(const tiles_source *s, int64_t first, int64_t 
   return (tiles_piece){
       .from = s->along ? s->at + first * s->stride + k : s->at + k * s->stride + first,
       .partner = s->along ? RPI_TILE_SIDE : RPI_TILE_SIDE * s->stride,
-      .to = to + k / TILES_INNER * TILES_STEP + first % TILES_SIDE * RPI_TILE_SIDE};
+      .to = to + k / TILES_INNER * s->parts * TILES_PART + first % TILES_SIDE * RPI_TILE_SIDE};
 }
 
 /* Of rows so far apart, or less, that run along inner the next tile's are asked for, else what is
@@ -154,8 +192,8 @@ static void tiles_pack_at(tiles_source s, int64_t first, int64_t across, int64_t
   const tiles_piece p = tiles_piece_at(&s, first, k, to);
   if (across == RPI_TILE_SIDE && inner == TILES_INNER) {
     const bool lines = s.along && s.stride <= TILES_NEAR;
-    tiles_pack_one(p.from, s.stride, p.partner, lines ? RPI_TILE_SIDE * s.stride : 2 * p.partner,
-                   s.turned, p.to, odd);
+    tiles_pack_one(p.from, s.stride, p.partner, lines ? RPI_TILE_SIDE * s.stride : 2 * p.partner, s,
+                   p.to, odd);
   } else {
     tiles_pack_ragged(p.from, s, s.along ? across : inner, s.along ? inner : across, p.to, odd);
   }
@@ -179,7 +217,7 @@ static bool tiles_pack_strip(tiles_source s, int64_t first, int64_t lines, int64
  * for every four products of tiles are free, if they come no more at once (docs/gemm.md). A slice
  * is TILES_SLICE rows of a piece, or half a piece turned. */
 #define TILES_SLICE 4
-#define TILES_GROUPS 6 /* of four products, in one step of the kernel */
+#define TILES_GROUPS 6 /* of four products, in one step of the kernel; of one part 1 */
 typedef struct tiles_packing {
   rpi_register odd;
   _Alignas(64) real stage[2 * RPI_TILE_WORDS]; /* a piece, turned */
@@ -207,7 +245,7 @@ static void tiles_pack_begin(tiles_source from, int64_t first, int64_t all, int6
   x->line = x->k = x->slice = x->credit = 0;
   x->pieces = rpi_divide_up(x->lines, RPI_TILE_SIDE) * rpi_divide_up(depth, TILES_INNER);
   x->each = x->pieces * tiles_slices(&from);
-  x->every = steps * TILES_GROUPS;
+  x->every = steps * (from.parts == TILES_PARTS ? TILES_GROUPS : 1);
   x->to = to;
 }
 
@@ -250,13 +288,14 @@ RPI_NOINLINE void tiles_pack_slice(tiles_packing *x) {
   const int64_t stride = x->from.stride, ahead = tiles_ahead(x), slice = x->slice++;
   if (!x->from.turned) {
     const int64_t row = slice * TILES_SLICE;
-    x->odd += tiles_split(TILES_SLICE, p.from + row * stride, stride, p.partner, ahead,
-                          p.to + row * RPI_TILE_SIDE);
+    x->odd += tiles_split_in(x->from.parts, TILES_SLICE, p.from + row * stride, stride, p.partner,
+                             ahead, p.to + row * RPI_TILE_SIDE);
   } else if (slice < 2) {
     tiles_turn(p.from + slice * p.partner, stride, ahead, x->stage + slice * RPI_TILE_WORDS);
   } else {
     const int64_t at = (slice - 2) * TILES_SLICE * RPI_TILE_SIDE;
-    x->odd += tiles_split(TILES_SLICE, x->stage + at, RPI_TILE_SIDE, RPI_TILE_WORDS, 0, p.to + at);
+    x->odd += tiles_split_in(x->from.parts, TILES_SLICE, x->stage + at, RPI_TILE_SIDE,
+                             RPI_TILE_WORDS, 0, p.to + at);
   }
   if (x->slice == tiles_slices(&x->from)) tiles_next_piece(x);
 }
@@ -315,8 +354,8 @@ typedef struct tiles_product {
   if (rows > 1 && columns > 1)                                                                     \
   move(3, (at) + RPI_TILE_SIDE * (stride) + RPI_TILE_SIDE, (stride) * RPI_REAL_BYTES)
 
-RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns, const bool beside,
-                                           const tiles_product *t) {
+RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int parts, const int rows, const int columns,
+                                           const bool beside, const tiles_product *t) {
   const uint32_t *a = t->a, *b = t->b;
   const real *const start = t->start;
   real *const c = t->c;
@@ -333,16 +372,18 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns, co
   const int64_t ask =
       rpi_divide_up(TILES_SIDE, t->steps); /* rows of what is next, with every step */
   int64_t asked = 0;
-  for (int64_t i = 0; i < t->steps; i++, a += TILES_STEP, b += TILES_STEP) {
+  const int64_t step = parts * TILES_PART;
+  for (int64_t i = 0; i < t->steps; i++, a += step, b += step) {
     if (t->next != NULL) {
       for (int64_t n = 0; n < ask; n++, asked++) {
         rpi_prefetch_to(t->next, asked * c_stride);
         rpi_prefetch_to(t->next, asked * c_stride + RPI_TILE_SIDE);
       }
     }
-    TILES_LEFT(2);
+    TILES_LEFT(parts - 1);
     TILES_DOTS_RIGHT(0);
     if (beside) tiles_pack_some(t->packing);
+    if (parts == 1) continue;
     TILES_DOTS_LEFT(1);
     if (beside) tiles_pack_some(t->packing);
     TILES_DOTS_RIGHT(1);
@@ -361,17 +402,22 @@ RPI_TILES_TARGET RPI_INLINE void tiles_sum(const int rows, const int columns, co
 
 typedef void (*tiles_sum_fn)(const tiles_product *t);
 
-#define TILES_SUM_FN(name, rows, columns, beside)                                                  \
-  RPI_TILES_TARGET RPI_NOINLINE void tiles_sum_##name(const tiles_product *t) {                    \
-    tiles_sum(rows, columns, beside, t);                                                           \
+#define TILES_SUM_FN(parts, name, rows, columns, beside)                                           \
+  RPI_TILES_TARGET RPI_NOINLINE void tiles_sum_##parts##_##name(const tiles_product *t) {          \
+    tiles_sum(parts, rows, columns, beside, t);                                                    \
   }
-TILES_SUM_FN(1_1, 1, 1, false)
-TILES_SUM_FN(1_2, 1, 2, false)
-TILES_SUM_FN(2_1, 2, 1, false)
-TILES_SUM_FN(2_2, 2, 2, false)
-TILES_SUM_FN(packing, 2, 2, true)
+#define TILES_SUM_FNS(parts)                                                                       \
+  TILES_SUM_FN(parts, 1_1, 1, 1, false)                                                            \
+  TILES_SUM_FN(parts, 1_2, 1, 2, false)                                                            \
+  TILES_SUM_FN(parts, 2_1, 2, 1, false)                                                            \
+  TILES_SUM_FN(parts, 2_2, 2, 2, false)                                                            \
+  TILES_SUM_FN(parts, packing, 2, 2, true)
+TILES_SUM_FNS(1)
+TILES_SUM_FNS(3)
 
-static const tiles_sum_fn tiles_sums[2][2] = {{tiles_sum_1_1, tiles_sum_1_2},
-                                              {tiles_sum_2_1, tiles_sum_2_2}};
+static const tiles_sum_fn tiles_sums[2][2] = {{tiles_sum_3_1_1, tiles_sum_3_1_2},
+                                              {tiles_sum_3_2_1, tiles_sum_3_2_2}};
+static const tiles_sum_fn tiles_rounded_sums[2][2] = {{tiles_sum_1_1_1, tiles_sum_1_1_2},
+                                                      {tiles_sum_1_2_1, tiles_sum_1_2_2}};
 
 #endif

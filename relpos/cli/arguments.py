@@ -122,7 +122,8 @@ def add_device(command: Any) -> None:
         "--precision",
         choices=PRECISIONS,
         default="f32",
-        help="of matrix products; bf16 on a GPU alone (f32)",
+        help="of matrix products; bf16: numbers are rounded first, which is faster on GPUs, and on "
+        "CPUs that have instructions for it (f32)",
     )
 
 

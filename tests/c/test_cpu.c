@@ -10,7 +10,7 @@
 
 #include "check.h"
 
-#if defined(__x86_64__) && defined(RPI_HAS_AMX)
+#if defined(__x86_64__)
 
 /* Whether a word is among the flags of /proc/cpuinfo. */
 static bool system_names(const char *feature) {
@@ -30,9 +30,9 @@ static bool system_names(const char *feature) {
 int main(void) {
   const int features = rpi_cpu_features();
   CHECK((features & RPI_CPU_PORTABLE) != 0);
-  CHECK_INT(
-      features & ~(RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512 | RPI_CPU_NEON | RPI_CPU_AMX),
-      0);
+  CHECK_INT(features & ~(RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512 | RPI_CPU_NEON |
+                         RPI_CPU_AMX | RPI_CPU_BF16),
+            0);
   CHECK_INT(rpi_cpu_features(), features);
 #if defined(__x86_64__)
   CHECK_INT(features & RPI_CPU_NEON, 0);
@@ -52,6 +52,8 @@ int main(void) {
 #else
   CHECK_INT(features & RPI_CPU_AMX, 0);
 #endif
+  CHECK_INT((features & RPI_CPU_BF16) != 0,
+            (features & RPI_CPU_AVX512) != 0 && system_names("avx512_bf16"));
 #elif defined(__aarch64__)
   CHECK_INT(features, RPI_CPU_PORTABLE | RPI_CPU_NEON);
 #else

@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_words.h: operands of a product in bf16, packed as words (bf16.h). A word is two numbers of
+ * inner, so that what is packed looks like operands of half of inner: the kernel of gemm_kernel.h
+ * has one multiplication that is another.
+ */
+#ifndef RPI_GEMM_WORDS_H
+#define RPI_GEMM_WORDS_H
+
+#include "ops/gemm_kernel.h"
+
+#if RPI_REAL_BYTES == 4
+
+/* to[row][stride] = rows of A that run along inner. What is written beyond the words of a row, less
+ * than a vector, the next row overwrites. */
+RPI_INLINE void gemm_words_rows(const bool native, const real *from, int64_t from_stride,
+                                int64_t rows, int64_t depth, real *to, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
+    for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
+      rpi_store(to + k / 2, rpi_words_at(native, from + k, depth - k));
+    }
+  }
+}
+
+/* The words of two rows of inner; the second is not there where inner ends. */
+RPI_INLINE rpi_register gemm_words_pair(const bool native, const real *from, int64_t stride,
+                                        int64_t count, bool both) {
+  const bool whole = count >= RPI_LANES;
+  const rpi_register first = whole ? rpi_load(from) : rpi_load_part(from, count);
+  const rpi_register second = !both   ? (rpi_register){0}
+                              : whole ? rpi_load(from + stride)
+                                      : rpi_load_part(from + stride, count);
+  return rpi_words_across(native, first, second);
+}
+
+/* Strips of a transposed A, each [words][GEMM_STRIP], `size` apart (gemm_pack_a). */
+RPI_INLINE void gemm_words_strips(const bool native, const real *from, int64_t from_stride,
+                                  int64_t rows, int64_t depth, real *strips, int64_t size) {
+  _Alignas(64) real line[GEMM_HEIGHT + RPI_LANES];
+  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride, strips += GEMM_STRIP) {
+    for (int64_t r = 0; r < rows; r += RPI_LANES) {
+      rpi_prefetch(from, 4 * from_stride + r);
+      rpi_prefetch(from, 5 * from_stride + r);
+      rpi_store(line + r, gemm_words_pair(native, from + r, from_stride, rows - r, k + 1 < depth));
+    }
+    real *to = strips;
+    for (int64_t r = 0; r < rows; r += GEMM_STRIP, to += size) {
+      *(gemm_piece *)to = *(const gemm_piece *)(line + r);
+    }
+  }
+}
+
+/* panel[words][stride] = B given as [columns, inner], its columns filled up with zeros to whole
+ * vectors. */
+RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t from_stride,
+                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
+  const int64_t words = rpi_divide_up(depth, 2);
+  for (int64_t j = 0; j < width; j += RPI_LANES, from += RPI_LANES * from_stride) {
+    const int64_t present = rpi_min(width - j, RPI_LANES);
+    for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
+      rpi_register square[RPI_LANES];
+      if (present == RPI_LANES && k + 2 * RPI_LANES <= depth) {
+        RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+          square[i] = rpi_words_at(native, from + i * from_stride + k, 2 * RPI_LANES);
+        }
+      } else {
+        for (int i = 0; i < RPI_LANES; i++) {
+          square[i] = i < present ? rpi_words_at(native, from + i * from_stride + k, depth - k)
+                                  : (rpi_register){0};
+        }
+      }
+      rpi_transpose(square);
+      const int64_t left = rpi_min(words - k / 2, RPI_LANES);
+      real *const to = panel + k / 2 * stride + j;
+      if (left == RPI_LANES) {
+        RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) rpi_store(to + i * stride, square[i]);
+      } else {
+        for (int64_t i = 0; i < left; i++) rpi_store(to + i * stride, square[i]);
+      }
+    }
+  }
+}
+
+/* The same of B as it lies. */
+RPI_INLINE void gemm_words_panel(const bool native, const real *from, int64_t from_stride,
+                                 int64_t width, int64_t depth, real *panel, int64_t stride) {
+  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride, panel += stride) {
+    for (int64_t j = 0; j < width; j += RPI_LANES) {
+      rpi_store(panel + j,
+                gemm_words_pair(native, from + j, from_stride, width - j, k + 1 < depth));
+    }
+  }
+}
+
+/* Each by instructions, and without. */
+enum { GEMM_ROWS, GEMM_TURNED, GEMM_STRIPS, GEMM_PANEL };
+typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lines, int64_t depth,
+                              real *to, int64_t stride);
+#define GEMM_WORDS_FN(how, target, name)                                                           \
+  target RPI_NOINLINE void gemm_##name##_##how(const real *from, int64_t from_stride,              \
+                                               int64_t lines, int64_t depth, real *to,             \
+                                               int64_t stride) {                                   \
+    gemm_words_##name(GEMM_##how == GEMM_NATIVE, from, from_stride, lines, depth, to, stride);     \
+  }
+#define GEMM_WORDS_FNS(how, target)                                                                \
+  GEMM_WORDS_FN(how, target, rows)                                                                 \
+  GEMM_WORDS_FN(how, target, turned)                                                               \
+  GEMM_WORDS_FN(how, target, strips)                                                               \
+  GEMM_WORDS_FN(how, target, panel)                                                                \
+  static const gemm_words_fn gemm_words_##how[] = {gemm_rows_##how, gemm_turned_##how,             \
+                                                   gemm_strips_##how, gemm_panel_##how};
+
+GEMM_WORDS_FNS(TWIN, )
+#ifdef RPI_BF16_NATIVE
+GEMM_WORDS_FNS(NATIVE, RPI_BF16_TARGET)
+#endif
+
+static const gemm_words_fn *gemm_words_of(int how) {
+#ifdef RPI_BF16_NATIVE
+  if (how == GEMM_NATIVE) return gemm_words_NATIVE;
+#endif
+  (void)how;
+  return gemm_words_TWIN;
+}
+
+#endif
+
+#endif
