@@ -132,12 +132,14 @@ static gemm_ahead gemm_ahead_b(const rpi_gemm_args *g, int64_t inner, int64_t de
 /* The i-th of so many parts of the rows of A that are packed next. */
 static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, int64_t depth,
                                int64_t i, int64_t parts) {
-  const int64_t first = depth * i / parts, end = depth * (i + 1) / parts;
+  const int64_t lines = depth == 0 ? 0 : g->transpose_a ? depth : at.rows;
+  const int64_t first = lines * i / parts, end = lines * (i + 1) / parts;
   if (first == end) return (gemm_ahead){0};
-  return (gemm_ahead){.at = gemm_a_at(g, at.row, inner + first),
+  return (gemm_ahead){.at = g->transpose_a ? gemm_a_at(g, at.row, inner + first)
+                                           : gemm_a_at(g, at.row + first, inner),
                       .stride = g->a_stride,
                       .rows = end - first,
-                      .elements = at.rows};
+                      .elements = g->transpose_a ? at.rows : depth};
 }
 
 /* `panel` holds `most` numbers of inner, or as many words, and so does each strip of `packed`.
@@ -177,7 +179,7 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
       }
       t.next = left > 0 ? t.c + width : NULL;
       gemm_ahead ahead =
-          gemm_ahead_a(g, at, below, packed != NULL && g->transpose_a ? deeper : 0, i, panels);
+          gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels);
       const gemm_ahead ahead_b =
           left > 0     ? gemm_ahead_b(g, inner, depth, column + width, left)
           : deeper > 0 ? gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns))
