@@ -176,8 +176,8 @@ rp_status rpi_model_enter(rp_model *m) {
   pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &m->cancel);
   m->caller = rpi_float_enter(false);
   const rp_ops *ops;
-  if (m->ops->host) return RP_OK;
   rpi_model_weights_changed(m); /* who knows by whom, between calls */
+  if (m->ops->host) return RP_OK;
   const rp_status status =
       rpi_device_ops(m->device, &ops); /* from here on this thread works there */
   return status == RP_OK ? RP_OK : rpi_model_leave(m, status);

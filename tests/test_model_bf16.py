@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from capi import CORES, Core, CoreError, core_by_name
 from cores import get_core
-from model_capi import OPTIMIZER, Config, Model
+from decode_capi import Decoder, Found
+from model_capi import OPTIMIZER, Config, Limits, Memory, Model, Sentences
 from test_model import SMALL, bits, pairs, trained
 from test_model_gradients import BASE, CASES, STAGES, batch_for, gradients, spread
 
@@ -113,6 +115,71 @@ def test_files_are_those_of_f32(f32: Core, tmp_path: Path) -> None:
         assert abs(model.forward(pairs(7)).loss - loss) <= 12 * HALF_ULP * loss
         assert model.step(pairs(8)).loss == other.step(pairs(8)).loss
         assert bits(model) == bits(other)
+
+
+# ------------------------------------------------------------------------------------------- searches
+
+WORDS = {"max_length": 24, "source_vocabulary": 97, "target_vocabulary": 101, "width": 48,
+         "share_embeddings": False, "share_output": False}  # fmt: skip
+
+
+def sources() -> list[list[int]]:
+    draw = np.random.default_rng(4)
+    return [draw.integers(3, 97, n).tolist() for n in (5, 0, 9, 1, 7)]
+
+
+def searched(model: Model, **options: Any) -> list[list[Found]]:
+    with Decoder(model) as decoder:
+        return decoder.search(Sentences(sources(), None, None), max_more=12, **options)
+
+
+@pytest.mark.parametrize("beam", [1, 4, 9])
+def test_searches_keep_weights_rounded_and_change_no_bit(f32: Core, beam: int) -> None:
+    """A model that trains keeps none, and rounds what its products read: 5 rows and fewer, up to
+    32, and more."""
+    found = []
+    for training in (0, 1):
+        with Model(Config(f32, "tiny", WORDS), training=training, precision=BF16) as model:
+            spread(model)
+            found.append(searched(model, beam=beam, n_best=beam))
+            for weights in model.weights.values():
+                weights *= 1.25  # what was rounded is no other search's
+            found.append(searched(model, beam=beam, n_best=beam))
+    assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1]
+
+
+def test_weights_that_are_kept_are_told(f32: Core) -> None:
+    config = Config(f32, "tiny", WORDS)
+    told = []
+    for precision in (0, BF16):
+        memory = Memory(struct_size=ctypes.sizeof(Memory))
+        limits = Limits(ctypes.sizeof(Limits), 64, 16, 0, 0, None, precision)
+        where = ctypes.byref(limits), ctypes.byref(memory)
+        f32.check(f32.lib.rp_model_memory(config.memory, *where))
+        told.append(memory.constants)
+    with Model(config) as model:
+        kept = sum(
+            w.size for name, w in model.weights.items()
+            if w.ndim == 2 and (name.startswith("decoder.") and "_table" not in name
+                                or name == "output.weight")
+        )  # fmt: skip
+    assert 2 * kept <= told[1] - told[0] <= 2.5 * kept
+
+
+def test_a_search_scores_as_a_whole_pass_does(f32: Core) -> None:
+    """Words are scored from a cache, in products of few rows: attention's sums in another order move
+    some operands to the next number of bf16."""
+    limits = {"training": 0, "precision": BF16, "tokens": 512}
+    with Model(Config(f32, "tiny", WORDS), **limits) as model:
+        spread(model)
+        found = [each[0] for each in searched(model)]
+        targets = [[1, *each.tokens][: len(each.tokens) + each.finished] for each in found]
+        labels = [[*each.tokens, 2][: len(each.tokens) + each.finished] for each in found]
+        scores = model.score(Sentences(sources(), targets, labels))
+        parts = np.split(scores, np.cumsum([len(target) for target in targets])[:-1])
+        for each, part in zip(found, parts, strict=True):
+            whole = float(np.sum(part))
+            assert abs(whole - each.log_probability) <= 12 * HALF_ULP * (1 + abs(whole))
 
 
 # ------------------------------------------------------------------------------------------- refusals

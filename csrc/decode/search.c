@@ -36,6 +36,7 @@
 
 #include "base/integers.h"
 #include "base/rng.h"
+#include "model/sublayer.h"
 
 #define FIRST_LISTED ((int64_t)128) /* likeliest classes a draw looks at first, before all */
 #define LITTLE_LEFT 0x1p-60         /* a share below which floats lose some of what it is made of */
@@ -644,6 +645,10 @@ static void close_at_once(search *s) {
 
 static rp_status begin(search *s) {
   write_beginnings(s);
+  for (int64_t k = 0; k < s->d->count; k++) {
+    rp_model *const m = s->d->runs[k].model;
+    if (m->ops->host && m->limits.precision == RP_BF16) RPI_TRY(rpi_round_weights(m));
+  }
   const rpi_cache_start start = {
       .most_rows = s->sentences * s->width,
       .most_length = s->longest + 1 < s->d->max_length ? s->longest + 1 : s->d->max_length,

@@ -56,6 +56,7 @@
       .collect = rpi_host_collect,                                                                 \
       .arrived = rpi_host_arrived,                                                                 \
       .discard = rpi_release,                                                                      \
+      .round_weights = round_weights,                                                              \
       .gemm = gemm##by,                                                                            \
       .linear_backward = linear_backward##by,                                                      \
       .attention_workspace = attention_workspace##by,                                              \

@@ -20,8 +20,8 @@
  *                a model that was opened lie in its file, mapped, or in a block of their own
  *   step         streams and what sublayers store | scratch | losses | ledger
  *   workspace    of attention: grows where a batch needs more than was planned
- *   rounded      on a device, in bf16: weights as products have them, made by the first in a call;
- *                where there is no memory for them, each product rounds its own
+ *   rounded      in bf16: weights as products have them, on a device made by the first in a call,
+ * on a host by a search; where there is no memory for them, each product rounds its own
  */
 #ifndef RPI_MODEL_H
 #define RPI_MODEL_H

@@ -145,6 +145,16 @@ static bool is_multiplied(const rpi_layout *layout, const rpi_parameter *p) {
   return p->start == RPI_LINEAR || p->at == layout->output;
 }
 
+/* Is it kept rounded? A host does so while it searches, with what every word asks for: the
+ * decoder's and the output projection. */
+static bool is_kept_rounded(const rp_model *m, const rpi_parameter *p) {
+  const rpi_layout *const layout = &m->layout;
+  if (m->limits.precision != RP_BF16 || !is_multiplied(layout, p)) return false;
+  if (!m->ops->host) return true;
+  if (m->limits.training || m->config.decoder.layers == 0) return false;
+  return p->at == layout->output || p->at >= layout->stack[RPI_DECODER].layers[0].self.qkv;
+}
+
 /* Shapes are known once the layout is there, after the first count. */
 static void carve_rounded(rp_model *m, plan *p) {
   const rpi_layout *const layout = &m->layout;
@@ -152,7 +162,7 @@ static void carve_rounded(rp_model *m, plan *p) {
   for (int64_t i = 0; m->rounded && i < layout->count; i++) {
     const rpi_parameter *const of = &layout->parameters[i];
     m->rounded[i] = (rpi_rounding){.to = NULL};
-    if (!rpi_rounds_operands(m) || !is_multiplied(layout, of)) continue;
+    if (!is_kept_rounded(m, of)) continue;
     m->rounded[i].out = of->shape[0];
     m->rounded[i].in = of->shape[1];
     m->rounded[i].to = kept(&p->rounded, of->shape[0], of->shape[1]);

@@ -6,7 +6,7 @@
 #include "model/sublayer.h"
 
 /* Those that have a place. */
-static rp_status round_weights(rp_model *m) {
+rp_status rpi_round_weights(rp_model *m) {
   const rpi_layout *const layout = &m->layout;
   for (int64_t i = 0; i < layout->count; i++) {
     const rpi_parameter *const of = &layout->parameters[i];
@@ -22,8 +22,8 @@ static rp_status round_weights(rp_model *m) {
 
 rp_status rpi_rounded_of(rp_model *m, int64_t weight, const void **rounded) {
   *rounded = NULL;
-  if (!rpi_rounds_operands(m)) return RP_OK;
-  if (!m->is_rounded) RPI_TRY(round_weights(m));
+  if (rpi_rounds_operands(m) && !m->is_rounded) RPI_TRY(rpi_round_weights(m));
+  if (!m->is_rounded) return RP_OK;
   int64_t first = 0, last = m->layout.count - 1; /* places rise */
   while (first < last) {
     const int64_t middle = first + (last - first) / 2;

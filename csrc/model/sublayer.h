@@ -48,8 +48,12 @@ static inline rpi_dropout rpi_dropout_at(const rpi_run *run, int64_t layer, doub
 
 /* ---- linear layers: sublayer.c --------------------------------------------- */
 
-/* *rounded = the weight that lies there as products have it, or NULL. All are rounded at once where
- * they may have changed. */
+/* All weights that are kept rounded. A host, whose products round what they are given as they read
+ * it, has them from here until the call ends: for a search, which reads them many times. */
+rp_status rpi_round_weights(rp_model *m);
+
+/* *rounded = the weight that lies there as products have it, or NULL. On a device all are rounded
+ * at once where they may have changed. */
 rp_status rpi_rounded_of(rp_model *m, int64_t weight, const void **rounded);
 
 /* One of a layer, y = x . Wᵀ + b, by where its parameters lie. */

@@ -80,7 +80,7 @@ static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inn
     return;
   }
 #if RPI_REAL_BYTES == 4
-  gemm_words_of(how)[g->transpose_a ? GEMM_STRIPS : GEMM_ROWS](
+  gemm_words[how][g->transpose_a ? GEMM_STRIPS : GEMM_ROWS](
       gemm_a_at(g, at.row, inner), g->a_stride, at.rows, depth, packed,
       g->transpose_a ? GEMM_STRIP_SIZE : GEMM_ROW_SIZE);
 #endif
@@ -95,9 +95,14 @@ static void gemm_pack_panel_b(const rpi_gemm_args *g, int64_t inner, int64_t dep
     return;
   }
 #if RPI_REAL_BYTES == 4
-  gemm_words_of(how)[g->transpose_b ? GEMM_TURNED : GEMM_PANEL](gemm_b_at(g, inner, column),
-                                                                g->b_stride, width, depth, panel,
-                                                                rpi_round_up(width, RPI_LANES));
+  const gemm_words_fn *const by = gemm_words[how];
+  const int64_t stride = rpi_round_up(width, RPI_LANES);
+  const gemm_stored words = gemm_stored_at(g, inner, column);
+  if (words.at != NULL) by[GEMM_STORED](words.at, words.stride, width, depth, panel, stride);
+  else {
+    by[g->transpose_b ? GEMM_TURNED : GEMM_PANEL](gemm_b_at(g, inner, column), g->b_stride, width,
+                                                  depth, panel, stride);
+  }
 #endif
 }
 
@@ -123,6 +128,10 @@ static void gemm_place_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, c
 static gemm_ahead gemm_ahead_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
                                int64_t columns) {
   if (depth == 0 || columns == 0) return (gemm_ahead){0};
+  const gemm_stored words = gemm_stored_at(g, inner, column);
+  if (words.at != NULL) {
+    return (gemm_ahead){words.at, words.stride, columns, rpi_divide_up(depth, 2), 0, NULL};
+  }
   return (gemm_ahead){.at = gemm_b_at(g, inner, column),
                       .stride = g->b_stride,
                       .rows = g->transpose_b ? columns : depth,
@@ -178,8 +187,7 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
         t.start_stride = 0;
       }
       t.next = left > 0 ? t.c + width : NULL;
-      gemm_ahead ahead =
-          gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels);
+      gemm_ahead ahead = gemm_ahead_a(g, at, below, packed != NULL ? deeper : 0, i, panels);
       const gemm_ahead ahead_b =
           left > 0     ? gemm_ahead_b(g, inner, depth, column + width, left)
           : deeper > 0 ? gemm_ahead_b(g, below, deeper, at.column, rpi_min(GEMM_WIDTH, at.columns))

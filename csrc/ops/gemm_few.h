@@ -12,17 +12,46 @@
 #define GEMM_FEW_ROWS_TRANSPOSED 32
 #define GEMM_FEW_ROWS_PLAIN 16
 
-/* A in bf16 is rows of words by then, in whole vectors, and B becomes words as it is read: as its
- * columns follow inner, these are pairs of neighbours, too. Numbers in an element of A: */
-#define GEMM_WORD(how) ((how) == GEMM_NUMBERS ? 1 : 2)
+/* A in bf16 is rows of words by then, in whole vectors, and B becomes words as it is read, or is
+ * stored as such: */
+enum { GEMM_TWIN_STORED = GEMM_TWIN + 2, GEMM_NATIVE_STORED = GEMM_NATIVE + 2 };
 
-/* A vector of a row of B of which `left` numbers are left. */
-RPI_INLINE rpi_register gemm_few_b(const int how, const real *from, int64_t left) {
+static int gemm_few_how(const rpi_gemm_args *g) {
+  return gemm_how(g) + (gemm_stored_at(g, 0, 0).at != NULL ? GEMM_TWIN_STORED - GEMM_TWIN : 0);
+}
+
+#if RPI_REAL_BYTES != 4
+#define GEMM_FOR_EACH_FEW GEMM_FOR_EACH
+#define GEMM_ENTRIES_FEW GEMM_ENTRIES
+#elif defined(RPI_BF16_NATIVE)
+#define GEMM_FOR_EACH_FEW(FUNCTIONS)                                                               \
+  GEMM_FOR_EACH(FUNCTIONS)                                                                         \
+  FUNCTIONS(TWIN_STORED, )                                                                         \
+  FUNCTIONS(NATIVE_STORED, RPI_BF16_TARGET)
+#define GEMM_ENTRIES_FEW(ENTRY) GEMM_ENTRIES(ENTRY), ENTRY(TWIN_STORED), ENTRY(NATIVE_STORED)
+#else
+#define GEMM_FOR_EACH_FEW(FUNCTIONS)                                                               \
+  GEMM_FOR_EACH(FUNCTIONS)                                                                         \
+  FUNCTIONS(TWIN_STORED, )
+#define GEMM_ENTRIES_FEW(ENTRY) GEMM_ENTRIES(ENTRY), ENTRY(TWIN_STORED)
+#endif
+
+#define GEMM_IS_NATIVE(how) ((how) == GEMM_NATIVE || (how) == GEMM_NATIVE_STORED)
+#define GEMM_IS_STORED(how) ((how) > GEMM_NATIVE)
+
+/* Numbers in an element of A, and of B. */
+#define GEMM_WORD(how) ((how) == GEMM_NUMBERS ? 1 : 2)
+#define GEMM_WORD_B(how) (GEMM_IS_STORED(how) ? 2 : 1)
+
+/* A vector of a row of B from number k on, of which `left` are left. */
+RPI_INLINE rpi_register gemm_few_b(const int how, const real *row, int64_t k, int64_t left) {
 #if RPI_REAL_BYTES == 4
-  if (how != GEMM_NUMBERS) return rpi_words_at(how == GEMM_NATIVE, from, left);
+  if (how != GEMM_NUMBERS) {
+    return gemm_words_from(GEMM_IS_NATIVE(how), GEMM_IS_STORED(how), row, k, left);
+  }
 #endif
   (void)how;
-  return left >= RPI_LANES ? rpi_load(from) : rpi_load_part(from, left);
+  return left >= RPI_LANES ? rpi_load(row + k) : rpi_load_part(row + k, left);
 }
 
 /* The same of A. */
@@ -33,7 +62,7 @@ RPI_INLINE rpi_register gemm_few_a(const int how, const real *from, int64_t left
 RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, rpi_register a,
                                      rpi_register b) {
 #if RPI_REAL_BYTES == 4
-  if (how != GEMM_NUMBERS) return rpi_words_add(how == GEMM_NATIVE, sum, a, b);
+  if (how != GEMM_NUMBERS) return rpi_words_add(GEMM_IS_NATIVE(how), sum, a, b);
 #endif
   (void)how;
   return sum + a * b;
@@ -60,14 +89,16 @@ RPI_INLINE void gemm_stream_column(const int how, const int rows, const rpi_gemm
   rpi_register s[GEMM_STREAM_ROWS] = {0};
   int64_t k = 0;
   for (; k + step <= inner; k += step) {
-    for (int i = 0; i < word; i++) __builtin_prefetch(b + ahead + k + i * RPI_LANES, 0, 3);
-    const rpi_register y = gemm_few_b(how, b + k, step);
+    for (int64_t i = 0; i < step / GEMM_WORD_B(how); i += RPI_LANES) {
+      __builtin_prefetch(b + ahead + k / GEMM_WORD_B(how) + i, 0, 3);
+    }
+    const rpi_register y = gemm_few_b(how, b, k, step);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
       s[r] = gemm_few_add(how, s[r], rpi_load(a + r * a_stride + k / word), y);
     }
   }
   if (k < inner) {
-    const rpi_register y = gemm_few_b(how, b + k, inner - k);
+    const rpi_register y = gemm_few_b(how, b, k, inner - k);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
       const real *const at = a + r * a_stride + k / word;
       s[r] = gemm_few_add(how, s[r], gemm_few_a(how, at, inner - k), y);
@@ -107,16 +138,18 @@ typedef void (*gemm_stream_fn)(const rpi_gemm_args *g, int64_t column, int64_t a
   GEMM_STREAM_FN(how, target, 2)                                                                   \
   GEMM_STREAM_FN(how, target, 3)                                                                   \
   GEMM_STREAM_FN(how, target, 4)                                                                   \
-  GEMM_STREAM_FN(how, target, 5)                                                                   \
-  static const gemm_stream_fn gemm_streams_##how[GEMM_STREAM_ROWS] = {                             \
-      gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3, gemm_stream_##how##_4,  \
-      gemm_stream_##how##_5};
+  GEMM_STREAM_FN(how, target, 5)
+#define GEMM_STREAM_ENTRY(how)                                                                     \
+  [GEMM_##how] = {gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3,             \
+                  gemm_stream_##how##_4, gemm_stream_##how##_5}
 
-GEMM_FOR_EACH(GEMM_STREAM_FNS)
+GEMM_FOR_EACH_FEW(GEMM_STREAM_FNS)
+static const gemm_stream_fn gemm_streams[][GEMM_STREAM_ROWS] = {
+    GEMM_ENTRIES_FEW(GEMM_STREAM_ENTRY)};
 
 /* The whole vectors of columns of a block; where they end. */
 static int64_t gemm_stream_block(const rpi_gemm_args *g, gemm_block at) {
-  const gemm_stream_fn by_rows = GEMM_CHOOSE(gemm_how(g), gemm_streams)[g->rows - 1];
+  const gemm_stream_fn by_rows = gemm_streams[gemm_few_how(g)][g->rows - 1];
   const int64_t columns_ahead = rpi_max(GEMM_STREAM_AHEAD / rpi_max(g->inner, 1), 1);
   const int64_t end = at.column + at.columns;
   int64_t column = at.column;
@@ -154,13 +187,15 @@ RPI_INLINE void gemm_dots(const int how, const int rows, const int columns, cons
   int64_t k = 0;
   for (; k + step <= inner; k += step) {
     for (int64_t i = 0; i < ahead.rows; i++) {
-      const real *const next = ahead.row + i * b_stride + k;
-      for (int n = 0; n < word; n++) __builtin_prefetch(next + n * RPI_LANES, 0, 2);
+      const real *const next = ahead.row + i * b_stride + k / GEMM_WORD_B(how);
+      for (int64_t n = 0; n < step / GEMM_WORD_B(how); n += RPI_LANES) {
+        __builtin_prefetch(next + n, 0, 2);
+      }
     }
     rpi_register x[4];
     RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k / word);
     RPI_UNROLL(16) for (int j = 0; j < columns; j++) {
-      const rpi_register y = gemm_few_b(how, b + j * b_stride + k, step);
+      const rpi_register y = gemm_few_b(how, b + j * b_stride, k, step);
       RPI_UNROLL(4) for (int r = 0; r < rows; r++) {
         rpi_register *const to = &sum[r * columns + j];
         *to = gemm_few_add(how, *to, x[r], y);
@@ -169,7 +204,7 @@ RPI_INLINE void gemm_dots(const int how, const int rows, const int columns, cons
   }
   if (k < inner) {
     for (int j = 0; j < columns; j++) {
-      const rpi_register y = gemm_few_b(how, b + j * b_stride + k, inner - k);
+      const rpi_register y = gemm_few_b(how, b + j * b_stride, k, inner - k);
       for (int r = 0; r < rows; r++) {
         rpi_register *const to = &sum[r * columns + j];
         *to = gemm_few_add(how, *to, gemm_few_a(how, a + r * a_stride + k / word, inner - k), y);
@@ -202,16 +237,19 @@ enum { GEMM_DOTS_1, GEMM_DOTS_2, GEMM_DOTS_4, GEMM_DOTS_SINGLE };
   GEMM_DOTS_FN(how, target, 1, 1, GEMM_DOTS)                                                       \
   GEMM_DOTS_FN(how, target, 2, 2, GEMM_DOTS / 2)                                                   \
   GEMM_DOTS_FN(how, target, 4, 4, GEMM_DOTS / 4)                                                   \
-  GEMM_DOTS_FN(how, target, single, 1, 1)                                                          \
-  static const gemm_dots_fn gemm_dots_##how[] = {gemm_dots_##how##_1, gemm_dots_##how##_2,         \
-                                                 gemm_dots_##how##_4, gemm_dots_##how##_single};
+  GEMM_DOTS_FN(how, target, single, 1, 1)
+#define GEMM_DOTS_ENTRY(how)                                                                       \
+  [GEMM_##how] = {gemm_dots_##how##_1, gemm_dots_##how##_2, gemm_dots_##how##_4,                   \
+                  gemm_dots_##how##_single}
 
-GEMM_FOR_EACH(GEMM_DOTS_FNS)
+GEMM_FOR_EACH_FEW(GEMM_DOTS_FNS)
+static const gemm_dots_fn gemm_dots_by[][GEMM_DOTS_SINGLE + 1] = {
+    GEMM_ENTRIES_FEW(GEMM_DOTS_ENTRY)};
 
 /* All rows of A with the GEMM_DOTS columns from `column` on: `rows` calls, whatever
  * their shapes, so that much of the next columns is asked for in each. */
 static void gemm_dots_group(const rpi_gemm_args *g, int64_t column, bool more) {
-  const gemm_dots_fn *const by = GEMM_CHOOSE(gemm_how(g), gemm_dots);
+  const gemm_dots_fn *const by = gemm_dots_by[gemm_few_how(g)];
   const int64_t share = more ? rpi_divide_up(GEMM_DOTS, g->rows) : 0;
   int64_t asked = 0;
   for (int64_t row = 0, rows; row < g->rows; row += rows) {
@@ -233,7 +271,7 @@ static void gemm_dots_block(const rpi_gemm_args *g, gemm_block at) {
   for (; column + GEMM_DOTS <= end; column += GEMM_DOTS) {
     gemm_dots_group(g, column, column + 2 * GEMM_DOTS <= g->columns);
   }
-  const gemm_dots_fn single = GEMM_CHOOSE(gemm_how(g), gemm_dots)[GEMM_DOTS_SINGLE];
+  const gemm_dots_fn single = gemm_dots_by[gemm_few_how(g)][GEMM_DOTS_SINGLE];
   for (; column < end; column++) {
     for (int64_t row = 0; row < g->rows; row++) single(g, row, column, (gemm_next){NULL, 0});
   }
@@ -252,8 +290,13 @@ static void gemm_dots_words(const rpi_gemm_args *g, gemm_block at) {
     part.a = words;
     part.a_stride = rpi_round_up(rpi_divide_up(part.inner, 2), RPI_LANES);
     part.b = gemm_b_at(g, inner, 0);
-    gemm_words_of(gemm_how(g))[GEMM_ROWS](gemm_a_at(g, 0, inner), g->a_stride, g->rows, part.inner,
-                                          words, part.a_stride);
+    const gemm_stored stored = gemm_stored_at(g, inner, 0);
+    if (stored.at != NULL) {
+      part.b = stored.at;
+      part.b_stride = stored.stride;
+    }
+    gemm_words[gemm_how(g)][GEMM_ROWS](gemm_a_at(g, 0, inner), g->a_stride, g->rows, part.inner,
+                                       words, part.a_stride);
     gemm_dots_block(&part, at);
   }
 #else

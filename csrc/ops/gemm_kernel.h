@@ -7,6 +7,7 @@
 
 #include "ops/bf16.h"
 #include "ops/gemm_job.h"
+#include "ops/linear.h"
 #include "ops/tile.h"
 
 /* What is multiplied: numbers; words of bf16 in plain C, or by instructions (bf16.h). */
@@ -20,22 +21,35 @@ static int gemm_how(const rpi_gemm_args *g) {
   return GEMM_NUMBERS;
 }
 
-/* FUNCTIONS(how, target) of each, and the choice among what they define as name_HOW. */
+/* A weight B that is there as words (round_weights), from a place on: rows `stride` words apart. */
+typedef struct gemm_stored {
+  const real *at; /* NULL: it is not */
+  int64_t stride;
+} gemm_stored;
+
+static gemm_stored gemm_stored_at(const rpi_gemm_args *g, int64_t inner, int64_t column) {
+  if (gemm_how(g) == GEMM_NUMBERS || !g->transpose_b || g->rounded == NULL) {
+    return (gemm_stored){NULL, 0};
+  }
+  const int64_t stride = rpi_operand_stride(g->inner, false) / 2;
+  return (gemm_stored){(const real *)g->rounded + column * stride + inner / 2, stride};
+}
+
+/* FUNCTIONS(how, target) of each, and ENTRY(how) of each, of a table that is indexed by it. */
 #if RPI_REAL_BYTES != 4
 #define GEMM_FOR_EACH(FUNCTIONS) FUNCTIONS(NUMBERS, )
-#define GEMM_CHOOSE(how, name) name##_NUMBERS
+#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS)
 #elif defined(RPI_BF16_NATIVE)
 #define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
   FUNCTIONS(NUMBERS, )                                                                             \
   FUNCTIONS(TWIN, )                                                                                \
   FUNCTIONS(NATIVE, RPI_BF16_TARGET)
-#define GEMM_CHOOSE(how, name)                                                                     \
-  ((how) == GEMM_NUMBERS ? name##_NUMBERS : (how) == GEMM_TWIN ? name##_TWIN : name##_NATIVE)
+#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS), ENTRY(TWIN), ENTRY(NATIVE)
 #else
 #define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
   FUNCTIONS(NUMBERS, )                                                                             \
   FUNCTIONS(TWIN, )
-#define GEMM_CHOOSE(how, name) ((how) == GEMM_NUMBERS ? name##_NUMBERS : name##_TWIN)
+#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS), ENTRY(TWIN)
 #endif
 
 /* One call of the kernel computes GEMM_STRIP rows of C, GEMM_VECTORS vectors wide: 24 sums in
@@ -209,26 +223,27 @@ typedef void (*gemm_sum_fn)(const gemm_tile *t);
   GEMM_SUM_FOUR(how, target, vectors)                                                              \
   GEMM_SUM_FN(how, target, 5, vectors)                                                             \
   GEMM_SUM_FN(how, target, 6, vectors)
-#define GEMM_SUM_ENTRY(how, vectors)                                                               \
-  {GEMM_SUM_NAMES(how, vectors), gemm_sum_##how##_5_##vectors, gemm_sum_##how##_6_##vectors}
 #define GEMM_SUMS(how, target)                                                                     \
   GEMM_SUM_FNS(how, target, 1)                                                                     \
   GEMM_SUM_FNS(how, target, 2)                                                                     \
   GEMM_SUM_FNS(how, target, 3)                                                                     \
-  GEMM_SUM_FNS(how, target, 4)                                                                     \
-  static const gemm_sum_fn gemm_sums_##how[GEMM_VECTORS][GEMM_STRIP] = {                           \
-      GEMM_SUM_ENTRY(how, 1), GEMM_SUM_ENTRY(how, 2), GEMM_SUM_ENTRY(how, 3),                      \
-      GEMM_SUM_ENTRY(how, 4)};
+  GEMM_SUM_FNS(how, target, 4)
+#define GEMM_SUM_ENTRY(how, vectors)                                                               \
+  {GEMM_SUM_NAMES(how, vectors), gemm_sum_##how##_5_##vectors, gemm_sum_##how##_6_##vectors}
+#define GEMM_SUMS_ENTRY(how)                                                                       \
+  [GEMM_##how] = {GEMM_SUM_ENTRY(how, 1), GEMM_SUM_ENTRY(how, 2), GEMM_SUM_ENTRY(how, 3),          \
+                  GEMM_SUM_ENTRY(how, 4)}
 #else
 #define GEMM_SUMS(how, target)                                                                     \
   GEMM_SUM_FOUR(how, target, 1)                                                                    \
   GEMM_SUM_FOUR(how, target, 2)                                                                    \
-  GEMM_SUM_FOUR(how, target, 3)                                                                    \
-  static const gemm_sum_fn gemm_sums_##how[GEMM_VECTORS][GEMM_STRIP] = {                           \
-      {GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}};
+  GEMM_SUM_FOUR(how, target, 3)
+#define GEMM_SUMS_ENTRY(how)                                                                       \
+  [GEMM_##how] = {{GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}}
 #endif
 
 GEMM_FOR_EACH(GEMM_SUMS)
+static const gemm_sum_fn gemm_sums[][GEMM_VECTORS][GEMM_STRIP] = {GEMM_ENTRIES(GEMM_SUMS_ENTRY)};
 
 /* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
  * vectors, so a ragged one goes by way of a tile of its own. t.next: where the panel behind it
@@ -243,7 +258,7 @@ static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahea
   t.lines = rpi_divide_up(lines, rpi_max(pauses, 1));
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
-    const gemm_sum_fn sum = GEMM_CHOOSE(t.how, gemm_sums)[vectors - 1][strip - 1];
+    const gemm_sum_fn sum = gemm_sums[t.how][vectors - 1][strip - 1];
     if (vectors * RPI_LANES == width) {
       t.next = i + 1 < strips ? t.c + GEMM_STRIP * t.c_stride : behind;
       sum(&t);

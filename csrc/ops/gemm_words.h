@@ -50,10 +50,19 @@ RPI_INLINE void gemm_words_strips(const bool native, const real *from, int64_t f
   }
 }
 
+/* Words of a row from number k on, of which there are so many: of numbers, or of words. */
+RPI_INLINE rpi_register gemm_words_from(const bool native, const bool stored, const real *row,
+                                        int64_t k, int64_t count) {
+  if (!stored) return rpi_words_at(native, row + k, count);
+  const int64_t words = rpi_divide_up(count, 2);
+  return words >= RPI_LANES ? rpi_load(row + k / 2) : rpi_load_part(row + k / 2, words);
+}
+
 /* panel[words][stride] = B given as [columns, inner], its columns filled up with zeros to whole
  * vectors. */
-RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t from_stride,
-                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
+RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const real *from,
+                                     int64_t from_stride, int64_t width, int64_t depth, real *panel,
+                                     int64_t stride) {
   const int64_t words = rpi_divide_up(depth, 2);
   for (int64_t j = 0; j < width; j += RPI_LANES, from += RPI_LANES * from_stride) {
     const int64_t present = rpi_min(width - j, RPI_LANES);
@@ -61,12 +70,14 @@ RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t f
       rpi_register square[RPI_LANES];
       if (present == RPI_LANES && k + 2 * RPI_LANES <= depth) {
         RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
-          square[i] = rpi_words_at(native, from + i * from_stride + k, 2 * RPI_LANES);
+          const real *const row = from + i * from_stride;
+          square[i] = gemm_words_from(native, stored, row, k, 2 * RPI_LANES);
         }
       } else {
         for (int i = 0; i < RPI_LANES; i++) {
-          square[i] = i < present ? rpi_words_at(native, from + i * from_stride + k, depth - k)
-                                  : (rpi_register){0};
+          const real *const row = from + i * from_stride;
+          square[i] =
+              i < present ? gemm_words_from(native, stored, row, k, depth - k) : (rpi_register){0};
         }
       }
       rpi_transpose(square);
@@ -81,6 +92,15 @@ RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t f
   }
 }
 
+RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t from_stride,
+                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
+  gemm_words_turned_of(native, false, from, from_stride, width, depth, panel, stride);
+}
+RPI_INLINE void gemm_words_stored(const bool native, const real *from, int64_t from_stride,
+                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
+  gemm_words_turned_of(native, true, from, from_stride, width, depth, panel, stride);
+}
+
 /* The same of B as it lies. */
 RPI_INLINE void gemm_words_panel(const bool native, const real *from, int64_t from_stride,
                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
@@ -92,8 +112,22 @@ RPI_INLINE void gemm_words_panel(const bool native, const real *from, int64_t fr
   }
 }
 
+/* to[row][stride] = rows of a weight, and zeros up to whole rows, which may be the last in memory.
+ */
+RPI_INLINE void gemm_words_weight(const bool native, const real *from, int64_t from_stride,
+                                  int64_t rows, int64_t depth, real *to, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
+    for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
+      const rpi_register words = rpi_words_at(native, from + k, depth - k);
+      const int64_t left = stride - k / 2;
+      if (left >= RPI_LANES) rpi_store(to + k / 2, words);
+      else memcpy(to + k / 2, &words, (size_t)left * sizeof(real));
+    }
+  }
+}
+
 /* Each by instructions, and without. */
-enum { GEMM_ROWS, GEMM_TURNED, GEMM_STRIPS, GEMM_PANEL };
+enum { GEMM_ROWS, GEMM_TURNED, GEMM_STORED, GEMM_STRIPS, GEMM_PANEL, GEMM_WEIGHT };
 typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lines, int64_t depth,
                               real *to, int64_t stride);
 #define GEMM_WORDS_FN(how, target, name)                                                           \
@@ -105,23 +139,24 @@ typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lin
 #define GEMM_WORDS_FNS(how, target)                                                                \
   GEMM_WORDS_FN(how, target, rows)                                                                 \
   GEMM_WORDS_FN(how, target, turned)                                                               \
+  GEMM_WORDS_FN(how, target, stored)                                                               \
   GEMM_WORDS_FN(how, target, strips)                                                               \
   GEMM_WORDS_FN(how, target, panel)                                                                \
-  static const gemm_words_fn gemm_words_##how[] = {gemm_rows_##how, gemm_turned_##how,             \
-                                                   gemm_strips_##how, gemm_panel_##how};
+  GEMM_WORDS_FN(how, target, weight)
+#define GEMM_WORDS_ENTRY(how)                                                                      \
+  [GEMM_##how] = {gemm_rows_##how,   gemm_turned_##how, gemm_stored_##how,                         \
+                  gemm_strips_##how, gemm_panel_##how,  gemm_weight_##how}
 
 GEMM_WORDS_FNS(TWIN, )
 #ifdef RPI_BF16_NATIVE
 GEMM_WORDS_FNS(NATIVE, RPI_BF16_TARGET)
 #endif
-
-static const gemm_words_fn *gemm_words_of(int how) {
+static const gemm_words_fn gemm_words[][GEMM_WEIGHT + 1] = {
+    GEMM_WORDS_ENTRY(TWIN),
 #ifdef RPI_BF16_NATIVE
-  if (how == GEMM_NATIVE) return gemm_words_NATIVE;
+    GEMM_WORDS_ENTRY(NATIVE),
 #endif
-  (void)how;
-  return gemm_words_TWIN;
-}
+};
 
 #endif
 

@@ -42,8 +42,8 @@
 #define RPI_QUERY_CHUNK 1024 /* that one packing of keys serves */
 #define RPI_KEY_CHUNK 512    /* 128 KiB packed at D = 64: a part of any second cache */
 
-/* A linear layer's weight [out, in] and its bias, which a device's products in bf16 are to have as
- * they read them. */
+/* A linear layer's weight [out, in], and on a device its bias, which products in bf16 are to have
+ * as they read them. */
 typedef struct rpi_rounding {
   int64_t out, in;
   const real *weight;
@@ -441,7 +441,7 @@ typedef struct rp_ops {
   bool (*arrived)(void *letter); /* collect would not wait */
   void (*discard)(void *letter);
 
-  rp_status (*round_weights)(const rpi_rounding *list, int64_t count); /* of a device alone */
+  rp_status (*round_weights)(const rpi_rounding *list, int64_t count);
   rp_status (*gemm)(const rpi_gemm_args *args);
   rp_status (*linear_backward)(const rpi_linear_backward_args *args);
   rp_status (*attention_workspace)(const rp_attention *shape, int workers, int64_t *forward_bytes,
