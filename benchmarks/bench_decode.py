@@ -22,13 +22,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import turns
 from bench_attention import versions, write_output
 from bench_schemes import Counted, Report
 from turns import Job, Json, SideFailed, Worker
 
-OURS, PEER, INT8 = "ours", "CTranslate2 f32", "CTranslate2 int8"
+OURS, NARROW, PEER, INT8 = "ours", "ours bf16", "CTranslate2 f32", "CTranslate2 int8"
 MEMORY, START = "memory: ", "start: "
 SENTENCES, TOKENS, BEAM = 64, 20, 4
 FASTER, PEAK_MB, SINGLE, FIRST = 1.4, 500, 1.0, 0.7
@@ -102,14 +103,14 @@ def batches_of(sources: list[list[int]], sentences: int) -> list[list[int]]:
     return [order[at : at + sentences] for at in range(0, len(order), sentences)]
 
 
-def build_ours(case: Json) -> Job:
+def build_ours(case: Json, precision: Any = "f32") -> Job:
     import relpos
 
     sources = sources_of(case)
     model = relpos.Transformer.load(
         Path(case["folder"]) / "model.safetensors", training=False,
         tokens=max(SENTENCES * BEAM, sum(sorted(map(len, sources))[-SENTENCES:])),
-        sentences=SENTENCES,
+        sentences=SENTENCES, precision=precision,
     )  # fmt: skip
     forced = case["sentences"] != 0
     length = {"min_length": TOKENS, "max_length": TOKENS} if forced else {}
@@ -149,8 +150,8 @@ def build_peer(case: Json, kind: str) -> Job:
 def build(side: str, case: Json) -> Job:
     if side.startswith(MEMORY):
         return Job(lambda: peak_mb(side.removeprefix(MEMORY), case))
-    if side == OURS:
-        return build_ours(case)
+    if side in (OURS, NARROW):
+        return build_ours(case, "bf16" if side == NARROW else "f32")
     return build_peer(case, "float32" if side.startswith(PEER) else "int8")
 
 
@@ -190,7 +191,7 @@ def best_setting(report: Report, options: argparse.Namespace, case: Json, side: 
 def measure(report: Report, options: argparse.Namespace, name: str, case: Json) -> None:
     print(f"\n{name}", flush=True)
     count = len(sources_of(case))
-    sides, cases = [OURS], [case]
+    sides, cases = [OURS, NARROW], [case, case]
     for side in (PEER, INT8):
         chosen = best_setting(report, options, case, side)
         if chosen is not None:
@@ -212,6 +213,8 @@ def measure(report: Report, options: argparse.Namespace, name: str, case: Json) 
         report.ratio(f"{name}_f32_vs_ctranslate2_f32", rounds, PEER, OURS, limit, least=True)
     if INT8 in rounds.times:
         report.ratio(f"{name}_f32_vs_ctranslate2_int8", rounds, INT8, OURS, None, least=True)
+        report.ratio(f"{name}_bf16_vs_ctranslate2_int8", rounds, INT8, NARROW, None, least=True)
+    report.ratio(f"{name}_bf16_vs_f32", rounds, OURS, NARROW, None, least=True)
     for side, own in zip(sides, cases, strict=True):
         if name == "single":
             continue

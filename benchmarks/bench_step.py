@@ -26,10 +26,10 @@ from bench_schemes import BUSY, Counted, Report, least_cpu_seconds
 from turns import Job, Json, Rounds, SideFailed, Worker
 
 OURS, ABSOLUTE, TORCH, TWIN = "ours", "ours absolute", "torch: ", "twin"
-MEMORY, PROFILE, PADDED = "memory: ", "profile", "ours padded"
+MEMORY, PROFILE, PADDED, BF16 = "memory: ", "profile", "ours padded", " in bf16"
 WRITTEN = "as written"
 MODELS = {"base": "paper-base", "small": "small"}
-SECTIONS = ("speed", "relative", "memory", "profile", "flat", "lengths", "real")
+SECTIONS = ("speed", "bf16", "relative", "memory", "profile", "flat", "lengths", "real")
 TOKENS, LENGTH = 2048, 32
 LENGTHS = (32, 128, 512)  # of relative over absolute
 BATCHES = (512, 1024, 2048, 4096, 8192)  # tokens, of the time per token
@@ -99,7 +99,9 @@ def real_lengths(order: str, count: int, most: int) -> list[list[tuple[int, int]
 # -------------------------------------------------------------------------------------------- sides
 
 
-def build_ours(case: Json, absolute: bool = False, padded: bool = False) -> Job:
+def build_ours(
+    case: Json, absolute: bool = False, padded: bool = False, precision: Any = "f32"
+) -> Job:
     import relpos
 
     config = config_of(case, absolute)
@@ -108,6 +110,7 @@ def build_ours(case: Json, absolute: bool = False, padded: bool = False) -> Job:
         config,
         tokens=max(max(len(b.source), len(b.target)) for b in batches),
         sentences=max(b.sentences for b in batches),
+        precision=precision,
     )
 
     def call() -> float:
@@ -153,7 +156,8 @@ def batch_of(config: Any, lengths: list[tuple[int, int]], padded: bool) -> Any:
     )
 
 
-def build_torch(name: str, case: Json) -> Job:
+def build_torch(name: str, case: Json, narrow: bool = False) -> Job:
+    """narrow: in torch.autocast."""
     import torch
 
     from peers.torch_step import PEERS
@@ -169,7 +173,12 @@ def build_torch(name: str, case: Json) -> Job:
     draw = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, shape.vocabulary, size, generator=draw) for _ in range(3)]
     step = PEERS[name](shape, Batch(*ids))
-    return Job(step.step, first=case["model"] == "small")
+
+    def call() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            return step.step()
+
+    return Job(call, first=case["model"] == "small")
 
 
 def build_torch_real(name: str, case: Json, config: Any) -> Job:
@@ -228,8 +237,10 @@ def shape_of(config: Any) -> Any:
 
 
 def build(side: str, case: Json) -> Job:
+    narrow = side.endswith(BF16)
+    side = side.removesuffix(BF16)
     if side.startswith(TORCH):
-        return build_torch(side.removeprefix(TORCH), case)
+        return build_torch(side.removeprefix(TORCH), case, narrow)
     if side.startswith(MEMORY):
         return Job(lambda: peak_gb(side.removeprefix(MEMORY), case))
     if side.startswith(BUSY):
@@ -237,7 +248,8 @@ def build(side: str, case: Json) -> Job:
         return Job(lambda: least_cpu_seconds(job))
     if side == PROFILE:
         return Job(lambda: profile_lines(case))
-    return build_ours(case, absolute=side == ABSOLUTE, padded=side == PADDED)
+    precision = "bf16" if narrow else "f32"
+    return build_ours(case, side == ABSOLUTE, side == PADDED, precision)
 
 
 # -------------------------------------------------------------------------------------------- speed
@@ -246,7 +258,7 @@ def build(side: str, case: Json) -> Job:
 def measure_speed(report: Report, options: argparse.Namespace, model: str) -> None:
     """Ours against the fastest peer, and the fastest of those written as everyone writes them."""
     case = make_case(options, model)
-    found = try_peers(report, options, case)
+    found = try_peers(report, options, case, options.peers)
     written = {side: t for side, t in found.items() if side.endswith(WRITTEN)}
     best = [min(group, key=group.__getitem__) for group in (found, written) if group]
     rounds = take_turns(report, options, [OURS, *dict.fromkeys(best)], case)
@@ -260,13 +272,32 @@ def measure_speed(report: Report, options: argparse.Namespace, model: str) -> No
         report.ratio(name, rounds, side, OURS, limit, least=True)
 
 
-def try_peers(report: Report, options: argparse.Namespace, case: Json) -> dict[str, float]:
+def measure_bf16(report: Report, options: argparse.Namespace, model: str) -> None:
+    """Ours in bf16 against ours in f32, and against the fastest peer in torch.autocast, whose
+    products are oneDNN's by themselves."""
+    case = make_case(options, model)
+    names = [name for name in options.peers if "oneDNN" not in name]
+    found = try_peers(report, options, case, names, BF16)
+    best = min(found, key=found.__getitem__) if found else None
+    rounds = take_turns(report, options, [OURS + BF16, OURS, *([best] if best else [])], case)
+    for side in rounds.times:
+        report[f"{model}_bf16_tokens_per_second_{_key(side)}"] = TOKENS / rounds.median(side)
+    report.ratio(f"{model}_bf16_vs_f32", rounds, OURS, OURS + BF16, None, least=True)
+    if best:
+        report[f"{model}_bf16_vs_best_torch_is"] = best.removeprefix(TORCH)
+        report.ratio(f"{model}_bf16_vs_best_torch", rounds, best, OURS + BF16, None, least=True)
+
+
+def try_peers(
+    report: Report, options: argparse.Namespace, case: Json, names: list[str], suffix: str = ""
+) -> dict[str, float]:
     """Seconds of the shortest step of each peer, each alone in a process of its own."""
     found: dict[str, float] = {}
-    for name in options.peers:
-        worker = Worker(Path(__file__), TORCH + name, options.threads)
+    for name in names:
+        side = TORCH + name + suffix
+        worker = Worker(Path(__file__), side, options.threads)
         try:
-            found[TORCH + name] = min(worker.prepare(case)[0], *(worker.burst(1) for _ in range(2)))
+            found[side] = min(worker.prepare(case)[0], *(worker.burst(1) for _ in range(2)))
         except SideFailed as failure:
             print(f"    {str(failure).splitlines()[0][:120]}", file=sys.stderr)
         worker.close()
@@ -508,6 +539,7 @@ def peers_of(options: argparse.Namespace) -> list[str]:
 
 MEASURE = {
     "speed": measure_speed,
+    "bf16": measure_bf16,
     "relative": measure_relative,
     "memory": measure_memory,
     "profile": measure_profile,

@@ -361,6 +361,23 @@ def test_the_peers_loss_under_autocast() -> None:
         assert 0 < (rounded - exact).norm() < 4 * 2.0**-8 * exact.norm()
 
 
+@pytest.mark.parametrize("name", [n for n in step_peers(compiled=False) if "oneDNN" not in n])
+def test_step_peers_under_autocast(name: str) -> None:
+    """The same gradients, with some dozen products of operands that are off by half a unit in 8
+    bits one after the other, and as many on the way back."""
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        step = torch_step.PEERS[name](STEP, step_batch())
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = step.gradients()
+        found.append([float(loss), *(p.grad.clone() for p in step.parameters.values())])
+    (loss, *exact), (near, *rounded) = found
+    assert 0 < abs(near - loss) <= 12 * 2.0**-9 * loss
+    off = sum(float((a - b).square().sum()) for a, b in zip(exact, rounded, strict=True))
+    assert off**0.5 <= 24 * 2.0**-9 * sum(float(g.square().sum()) for g in exact) ** 0.5
+
+
 @pytest.mark.parametrize("rate", [26 / 256, 0.5])
 def test_the_peers_dropout(rate: float) -> None:
     """Drops as many as it should, and makes up for them."""

@@ -114,6 +114,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, rate: float, *tables: Tensor
     ) -> Tensor:
@@ -142,6 +143,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         return out
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, p, noise, sums, *tables = ctx.saved_tensors
         H, B, n, D = q.shape
