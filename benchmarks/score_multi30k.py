@@ -54,6 +54,9 @@ def curve_of(run: Path) -> dict[str, Any]:
 def score(run: Path, data: Path) -> dict[str, Any]:
     name, _, seed = run.name.rpartition("-")
     saved = checkpoints(run)
+    build = read_json(saved[-1].folder / "state.json").get("build", {})
+    precision = build.get("precision", "f32")
+    translator = relpos.Translator.load(run, average=AVERAGED, precision=precision)
     return (
         {
             "run": run.name,
@@ -61,8 +64,8 @@ def score(run: Path, data: Path) -> dict[str, Any]:
             "seed": int(seed),
             **curve_of(run),
             "averaged": [each.step for each in saved[-AVERAGED:]],
-            **scores_of(relpos.Translator.load(run, average=AVERAGED), data),
-            "trained_with": read_json(saved[-1].folder / "state.json").get("build", {}),
+            **scores_of(translator, data),
+            "trained_with": build,
         }
         | turns.machine()
         | {"command": "python benchmarks/score_multi30k.py DATA RUNS"}
