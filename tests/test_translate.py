@@ -440,6 +440,20 @@ def test_a_running_average_is_what_translates(tmp_path: Path) -> None:
         assert all((found[name] == 2 * weights[name]).all() for name in weights)
 
 
+def test_in_bf16(models: SimpleNamespace, translator: Translator, tmp_path: Path) -> None:
+    """Nearly as likely to the one as to the other, and so from the command."""
+    near = Translator.load(models.run, precision="bf16")
+    assert [model.precision for model in near.models] == ["bf16"]
+    said = near.translate(LINES, search=SHORT)
+    scores = [[each.log_probability for each in t.score(LINES, said)] for t in (translator, near)]
+    off = np.abs(np.subtract(*scores))
+    assert 0 < off.max() < 12 * 2.0**-9 * np.abs(scores[0]).max()
+    (tmp_path / "lines").write_text("\n".join(LINES) + "\n")
+    command = ["translate", models.run, tmp_path / "lines", "-o", tmp_path / "said", *EIGHT]
+    assert cli.main([str(each) for each in [*command, "--precision", "bf16"]]) == 0
+    assert (tmp_path / "said").read_text().splitlines() == said
+
+
 def test_an_ensemble(models: SimpleNamespace, tmp_path: Path) -> None:
     paths = [models.run / f"step-00000000{step}" for step in (2, 3)]
     both = Translator.load(paths)
