@@ -3,10 +3,10 @@
  * bf16.h: numbers rounded to bf16, two to a word, and products of such words.
  *
  * A word holds a number in its lower half and the next one in its upper half. Its product with
- * another adds two multiply-adds to a sum of f32, that of the upper halves first: what AVX-512's
- * vdpbf16ps does at once, at the speed of one, and plain C here, the twin, to the same bit where
- * denormal numbers are zeros (base/threads.h). `native`: by the instructions, which a processor
- * with AVX-512 may have or not; so who calls them asks, and keeps both.
+ * another adds two multiply-adds to a sum of f32, that of the upper halves first: AVX-512's
+ * vdpbf16ps does so at once, at the speed of one. `native`: by the instructions, which a processor
+ * with AVX-512 may have or not; so who calls them asks, and keeps both. The other, the twin, does
+ * the same in plain C, to the same bit where denormal numbers are zeros (base/threads.h).
  *
  * Rounding is to the nearest, halves to even. Denormal numbers become zeros of their sign, as the
  * instruction has it.
@@ -39,14 +39,12 @@ typedef uint32_t rpi_words __attribute__((vector_size(4 * RPI_LANES)));
 
 #define RPI_BF16_UPPER 0xFFFF0000u
 
-/* Each lane a number of bf16, in its upper half. A NaN stays one. */
+/* Each lane a number of bf16, in its upper half. A NaN stays one; where denormal numbers are zeros,
+ * they compare as such. */
 RPI_INLINE rpi_words rpi_bf16_round(rpi_register x) {
-  const rpi_words bits = (rpi_words)x;
-  const rpi_lanes size = (rpi_lanes)(bits & 0x7FFFFFFFu);
-  const rpi_words tiny = (rpi_words)(size < 0x00800000), odd = (rpi_words)(size > 0x7F800000);
-  const rpi_words near = bits + 0x7FFFu + (bits >> 16 & 1u);
-  const rpi_words whole = (near & ~odd) | ((bits | 0x00400000u) & odd);
-  return ((whole & ~tiny) | (bits & 0x80000000u & tiny)) & RPI_BF16_UPPER;
+  const rpi_words bits = (rpi_words)x, odd = (rpi_words)(x != x), none = (rpi_words)(x == 0);
+  const rpi_words near = (bits + 0x7FFFu + (bits >> 16 & 1u)) | odd;
+  return near & ~(none & 0x7FFFFFFFu) & RPI_BF16_UPPER;
 }
 
 /* The lanes of a, then of b, of even and of odd number. */
@@ -112,6 +110,7 @@ RPI_INLINE rpi_register rpi_lower(rpi_register words) {
   return (rpi_register)((rpi_words)words << 16);
 }
 
+#ifdef RPI_BF16_NATIVE
 /* The word at `at`, in every lane. */
 RPI_INLINE rpi_register rpi_word(const real *at) {
   uint32_t bits;
@@ -119,20 +118,12 @@ RPI_INLINE rpi_register rpi_word(const real *at) {
   return (rpi_register)((rpi_words){0} + bits);
 }
 
-/* sum + a . b */
-RPI_INLINE rpi_register rpi_words_add(const bool native, rpi_register sum, rpi_register a,
-                                      rpi_register b) {
-#ifdef RPI_BF16_NATIVE
-  if (native) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-  }
-#endif
-  (void)native;
-  sum += rpi_upper(a) * rpi_upper(b);
-  sum += rpi_lower(a) * rpi_lower(b);
+/* sum + a . b, lane by lane. */
+RPI_INLINE rpi_register rpi_words_add(rpi_register sum, rpi_register a, rpi_register b) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 }
+#endif
 
 #endif
 

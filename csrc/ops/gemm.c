@@ -68,8 +68,11 @@ static void gemm_pack_a(const rpi_gemm_args *g, int64_t inner, int64_t depth, in
   }
 }
 
-/* A packed row of words. */
-#define GEMM_ROW_SIZE (GEMM_DEPTH / 2 + 2)
+/* A packed row of A, of numbers, or of half as many words. */
+#define GEMM_ROW_SIZE (GEMM_DEPTH + 2)
+static int64_t gemm_row_size(int how) {
+  return how == GEMM_NATIVE ? GEMM_DEPTH / 2 + 2 : GEMM_ROW_SIZE;
+}
 
 /* A block's part of A, to where gemm_place_a has it. */
 static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, int64_t depth,
@@ -82,7 +85,7 @@ static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inn
 #if RPI_REAL_BYTES == 4
   gemm_words[how][g->transpose_a ? GEMM_STRIPS : GEMM_ROWS](
       gemm_a_at(g, at.row, inner), g->a_stride, at.rows, depth, packed,
-      g->transpose_a ? GEMM_STRIP_SIZE : GEMM_ROW_SIZE);
+      g->transpose_a ? GEMM_STRIP_SIZE : gemm_row_size(how));
 #endif
 }
 
@@ -118,7 +121,7 @@ static void gemm_place_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, c
                          gemm_tile *t) {
   const bool plain = packed == NULL;
   t->a = plain ? gemm_a_at(g, at.row, inner) : packed;
-  t->a_row = g->transpose_a ? 1 : plain ? g->a_stride : GEMM_ROW_SIZE;
+  t->a_row = g->transpose_a ? 1 : plain ? g->a_stride : gemm_row_size(t->how);
   t->a_inner = !g->transpose_a ? 1 : plain ? g->a_stride : GEMM_STRIP;
   t->a_strip = !plain && g->transpose_a ? GEMM_STRIP_SIZE : GEMM_STRIP * t->a_row;
 }
@@ -158,14 +161,15 @@ static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t in
 static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next, real *packed,
                                real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
-  const int how = gemm_how(g), word = how == GEMM_NUMBERS ? 1 : 2;
+  const int how = gemm_how(g), word = how == GEMM_NATIVE ? 2 : 1;
+  const int even = how == GEMM_NUMBERS ? 1 : 2; /* words are whole */
   const int64_t vectors = rpi_divide_up(at.columns, RPI_LANES);
   const int64_t panels = rpi_divide_up(vectors, GEMM_VECTORS);
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner == 0 || inner < g->inner; inner += most) {
     const int64_t depth = rpi_min(most, g->inner - inner), below = inner + depth;
     const int64_t deeper = rpi_min(most, g->inner - below);
-    gemm_tile t = {.how = how, .inner = rpi_divide_up(depth, word), .c_stride = g->c_stride};
+    gemm_tile t = {.how = how, .inner = rpi_round_up(depth, even) / word, .c_stride = g->c_stride};
     gemm_place_a(g, at, inner, packed, &t);
     if (packed != NULL) gemm_pack_block_a(g, at, inner, depth, packed);
     for (int64_t i = 0; i < panels; i++) {
@@ -209,7 +213,7 @@ static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
   for (int64_t row = 0; row < at.rows; row += GEMM_STRIP) {
     const gemm_block strip = {at.row + row, rpi_min(GEMM_STRIP, at.rows - row), at.column,
                               at.columns};
-    gemm_builtin_block(g, strip, (gemm_block){0}, packed, panel, 2 * GEMM_SMALL_DEPTH);
+    gemm_builtin_block(g, strip, (gemm_block){0}, packed, panel, GEMM_SMALL_DEPTH);
   }
 }
 

@@ -14,58 +14,86 @@
 
 /* A in bf16 is rows of words by then, in whole vectors, and B becomes words as it is read, or is
  * stored as such: */
-enum { GEMM_TWIN_STORED = GEMM_TWIN + 2, GEMM_NATIVE_STORED = GEMM_NATIVE + 2 };
+enum { GEMM_NATIVE_STORED = GEMM_TWIN + 1, GEMM_TWIN_STORED };
 
 static int gemm_few_how(const rpi_gemm_args *g) {
-  return gemm_how(g) + (gemm_stored_at(g, 0, 0).at != NULL ? GEMM_TWIN_STORED - GEMM_TWIN : 0);
+  const int how = gemm_how(g);
+  if (gemm_stored_at(g, 0, 0).at == NULL) return how;
+  return how == GEMM_NATIVE ? GEMM_NATIVE_STORED : GEMM_TWIN_STORED;
 }
 
+/* FUNCTIONS(how, target) of each, and ENTRY(how) of each, of a table that is indexed by it. */
 #if RPI_REAL_BYTES != 4
-#define GEMM_FOR_EACH_FEW GEMM_FOR_EACH
-#define GEMM_ENTRIES_FEW GEMM_ENTRIES
-#elif defined(RPI_BF16_NATIVE)
-#define GEMM_FOR_EACH_FEW(FUNCTIONS)                                                               \
-  GEMM_FOR_EACH(FUNCTIONS)                                                                         \
-  FUNCTIONS(TWIN_STORED, )                                                                         \
-  FUNCTIONS(NATIVE_STORED, RPI_BF16_TARGET)
-#define GEMM_ENTRIES_FEW(ENTRY) GEMM_ENTRIES(ENTRY), ENTRY(TWIN_STORED), ENTRY(NATIVE_STORED)
+#define GEMM_FOR_EACH(FUNCTIONS) FUNCTIONS(NUMBERS, )
+#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS)
 #else
-#define GEMM_FOR_EACH_FEW(FUNCTIONS)                                                               \
-  GEMM_FOR_EACH(FUNCTIONS)                                                                         \
+#define GEMM_FOR_EACH_TWIN(FUNCTIONS)                                                              \
+  FUNCTIONS(NUMBERS, )                                                                             \
+  FUNCTIONS(TWIN, )                                                                                \
   FUNCTIONS(TWIN_STORED, )
-#define GEMM_ENTRIES_FEW(ENTRY) GEMM_ENTRIES(ENTRY), ENTRY(TWIN_STORED)
+#define GEMM_ENTRIES_TWIN(ENTRY) ENTRY(NUMBERS), ENTRY(TWIN), ENTRY(TWIN_STORED)
+#ifdef RPI_BF16_NATIVE
+#define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
+  GEMM_FOR_EACH_TWIN(FUNCTIONS)                                                                    \
+  FUNCTIONS(NATIVE, RPI_BF16_TARGET)                                                               \
+  FUNCTIONS(NATIVE_STORED, RPI_BF16_TARGET)
+#define GEMM_ENTRIES(ENTRY) GEMM_ENTRIES_TWIN(ENTRY), ENTRY(NATIVE), ENTRY(NATIVE_STORED)
+#else
+#define GEMM_FOR_EACH GEMM_FOR_EACH_TWIN
+#define GEMM_ENTRIES GEMM_ENTRIES_TWIN
+#endif
 #endif
 
 #define GEMM_IS_NATIVE(how) ((how) == GEMM_NATIVE || (how) == GEMM_NATIVE_STORED)
-#define GEMM_IS_STORED(how) ((how) > GEMM_NATIVE)
+#define GEMM_IS_STORED(how) ((how) > GEMM_TWIN)
 
-/* Numbers in an element of A, and of B. */
-#define GEMM_WORD(how) ((how) == GEMM_NUMBERS ? 1 : 2)
-#define GEMM_WORD_B(how) (GEMM_IS_STORED(how) ? 2 : 1)
+/* Numbers of inner that are met at once, and of B in what is read there as one. */
+#define GEMM_STEP(how) ((how) == GEMM_NUMBERS ? RPI_LANES : 2 * RPI_LANES)
+#define GEMM_PER_B(how) (GEMM_IS_STORED(how) ? 2 : 1)
 
-/* A vector of a row of B from number k on, of which `left` are left. */
-RPI_INLINE rpi_register gemm_few_b(const int how, const real *row, int64_t k, int64_t left) {
+/* What one step reads of a row: numbers, or words, or of these the upper and the lower halves. */
+typedef struct gemm_read {
+  rpi_register first, second;
+} gemm_read;
+
+RPI_INLINE gemm_read gemm_read_words(const int how, rpi_register words) {
+#if RPI_REAL_BYTES == 4
+  if (!GEMM_IS_NATIVE(how)) return (gemm_read){rpi_upper(words), rpi_lower(words)};
+#endif
+  (void)how;
+  return (gemm_read){words, (rpi_register){0}};
+}
+
+RPI_INLINE gemm_read gemm_read_numbers(const real *from, int64_t left) {
+  const rpi_register x = left >= RPI_LANES ? rpi_load(from) : rpi_load_part(from, left);
+  return (gemm_read){x, (rpi_register){0}};
+}
+
+/* Of a row of B, from number k on, of which `left` are left. */
+RPI_INLINE gemm_read gemm_few_b(const int how, const real *row, int64_t k, int64_t left) {
 #if RPI_REAL_BYTES == 4
   if (how != GEMM_NUMBERS) {
-    return gemm_words_from(GEMM_IS_NATIVE(how), GEMM_IS_STORED(how), row, k, left);
+    const bool native = GEMM_IS_NATIVE(how), stored = GEMM_IS_STORED(how);
+    return gemm_read_words(how, gemm_words_from(native, stored, row, k, left));
   }
 #endif
   (void)how;
-  return left >= RPI_LANES ? rpi_load(row + k) : rpi_load_part(row + k, left);
+  return gemm_read_numbers(row + k, left);
 }
 
 /* The same of A. */
-RPI_INLINE rpi_register gemm_few_a(const int how, const real *from, int64_t left) {
-  return how == GEMM_NUMBERS && left < RPI_LANES ? rpi_load_part(from, left) : rpi_load(from);
+RPI_INLINE gemm_read gemm_few_a(const int how, const real *row, int64_t k, int64_t left) {
+  if (how == GEMM_NUMBERS) return gemm_read_numbers(row + k, left);
+  return gemm_read_words(how, rpi_load(row + k / 2));
 }
 
-RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, rpi_register a,
-                                     rpi_register b) {
-#if RPI_REAL_BYTES == 4
-  if (how != GEMM_NUMBERS) return rpi_words_add(GEMM_IS_NATIVE(how), sum, a, b);
+RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, gemm_read a, gemm_read b) {
+#ifdef RPI_BF16_NATIVE
+  if (GEMM_IS_NATIVE(how)) return rpi_words_add(sum, a.first, b.first);
 #endif
-  (void)how;
-  return sum + a * b;
+  sum += a.first * b.first;
+  if (how != GEMM_NUMBERS) sum += a.second * b.second;
+  return sum;
 }
 
 /* ---- streams: B as [columns, inner], very few rows ----------------------- */
@@ -83,25 +111,23 @@ RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, rpi_regist
 /* The products of all rows of A with one column, lane by lane, to sum[row * RPI_LANES]. */
 RPI_INLINE void gemm_stream_column(const int how, const int rows, const rpi_gemm_args *g,
                                    const real *b, int64_t ahead, rpi_register *sum) {
-  const int word = GEMM_WORD(how);
   const real *const a = g->a;
-  const int64_t a_stride = g->a_stride, inner = g->inner, step = word * RPI_LANES;
+  const int64_t a_stride = g->a_stride, inner = g->inner, step = GEMM_STEP(how);
   rpi_register s[GEMM_STREAM_ROWS] = {0};
   int64_t k = 0;
   for (; k + step <= inner; k += step) {
-    for (int64_t i = 0; i < step / GEMM_WORD_B(how); i += RPI_LANES) {
-      __builtin_prefetch(b + ahead + k / GEMM_WORD_B(how) + i, 0, 3);
+    for (int64_t i = 0; i < step / GEMM_PER_B(how); i += RPI_LANES) {
+      __builtin_prefetch(b + ahead + k / GEMM_PER_B(how) + i, 0, 3);
     }
-    const rpi_register y = gemm_few_b(how, b, k, step);
+    const gemm_read y = gemm_few_b(how, b, k, step);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-      s[r] = gemm_few_add(how, s[r], rpi_load(a + r * a_stride + k / word), y);
+      s[r] = gemm_few_add(how, s[r], gemm_few_a(how, a + r * a_stride, k, step), y);
     }
   }
   if (k < inner) {
-    const rpi_register y = gemm_few_b(how, b, k, inner - k);
+    const gemm_read y = gemm_few_b(how, b, k, inner - k);
     RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-      const real *const at = a + r * a_stride + k / word;
-      s[r] = gemm_few_add(how, s[r], gemm_few_a(how, at, inner - k), y);
+      s[r] = gemm_few_add(how, s[r], gemm_few_a(how, a + r * a_stride, k, inner - k), y);
     }
   }
   RPI_UNROLL(8) for (int r = 0; r < rows; r++) sum[r * RPI_LANES] = s[r];
@@ -143,9 +169,8 @@ typedef void (*gemm_stream_fn)(const rpi_gemm_args *g, int64_t column, int64_t a
   [GEMM_##how] = {gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3,             \
                   gemm_stream_##how##_4, gemm_stream_##how##_5}
 
-GEMM_FOR_EACH_FEW(GEMM_STREAM_FNS)
-static const gemm_stream_fn gemm_streams[][GEMM_STREAM_ROWS] = {
-    GEMM_ENTRIES_FEW(GEMM_STREAM_ENTRY)};
+GEMM_FOR_EACH(GEMM_STREAM_FNS)
+static const gemm_stream_fn gemm_streams[][GEMM_STREAM_ROWS] = {GEMM_ENTRIES(GEMM_STREAM_ENTRY)};
 
 /* The whole vectors of columns of a block; where they end. */
 static int64_t gemm_stream_block(const rpi_gemm_args *g, gemm_block at) {
@@ -179,23 +204,22 @@ typedef struct gemm_next {
  * additions across lanes additions of vectors. */
 RPI_INLINE void gemm_dots(const int how, const int rows, const int columns, const rpi_gemm_args *g,
                           int64_t row, int64_t column, gemm_next ahead) {
-  const int word = GEMM_WORD(how);
   rpi_register sum[GEMM_DOTS] = {0};
   const real *const a = g->a + row * g->a_stride, *const b = g->b + column * g->b_stride;
   const int64_t a_stride = g->a_stride, b_stride = g->b_stride, inner = g->inner;
-  const int64_t step = word * RPI_LANES;
+  const int64_t step = GEMM_STEP(how);
   int64_t k = 0;
   for (; k + step <= inner; k += step) {
     for (int64_t i = 0; i < ahead.rows; i++) {
-      const real *const next = ahead.row + i * b_stride + k / GEMM_WORD_B(how);
-      for (int64_t n = 0; n < step / GEMM_WORD_B(how); n += RPI_LANES) {
+      const real *const next = ahead.row + i * b_stride + k / GEMM_PER_B(how);
+      for (int64_t n = 0; n < step / GEMM_PER_B(how); n += RPI_LANES) {
         __builtin_prefetch(next + n, 0, 2);
       }
     }
-    rpi_register x[4];
-    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = rpi_load(a + r * a_stride + k / word);
+    gemm_read x[4];
+    RPI_UNROLL(4) for (int r = 0; r < rows; r++) x[r] = gemm_few_a(how, a + r * a_stride, k, step);
     RPI_UNROLL(16) for (int j = 0; j < columns; j++) {
-      const rpi_register y = gemm_few_b(how, b + j * b_stride, k, step);
+      const gemm_read y = gemm_few_b(how, b + j * b_stride, k, step);
       RPI_UNROLL(4) for (int r = 0; r < rows; r++) {
         rpi_register *const to = &sum[r * columns + j];
         *to = gemm_few_add(how, *to, x[r], y);
@@ -204,10 +228,10 @@ RPI_INLINE void gemm_dots(const int how, const int rows, const int columns, cons
   }
   if (k < inner) {
     for (int j = 0; j < columns; j++) {
-      const rpi_register y = gemm_few_b(how, b + j * b_stride, k, inner - k);
+      const gemm_read y = gemm_few_b(how, b + j * b_stride, k, inner - k);
       for (int r = 0; r < rows; r++) {
         rpi_register *const to = &sum[r * columns + j];
-        *to = gemm_few_add(how, *to, gemm_few_a(how, a + r * a_stride + k / word, inner - k), y);
+        *to = gemm_few_add(how, *to, gemm_few_a(how, a + r * a_stride, k, inner - k), y);
       }
     }
   }
@@ -242,9 +266,8 @@ enum { GEMM_DOTS_1, GEMM_DOTS_2, GEMM_DOTS_4, GEMM_DOTS_SINGLE };
   [GEMM_##how] = {gemm_dots_##how##_1, gemm_dots_##how##_2, gemm_dots_##how##_4,                   \
                   gemm_dots_##how##_single}
 
-GEMM_FOR_EACH_FEW(GEMM_DOTS_FNS)
-static const gemm_dots_fn gemm_dots_by[][GEMM_DOTS_SINGLE + 1] = {
-    GEMM_ENTRIES_FEW(GEMM_DOTS_ENTRY)};
+GEMM_FOR_EACH(GEMM_DOTS_FNS)
+static const gemm_dots_fn gemm_dots_by[][GEMM_DOTS_SINGLE + 1] = {GEMM_ENTRIES(GEMM_DOTS_ENTRY)};
 
 /* All rows of A with the GEMM_DOTS columns from `column` on: `rows` calls, whatever
  * their shapes, so that much of the next columns is asked for in each. */
@@ -283,20 +306,17 @@ static void gemm_dots_block(const rpi_gemm_args *g, gemm_block at) {
 static void gemm_dots_words(const rpi_gemm_args *g, gemm_block at) {
 #if RPI_REAL_BYTES == 4
   _Alignas(64) real words[GEMM_FEW_WORDS];
-  const int64_t vectors = GEMM_FEW_WORDS / RPI_LANES / g->rows, most = vectors * 2 * RPI_LANES;
+  const gemm_words_fn pack = gemm_words[gemm_how(g)][GEMM_WORD_ROWS];
+  const int64_t most = GEMM_FEW_WORDS / RPI_LANES / g->rows * 2 * RPI_LANES;
   for (int64_t inner = 0; inner < g->inner; inner += most) {
     rpi_gemm_args part = *g;
     part.inner = rpi_min(most, g->inner - inner);
     part.a = words;
-    part.a_stride = rpi_round_up(rpi_divide_up(part.inner, 2), RPI_LANES);
-    part.b = gemm_b_at(g, inner, 0);
+    part.a_stride = rpi_round_up(part.inner, 2 * RPI_LANES) / 2;
     const gemm_stored stored = gemm_stored_at(g, inner, 0);
-    if (stored.at != NULL) {
-      part.b = stored.at;
-      part.b_stride = stored.stride;
-    }
-    gemm_words[gemm_how(g)][GEMM_ROWS](gemm_a_at(g, 0, inner), g->a_stride, g->rows, part.inner,
-                                       words, part.a_stride);
+    part.b = stored.at != NULL ? stored.at : gemm_b_at(g, inner, 0);
+    if (stored.at != NULL) part.b_stride = stored.stride;
+    pack(gemm_a_at(g, 0, inner), g->a_stride, g->rows, part.inner, words, part.a_stride);
     gemm_dots_block(&part, at);
   }
 #else

@@ -10,8 +10,12 @@
 #include "ops/linear.h"
 #include "ops/tile.h"
 
-/* What is multiplied: numbers; words of bf16 in plain C, or by instructions (bf16.h). */
-enum { GEMM_NUMBERS, GEMM_TWIN, GEMM_NATIVE };
+/* What is multiplied: numbers; words of bf16, by an instruction, or by its twin, as numbers
+ * (bf16.h, gemm_words.h). */
+enum { GEMM_NUMBERS, GEMM_NATIVE, GEMM_TWIN };
+
+/* How the kernels of numbers and of words are called. */
+#define GEMM_KERNEL(how) ((how) == GEMM_NATIVE ? GEMM_NATIVE : GEMM_NUMBERS)
 
 static int gemm_how(const rpi_gemm_args *g) {
 #if RPI_REAL_BYTES == 4
@@ -34,23 +38,6 @@ static gemm_stored gemm_stored_at(const rpi_gemm_args *g, int64_t inner, int64_t
   const int64_t stride = rpi_operand_stride(g->inner, false) / 2;
   return (gemm_stored){(const real *)g->rounded + column * stride + inner / 2, stride};
 }
-
-/* FUNCTIONS(how, target) of each, and ENTRY(how) of each, of a table that is indexed by it. */
-#if RPI_REAL_BYTES != 4
-#define GEMM_FOR_EACH(FUNCTIONS) FUNCTIONS(NUMBERS, )
-#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS)
-#elif defined(RPI_BF16_NATIVE)
-#define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
-  FUNCTIONS(NUMBERS, )                                                                             \
-  FUNCTIONS(TWIN, )                                                                                \
-  FUNCTIONS(NATIVE, RPI_BF16_TARGET)
-#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS), ENTRY(TWIN), ENTRY(NATIVE)
-#else
-#define GEMM_FOR_EACH(FUNCTIONS)                                                                   \
-  FUNCTIONS(NUMBERS, )                                                                             \
-  FUNCTIONS(TWIN, )
-#define GEMM_ENTRIES(ENTRY) ENTRY(NUMBERS), ENTRY(TWIN)
-#endif
 
 /* One call of the kernel computes GEMM_STRIP rows of C, GEMM_VECTORS vectors wide: 24 sums in
  * 32 registers, 12 in 16. In 16 registers, 6 x 2 instead of 4 x 3 took 4 % longer. */
@@ -127,31 +114,11 @@ typedef struct gemm_tile {
 
 RPI_INLINE rpi_register gemm_add_product(const int how, rpi_register sum, const real *a,
                                          rpi_register b) {
-#if RPI_REAL_BYTES == 4
-  if (how == GEMM_NATIVE) return rpi_words_add(true, sum, rpi_word(a), b);
+#ifdef RPI_BF16_NATIVE
+  if (how == GEMM_NATIVE) return rpi_words_add(sum, rpi_word(a), b);
 #endif
   (void)how;
   return sum + *a * b;
-}
-
-/* One half of every word, for all sums, because halves of all vectors at once do not fit the
- * registers. */
-RPI_INLINE void gemm_add_halves(const int rows, const int vectors, const bool upper,
-                                const real *const *a, int64_t k, const real *b,
-                                rpi_register sum[GEMM_STRIP][GEMM_VECTORS]) {
-#if RPI_REAL_BYTES == 4
-  rpi_register row[GEMM_VECTORS];
-  RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
-    const rpi_register words = rpi_load(b + v * RPI_LANES);
-    row[v] = upper ? rpi_upper(words) : rpi_lower(words);
-  }
-  RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
-    const rpi_register word = rpi_word(a[r] + k), x = upper ? rpi_upper(word) : rpi_lower(word);
-    RPI_UNROLL(4) for (int v = 0; v < vectors; v++) sum[r][v] += x * row[v];
-  }
-#else
-  (void)rows, (void)vectors, (void)upper, (void)a, (void)k, (void)b, (void)sum;
-#endif
 }
 
 /* The sums of an element are added in the order of inner, and rounded alike, wherever inner
@@ -181,11 +148,6 @@ RPI_INLINE void gemm_sum(const int how, const int rows, const int vectors, const
       asked++;
     }
     for (; k < chunk; k += a_inner, b += b_stride) {
-      if (how == GEMM_TWIN) {
-        gemm_add_halves(rows, vectors, true, a, k, b, sum);
-        gemm_add_halves(rows, vectors, false, a, k, b, sum);
-        continue;
-      }
       rpi_register row[GEMM_VECTORS];
       RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
       RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
@@ -242,8 +204,16 @@ typedef void (*gemm_sum_fn)(const gemm_tile *t);
   [GEMM_##how] = {{GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}}
 #endif
 
-GEMM_FOR_EACH(GEMM_SUMS)
-static const gemm_sum_fn gemm_sums[][GEMM_VECTORS][GEMM_STRIP] = {GEMM_ENTRIES(GEMM_SUMS_ENTRY)};
+GEMM_SUMS(NUMBERS, )
+#ifdef RPI_BF16_NATIVE
+GEMM_SUMS(NATIVE, RPI_BF16_TARGET)
+#endif
+static const gemm_sum_fn gemm_sums[][GEMM_VECTORS][GEMM_STRIP] = {
+    GEMM_SUMS_ENTRY(NUMBERS),
+#ifdef RPI_BF16_NATIVE
+    GEMM_SUMS_ENTRY(NATIVE),
+#endif
+};
 
 /* All rows of a block over one panel of B. `width` columns of C exist; the panel has whole
  * vectors, so a ragged one goes by way of a tile of its own. t.next: where the panel behind it
@@ -258,7 +228,7 @@ static void gemm_panel(gemm_tile t, int64_t rows, int64_t width, gemm_ahead ahea
   t.lines = rpi_divide_up(lines, rpi_max(pauses, 1));
   for (int64_t i = 0; i < strips; i++) {
     const int64_t strip = rpi_min(GEMM_STRIP, rows - i * GEMM_STRIP);
-    const gemm_sum_fn sum = gemm_sums[t.how][vectors - 1][strip - 1];
+    const gemm_sum_fn sum = gemm_sums[GEMM_KERNEL(t.how)][vectors - 1][strip - 1];
     if (vectors * RPI_LANES == width) {
       t.next = i + 1 < strips ? t.c + GEMM_STRIP * t.c_stride : behind;
       sum(&t);

@@ -2,7 +2,9 @@
  *
  * gemm_words.h: operands of a product in bf16, packed as words (bf16.h). A word is two numbers of
  * inner, so that what is packed looks like operands of half of inner: the kernel of gemm_kernel.h
- * has one multiplication that is another.
+ * has one multiplication that is another. Where the processor has no instruction for that, a word
+ * is packed as its two numbers, the upper half first: for the kernel that multiplies numbers, and
+ * with the same sums.
  */
 #ifndef RPI_GEMM_WORDS_H
 #define RPI_GEMM_WORDS_H
@@ -11,13 +13,44 @@
 
 #if RPI_REAL_BYTES == 4
 
+/* Row `at` of words, of rows `stride` apart: natively as it is, else as two rows of numbers. */
+RPI_INLINE void gemm_put(const bool native, rpi_register words, real *to, int64_t at,
+                         int64_t stride) {
+  if (native) {
+    rpi_store(to + at * stride, words);
+  } else {
+    rpi_store(to + 2 * at * stride, rpi_upper(words));
+    rpi_store(to + (2 * at + 1) * stride, rpi_lower(words));
+  }
+}
+
 /* to[row][stride] = rows of A that run along inner. What is written beyond the words of a row, less
- * than a vector, the next row overwrites. */
+ * than a vector, or two, the next row overwrites. */
 RPI_INLINE void gemm_words_rows(const bool native, const real *from, int64_t from_stride,
                                 int64_t rows, int64_t depth, real *to, int64_t stride) {
   for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
     for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
-      rpi_store(to + k / 2, rpi_words_at(native, from + k, depth - k));
+      const rpi_register words = rpi_words_at(native, from + k, depth - k);
+      if (native) {
+        rpi_store(to + k / 2, words);
+      } else {
+        rpi_store(to + k, RPI_LOW(rpi_upper(words), rpi_lower(words)));
+        rpi_store(to + k + RPI_LANES, RPI_HIGH(rpi_upper(words), rpi_lower(words)));
+      }
+    }
+  }
+}
+
+/* to[row][stride] = rows as words whoever multiplies them, and zeros up to whole rows, which may be
+ * the last in memory. */
+RPI_INLINE void gemm_words_word_rows(const bool native, const real *from, int64_t from_stride,
+                                     int64_t rows, int64_t depth, real *to, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
+    for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
+      const rpi_register words = rpi_words_at(native, from + k, depth - k);
+      const int64_t left = stride - k / 2;
+      if (left >= RPI_LANES) rpi_store(to + k / 2, words);
+      else memcpy(to + k / 2, &words, (size_t)left * sizeof(real));
     }
   }
 }
@@ -33,19 +66,23 @@ RPI_INLINE rpi_register gemm_words_pair(const bool native, const real *from, int
   return rpi_words_across(native, first, second);
 }
 
-/* Strips of a transposed A, each [words][GEMM_STRIP], `size` apart (gemm_pack_a). */
+/* Strips of a transposed A, each [words or numbers][GEMM_STRIP], `size` apart (gemm_pack_a). */
 RPI_INLINE void gemm_words_strips(const bool native, const real *from, int64_t from_stride,
                                   int64_t rows, int64_t depth, real *strips, int64_t size) {
-  _Alignas(64) real line[GEMM_HEIGHT + RPI_LANES];
-  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride, strips += GEMM_STRIP) {
+  enum { LINE = GEMM_HEIGHT + RPI_LANES };
+  _Alignas(64) real lines[2 * LINE];
+  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride) {
     for (int64_t r = 0; r < rows; r += RPI_LANES) {
       rpi_prefetch(from, 4 * from_stride + r);
       rpi_prefetch(from, 5 * from_stride + r);
-      rpi_store(line + r, gemm_words_pair(native, from + r, from_stride, rows - r, k + 1 < depth));
+      gemm_put(native, gemm_words_pair(native, from + r, from_stride, rows - r, k + 1 < depth),
+               lines + r, 0, LINE);
     }
-    real *to = strips;
-    for (int64_t r = 0; r < rows; r += GEMM_STRIP, to += size) {
-      *(gemm_piece *)to = *(const gemm_piece *)(line + r);
+    for (int line = 0; line < (native ? 1 : 2); line++, strips += GEMM_STRIP) {
+      real *to = strips;
+      for (int64_t r = 0; r < rows; r += GEMM_STRIP, to += size) {
+        *(gemm_piece *)to = *(const gemm_piece *)(lines + line * LINE + r);
+      }
     }
   }
 }
@@ -58,8 +95,8 @@ RPI_INLINE rpi_register gemm_words_from(const bool native, const bool stored, co
   return words >= RPI_LANES ? rpi_load(row + k / 2) : rpi_load_part(row + k / 2, words);
 }
 
-/* panel[words][stride] = B given as [columns, inner], its columns filled up with zeros to whole
- * vectors. */
+/* panel[words or numbers][stride] = B given as [columns, inner], its columns filled up with zeros
+ * to whole vectors. */
 RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const real *from,
                                      int64_t from_stride, int64_t width, int64_t depth, real *panel,
                                      int64_t stride) {
@@ -82,11 +119,13 @@ RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const
       }
       rpi_transpose(square);
       const int64_t left = rpi_min(words - k / 2, RPI_LANES);
-      real *const to = panel + k / 2 * stride + j;
+      real *const to = panel + (native ? k / 2 : k) * stride + j;
       if (left == RPI_LANES) {
-        RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) rpi_store(to + i * stride, square[i]);
+        RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+          gemm_put(native, square[i], to, i, stride);
+        }
       } else {
-        for (int64_t i = 0; i < left; i++) rpi_store(to + i * stride, square[i]);
+        for (int64_t i = 0; i < left; i++) gemm_put(native, square[i], to, i, stride);
       }
     }
   }
@@ -104,30 +143,16 @@ RPI_INLINE void gemm_words_stored(const bool native, const real *from, int64_t f
 /* The same of B as it lies. */
 RPI_INLINE void gemm_words_panel(const bool native, const real *from, int64_t from_stride,
                                  int64_t width, int64_t depth, real *panel, int64_t stride) {
-  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride, panel += stride) {
+  for (int64_t k = 0; k < depth; k += 2, from += 2 * from_stride) {
     for (int64_t j = 0; j < width; j += RPI_LANES) {
-      rpi_store(panel + j,
-                gemm_words_pair(native, from + j, from_stride, width - j, k + 1 < depth));
-    }
-  }
-}
-
-/* to[row][stride] = rows of a weight, and zeros up to whole rows, which may be the last in memory.
- */
-RPI_INLINE void gemm_words_weight(const bool native, const real *from, int64_t from_stride,
-                                  int64_t rows, int64_t depth, real *to, int64_t stride) {
-  for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
-    for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
-      const rpi_register words = rpi_words_at(native, from + k, depth - k);
-      const int64_t left = stride - k / 2;
-      if (left >= RPI_LANES) rpi_store(to + k / 2, words);
-      else memcpy(to + k / 2, &words, (size_t)left * sizeof(real));
+      gemm_put(native, gemm_words_pair(native, from + j, from_stride, width - j, k + 1 < depth),
+               panel + j, k / 2, stride);
     }
   }
 }
 
 /* Each by instructions, and without. */
-enum { GEMM_ROWS, GEMM_TURNED, GEMM_STORED, GEMM_STRIPS, GEMM_PANEL, GEMM_WEIGHT };
+enum { GEMM_ROWS, GEMM_WORD_ROWS, GEMM_TURNED, GEMM_STORED, GEMM_STRIPS, GEMM_PANEL, GEMM_WAYS };
 typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lines, int64_t depth,
                               real *to, int64_t stride);
 #define GEMM_WORDS_FN(how, target, name)                                                           \
@@ -138,20 +163,20 @@ typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lin
   }
 #define GEMM_WORDS_FNS(how, target)                                                                \
   GEMM_WORDS_FN(how, target, rows)                                                                 \
+  GEMM_WORDS_FN(how, target, word_rows)                                                            \
   GEMM_WORDS_FN(how, target, turned)                                                               \
   GEMM_WORDS_FN(how, target, stored)                                                               \
   GEMM_WORDS_FN(how, target, strips)                                                               \
-  GEMM_WORDS_FN(how, target, panel)                                                                \
-  GEMM_WORDS_FN(how, target, weight)
+  GEMM_WORDS_FN(how, target, panel)
 #define GEMM_WORDS_ENTRY(how)                                                                      \
-  [GEMM_##how] = {gemm_rows_##how,   gemm_turned_##how, gemm_stored_##how,                         \
-                  gemm_strips_##how, gemm_panel_##how,  gemm_weight_##how}
+  [GEMM_##how] = {gemm_rows_##how,   gemm_word_rows_##how, gemm_turned_##how,                      \
+                  gemm_stored_##how, gemm_strips_##how,    gemm_panel_##how}
 
 GEMM_WORDS_FNS(TWIN, )
 #ifdef RPI_BF16_NATIVE
 GEMM_WORDS_FNS(NATIVE, RPI_BF16_TARGET)
 #endif
-static const gemm_words_fn gemm_words[][GEMM_WEIGHT + 1] = {
+static const gemm_words_fn gemm_words[][GEMM_WAYS] = {
     GEMM_WORDS_ENTRY(TWIN),
 #ifdef RPI_BF16_NATIVE
     GEMM_WORDS_ENTRY(NATIVE),
