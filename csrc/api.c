@@ -72,6 +72,7 @@ rp_status rp_build_info_get(rp_build_info *info) {
       .blas = rpi_blas_description(),
       .real_bytes = (int)sizeof(rp_real),
       .threads = rpi_threads_get(),
+      .bf16 = rpi_ops_bf16(),
   };
   const size_t common = size < sizeof known ? size : sizeof known;
   memset(info, 0, size);

@@ -122,9 +122,10 @@ static PyObject *build_info(PyObject *module, PyObject *args) {
     raise_status(module, status);
     return NULL;
   }
-  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s,s:i}", "version", info.version, "compiler",
+  return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:i}", "version", info.version, "compiler",
                        info.compiler, "flags", info.flags, "isa", info.isa, "isa_available",
-                       info.isa_available, "blas", info.blas, "threads", info.threads);
+                       info.isa_available, "bf16", info.bf16, "blas", info.blas, "threads",
+                       info.threads);
 }
 
 /* ---- the module ------------------------------------------------------------------ */

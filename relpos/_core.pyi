@@ -119,6 +119,7 @@ class CoreInfo(TypedDict):
     flags: str
     isa: str
     isa_available: str
+    bf16: str
     blas: str
     threads: int
 

@@ -29,6 +29,7 @@ class BuildInfo(TypedDict):
     flags: str
     isa: str
     isa_available: str
+    bf16: str
     blas: str
     threads: int
     cuda: str
@@ -39,6 +40,7 @@ class BuildInfo(TypedDict):
 def build_info() -> BuildInfo:
     """What this build is and what it chose on this machine: belongs in every bug report.
 
+    "bf16" is what multiplies it on the CPU ("AVX512-BF16", "AMX"), "none" where it gains nothing.
     Of "cuda" it says whether the library for GPUs is there and what it was made of; the library is
     looked into and not loaded. Whether it works here `devices` says.
     """

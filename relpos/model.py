@@ -188,7 +188,7 @@ class Transformer:
         what there is. Batches and results are NumPy arrays everywhere.
     precision: "f32", or "bf16": operands of the layers' matrix products are rounded to bfloat16 and
         their sums kept in float32, as are weights and everything else. On a GPU those of attention
-        are, too. A CPU gains by it where it has instructions for bfloat16 (AVX512-BF16, AMX).
+        are, too. A CPU gains by it where it has AVX512-BF16 (`build_info`).
     """
 
     __slots__ = (
@@ -541,7 +541,8 @@ class Transformer:
         tokens to precision: as in `Transformer`.
 
         Without training, and with the configuration in the file, the weights are mapped, not read:
-        that takes no time and no memory of their own, and several processes share them. Then the
+        that takes no time and no memory of their own, and several processes share them (but for
+        what a search in bf16 on a CPU keeps, 2 bytes a weight of the decoder). Then the
         file may be removed, or replaced as `save` does it, but not be written into. Writing to
         `parameters` changes the model, never the file. Read are those of a model on a GPU, those
         that other writers have in another order, and those where a parameter has a number of values

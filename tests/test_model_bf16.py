@@ -72,6 +72,42 @@ def test_operands_are_rounded_and_nothing_else(isa: Core) -> None:
     assert HALF_ULP / 8 < off <= 12 * HALF_ULP  # numbers of a norm are about 1
 
 
+ALONE = BASE | {"share_embeddings": False, "share_output": False}
+
+
+def test_every_weight_is_rounded_for_every_product(isa: Core) -> None:
+    """What is less than half a unit of bf16 off a number of bf16 changes no bit of loss or gradients,
+    though it is the weights' of all products, there and back."""
+    found = []
+    for nudge in (0.0, 0.4 * 2.0**-8):
+        rng = np.random.default_rng(5)
+        with Model(Config(isa, "tiny", ALONE), precision=BF16) as model:
+            spread(model)
+            for name, weights in model.weights.items():
+                if weights.ndim == 2 and name.endswith("weight") and "embedding" not in name:
+                    narrow = (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
+                    weights[...] = narrow * (1 + nudge * rng.random(narrow.shape))
+                    assert nudge == 0 or (weights != narrow).mean() > 0.9
+            loss = model.backward(batch_for(ALONE)).loss
+            found.append((loss, {n: g.tobytes() for n, g in model.gradients.items()}))
+    assert found[0] == found[1]
+
+
+def test_the_gradients_of_weights_are_products_of_rounded_numbers(isa: Core) -> None:
+    """Of one row they are a product each, of two numbers of 8 bits: 16 bits, where float has 24."""
+    changes = {**ALONE, "encoder.layers": 0}
+    with Model(Config(isa, "tiny", changes), precision=BF16) as model:
+        spread(model)
+        model.backward(Sentences(None, [[3]], [[4]]))
+        seen = 0
+        for name, gradient in model.gradients.items():
+            if gradient.ndim == 2 and name.endswith("weight") and "embedding" not in name:
+                seen += 1
+                assert gradient.any() or "qkv" in name, name
+                assert not (gradient.view(np.uint32) & 0xFF).any(), name
+        assert seen == 2 * 4 + 1  # qkv, out and two of feed-forward in each layer, and the output
+
+
 def test_instruction_sets_round_alike(isa: Core, f32: Core) -> None:
     """What they do with the rounded numbers differs by what float rounds, and a number next to the
     middle of two of bf16 may go either way: one operand in 2^-24 / 2^-9, one way in a dozen."""
@@ -143,8 +179,19 @@ def test_searches_keep_weights_rounded_and_change_no_bit(f32: Core, beam: int) -
             spread(model)
             found.append(searched(model, beam=beam, n_best=beam))
             for weights in model.weights.values():
-                weights *= 1.25  # what was rounded is no other search's
+                weights *= 1.25  # what was rounded is no other call's
             found.append(searched(model, beam=beam, n_best=beam))
+            written = {name: weights.copy() for name, weights in model.weights.items()}
+            batch = Sentences(sources(), [[1, 3]] * 5, [[3, 2]] * 5)
+            searched(model)
+            model.weights["output.weight"][...] *= 2
+            losses = [model.forward(batch).loss]
+        with Model(Config(f32, "tiny", WORDS), training=0, precision=BF16) as fresh:
+            for name, weights in written.items():
+                fresh.weights[name][...] = weights
+            fresh.weights["output.weight"][...] *= 2
+            losses.append(fresh.forward(batch).loss)
+        assert losses[0] == losses[1]
     assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1]
 
 

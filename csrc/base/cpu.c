@@ -73,10 +73,13 @@ static int ask_features(void) {
   if ((ebx & avx512_ebx) != avx512_ebx || (registers & avx512_registers) != avx512_registers) {
     return RPI_CPU_PORTABLE | RPI_CPU_AVX2;
   }
-  const bool tiles = has_tiles(edx, registers);
+  int sets = RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
+  if (has_tiles(edx, registers)) sets |= RPI_CPU_AMX;
+#ifdef RPI_HAS_BF16
   const bool more = eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx);
-  const int sets = RPI_CPU_PORTABLE | RPI_CPU_AVX2 | RPI_CPU_AVX512;
-  return sets | (tiles ? RPI_CPU_AMX : 0) | (more && (eax & bit(5)) != 0 ? RPI_CPU_BF16 : 0);
+  if (more && (eax & bit(5)) != 0) sets |= RPI_CPU_BF16;
+#endif
+  return sets;
 }
 
 #elif defined(__aarch64__)

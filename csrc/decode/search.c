@@ -643,12 +643,20 @@ static void close_at_once(search *s) {
   }
 }
 
-static rp_status begin(search *s) {
-  write_beginnings(s);
-  for (int64_t k = 0; k < s->d->count; k++) {
+/* Who has them rounded for fewer words waits longer: one pass is what two words read. */
+#define ROUNDED_WORDS 3
+
+static rp_status round_weights(const search *s) {
+  for (int64_t k = 0; k < s->d->count && s->longest >= ROUNDED_WORDS; k++) {
     rp_model *const m = s->d->runs[k].model;
     if (m->ops->host && m->limits.precision == RP_BF16) RPI_TRY(rpi_round_weights(m));
   }
+  return RP_OK;
+}
+
+static rp_status begin(search *s) {
+  write_beginnings(s);
+  RPI_TRY(round_weights(s));
   const rpi_cache_start start = {
       .most_rows = s->sentences * s->width,
       .most_length = s->longest + 1 < s->d->max_length ? s->longest + 1 : s->d->max_length,

@@ -41,6 +41,7 @@ enum { CANDIDATES = sizeof candidates / sizeof candidates[0] };
 /* Written by choose() under pthread_once, only read after it. */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const rp_ops *chosen; /* NULL: requested cannot be had */
+static const char *narrow;   /* what multiplies bf16 there */
 static char requested[32];   /* RELPOS_ISA, cut to fit; "": not set */
 static char available[64];
 
@@ -56,6 +57,9 @@ static void choose(void) {
              ops->name);
     if (requested[0] == '\0' || strcmp(requested, ops->name) == 0) chosen = ops;
   }
+  const char *const found = chosen != NULL ? chosen->name : "none";
+  const bool avx512 = strcmp(found, "avx512") == 0 && (features & RPI_CPU_BF16) != 0;
+  narrow = strcmp(found, "amx") == 0 ? "AMX" : avx512 ? "AVX512-BF16" : "none";
 }
 
 static bool is_known(const char *name) {
@@ -72,6 +76,11 @@ rp_status rpi_ops_get(const rp_ops **ops) {
             is_known(requested) ? "cannot run on this machine" : "is unknown", available);
   *ops = chosen;
   return rpi_threads_check();
+}
+
+const char *rpi_ops_bf16(void) {
+  pthread_once(&once, choose);
+  return narrow;
 }
 
 const char *rpi_ops_available(void) {

@@ -14,6 +14,9 @@ extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_amx,
  * no number of threads (base/threads.h), but then *ops is set. */
 rp_status rpi_ops_get(const rp_ops **ops);
 
+/* What multiplies bf16 in the table of rpi_ops_get: "AVX512-BF16", "AMX", or "none": plain code. */
+const char *rpi_ops_bf16(void);
+
 /* Names of the tables that can run here, best last, separated by spaces. */
 const char *rpi_ops_available(void);
 

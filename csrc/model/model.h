@@ -21,7 +21,7 @@
  *   step         streams and what sublayers store | scratch | losses | ledger
  *   workspace    of attention: grows where a batch needs more than was planned
  *   rounded      in bf16: weights as products have them, on a device made by the first in a call,
- * on a host by a search; where there is no memory for them, each product rounds its own
+ *                on a host by a search; where there is no memory, each product rounds its own
  */
 #ifndef RPI_MODEL_H
 #define RPI_MODEL_H

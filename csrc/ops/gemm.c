@@ -4,8 +4,8 @@
  *
  *   rows <= 5, B given as [columns, inner]    stream: our own, B is one stream of memory
  *   rows <= 32, the same                      dots: our own, B read once and in order
- *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows
- *                                             (all three: gemm_few.h)
+ *   rows <= 16, B given as [inner, columns]   sums in C: our own, B read along its rows; not in
+ *                                             bf16 (all three: gemm_few.h)
  *   more                                      blocks of our own (gemm_kernel.h), or of BLAS
  *                                             (base/blas.h) where that is faster: GEMM_OURS;
  *                                             or of tiles (gemm_tiles.c)

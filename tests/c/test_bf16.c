@@ -41,6 +41,9 @@ enum { BEHIND = sizeof behind / sizeof behind[0], EVERY = BEHIND << 16 };
 
 static uint32_t pattern(int64_t i) { return (uint32_t)(i / BEHIND) << 16 | behind[i % BEHIND]; }
 
+/* Of a small run, which meets each thing behind, and every edge of an exponent. */
+enum { FEW_STEP = 17 };
+
 /* The nearest number of bf16, by comparing. */
 static bool is_rounded(uint32_t from, real got) {
   const real x = of_bits(from);
@@ -60,14 +63,14 @@ enum { INNER = 40, COUNT = 4099, MOST_LINES = 50 };
 static void round_all(const char *name, product_fn by, bool is_a, bool across, int64_t lines) {
   static real all[COUNT * INNER], ones[MOST_LINES * INNER], c[COUNT * MOST_LINES];
   int64_t wrong = 0;
-  const int64_t few = is_small_run() ? EVERY / 16 : EVERY;
+  const int64_t step = is_small_run() ? FEW_STEP : 1, few = EVERY / step;
   for (int64_t i = 0; i < lines * INNER; i++) ones[i] = 1;
   for (int64_t first = 0; first < few; first += COUNT) {
     const int64_t count = rpi_min(COUNT, few - first);
     memset(all, 0, sizeof all);
     for (int64_t i = 0; i < count; i++) {
       const int64_t k = (first + i) % INNER;
-      all[across ? k * count + i : i * INNER + k] = of_bits(pattern((first + i) * (EVERY / few)));
+      all[across ? k * count + i : i * INNER + k] = of_bits(pattern((first + i) * step));
     }
     const int64_t stride = across ? count : INNER;
     const rpi_gemm_args g = {.rows = is_a ? count : lines,
@@ -84,7 +87,7 @@ static void round_all(const char *name, product_fn by, bool is_a, bool across, i
                              .precision = RP_BF16};
     CHECK_INT(by(&g), RP_OK);
     for (int64_t i = 0; i < count; i++) {
-      const uint32_t from = pattern((first + i) * (EVERY / few));
+      const uint32_t from = pattern((first + i) * step);
       for (int64_t j = 0; j < lines; j++) {
         wrong += !is_rounded(from, is_a ? c[i * lines + j] : c[j * count + i]);
       }

@@ -52,8 +52,12 @@ int main(void) {
 #else
   CHECK_INT(features & RPI_CPU_AMX, 0);
 #endif
-  CHECK_INT((features & RPI_CPU_BF16) != 0,
-            (features & RPI_CPU_AVX512) != 0 && system_names("avx512_bf16"));
+#ifdef RPI_HAS_BF16
+  const bool bf16 = system_names("avx512_bf16");
+#else
+  const bool bf16 = false;
+#endif
+  CHECK_INT((features & RPI_CPU_BF16) != 0, (features & RPI_CPU_AVX512) != 0 && bf16);
 #elif defined(__aarch64__)
   CHECK_INT(features, RPI_CPU_PORTABLE | RPI_CPU_NEON);
 #else

@@ -7,6 +7,7 @@
 
 #include "decode/search.h"
 #include "faults.h"
+#include "model/sublayer.h"
 
 enum { SENTENCES = 3, BEAM = 4, LONGEST = 9 };
 
@@ -32,7 +33,7 @@ static rp_search search_of(int kind) {
 }
 enum { KINDS = 3 };
 
-static rp_model *make(uint64_t seed) {
+static rp_model *make_in(int precision, uint64_t seed) {
   rp_config config = rp_config_default();
   config.width = 16;
   config.heads = 2;
@@ -44,10 +45,13 @@ static rp_model *make(uint64_t seed) {
   limits.tokens = 40;
   limits.sentences = 4;
   limits.training = 0;
+  limits.precision = precision;
   rp_model *model = NULL;
   CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
   return model;
 }
+
+static rp_model *make(uint64_t seed) { return make_in(RP_F32, seed); }
 
 static rp_decoder *decoder_of(rp_model *const *models, int64_t count) {
   rp_decoder *decoder = NULL;
@@ -119,6 +123,37 @@ static void test_blocks_of_logits(void) {
   }
   rp_model_free(models[0]);
   rp_model_free(models[1]);
+}
+
+/* ---- weights that are kept rounded ------------------------------------------- */
+
+/* Is there a product of the decoder's that would be given its weight so? */
+static bool keeps_rounded(rp_model *m) {
+  const void *rounded = NULL;
+  CHECK_INT(rpi_rounded_of(m, m->layout.stack[RPI_DECODER].layers[0].self.qkv, &rounded), RP_OK);
+  return rounded != NULL;
+}
+
+/* A search of a few words keeps them, of a model in bf16 alone, and no longer than it takes. */
+static void test_kept_while_it_searches(void) {
+  const int most = RPI_REAL_BYTES == 4 ? RP_BF16 : RP_F32; /* double is never rounded */
+  for (int precision = RP_F32; precision <= most; precision++) {
+    rp_model *const m = make_in(precision, 1);
+    rp_decoder *const decoder = decoder_of(&m, 1);
+    CHECK(!keeps_rounded(m));
+    search(decoder, 0);
+    CHECK_INT(keeps_rounded(m), precision == RP_BF16); /* until the next call begins */
+    int64_t step;
+    CHECK_INT(rp_model_counters(m, &step, NULL), RP_OK);
+    CHECK(!keeps_rounded(m));
+    const rp_batch batch = batch_of();
+    rp_search options = search_of(0);
+    options.max_length = 1;
+    CHECK_INT(rp_decoder_search(decoder, &batch, &options), RP_OK);
+    CHECK(!keeps_rounded(m));
+    rp_decoder_free(decoder);
+    rp_model_free(m);
+  }
 }
 
 /* ---- no memory -------------------------------------------------------------- */
@@ -337,6 +372,7 @@ static void test_busy(void) {
 
 int main(void) {
   test_blocks_of_logits();
+  test_kept_while_it_searches();
   test_create_without_memory();
   for (int kind = 0; kind < KINDS; kind++) test_search_without_memory(kind);
   test_alignments_without_memory();

@@ -23,6 +23,7 @@
 #include <unistd.h>
 
 #include "base/blas.h"
+#include "base/scratch.h"
 #include "check.h"
 #include "products.h"
 #include "tables.h"
@@ -174,14 +175,39 @@ static void test_threads(const rp_ops *ops) {
   rp_set_threads(0);
 }
 
-/* A product with infinity and NaN in A: the rows that hold them, and no others. */
+/* Nor does scratch memory that others have taken. */
+static void test_without_scratch(const rp_ops *ops) {
+  static const int64_t shapes[][3] = {{70, 75, 300}, {41, 130, 35}};
+  for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+    for (int flags = 0; flags < FLAGS; flags++) {
+      product p = product_create(shapes[i][0], shapes[i][1], shapes[i][2], flags, 1);
+      const size_t bytes = (size_t)p.c_size * sizeof(real);
+      real *const first = malloc(bytes);
+      if (first == NULL) abort();
+      CHECK_INT(ops->gemm(&p.args), RP_OK);
+      memcpy(first, p.c, bytes);
+      memcpy(p.c, p.before, bytes);
+      void *taken[RPI_SCRATCH_PIECES];
+      for (int n = 0; n < RPI_SCRATCH_PIECES; n++) taken[n] = rpi_scratch_take();
+      CHECK(taken[RPI_SCRATCH_PIECES - 1] != NULL && rpi_scratch_take() == NULL);
+      CHECK_INT(ops->gemm(&p.args), RP_OK);
+      for (int n = 0; n < RPI_SCRATCH_PIECES; n++) rpi_scratch_give(taken[n]);
+      if (!CHECK(memcmp(first, p.c, bytes) == 0)) report(ops, &p, "without scratch, other bits", 0);
+      free(first);
+      product_free(&p);
+    }
+  }
+}
+
+/* A product with infinity and NaN in A: the rows that hold them, and no others. NaN is the last of
+ * an odd inner. */
 static void test_not_finite(const rp_ops *ops) {
   for (int64_t rows = 5; rows <= 50; rows += 45) {
     for (int flags = 0; flags < FLAGS; flags += flags % 4 == 3 ? 13 : 1) { /* transposes */
-      product p = product_create(rows, 70, 20, flags, 0);
+      product p = product_create(rows, 70, 21, flags, 0);
       rpi_gemm_args *const g = &p.args;
       p.a[g->transpose_a ? 3 * g->a_stride + 1 : g->a_stride + 3] = (real)INFINITY;
-      p.a[g->transpose_a ? 2 * g->a_stride + 4 : 4 * g->a_stride + 2] = (real)NAN;
+      p.a[g->transpose_a ? 20 * g->a_stride + 4 : 4 * g->a_stride + 20] = (real)NAN;
       CHECK_INT(ops->gemm(g), RP_OK);
       bool right = true;
       for (int64_t row = 0; row < rows; row++) {
@@ -202,6 +228,7 @@ static int test_all(void) {
     test_small(ops);
     test_large(ops);
     test_threads(ops);
+    if (!is_device_run()) test_without_scratch(ops);
     test_not_finite(ops);
   }
   printf("%s: ", rpi_blas_description());
