@@ -154,10 +154,10 @@ static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t in
                       .elements = g->transpose_a ? at.rows : depth};
 }
 
-/* `panel` holds `most` numbers of inner, or as many words, and so does each strip of `packed`.
- * Without scratch memory there is none, and A is read where it lies: slower, and the same to the
- * last bit. The panels are of nearly equal width, because one of a single vector waits for its own
- * sums. `next`: the block whose first panel is asked for with the last one. */
+/* `panel` and `packed` hold `most` numbers of inner, or the words of these. Without `packed` A is
+ * read where it lies, as numbers may be: slower, and the same to the last bit. The panels are of
+ * nearly equal width, because one of a single vector waits for its own sums. `next`: the block
+ * whose first panel is asked for with the last one. */
 static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next, real *packed,
                                real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
@@ -203,13 +203,14 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
   }
 }
 
+/* Without scratch memory. */
 static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
   _Alignas(64) real panel[GEMM_SMALL_DEPTH * GEMM_WIDTH];
   if (gemm_how(g) == GEMM_NUMBERS) {
     gemm_builtin_block(g, at, (gemm_block){0}, NULL, panel, GEMM_SMALL_DEPTH);
     return;
   }
-  _Alignas(64) real packed[GEMM_STRIP * GEMM_ROW_SIZE + RPI_LANES]; /* no words but packed ones */
+  _Alignas(64) real packed[GEMM_STRIP * GEMM_ROW_SIZE + RPI_LANES]; /* words are always packed */
   for (int64_t row = 0; row < at.rows; row += GEMM_STRIP) {
     const gemm_block strip = {at.row + row, rpi_min(GEMM_STRIP, at.rows - row), at.column,
                               at.columns};
