@@ -440,11 +440,11 @@ static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64
   if (x->relation->map == RP_MAP_EDGES) return has_edges(&leader->edges, i, count, w->tile.key);
   const int32_t *const relation = leader->relation + i * RPI_TILE;
   if (relation[0] >= 0) return true; /* mostly */
-  int32_t all = -1;                  /* negative where all are */
+  uint32_t all = UINT32_MAX;         /* the sign is set where all are negative */
   _Pragma("omp simd reduction(& : all)") for (int64_t c = 1; c < count * RPI_TILE; c++) {
-    all &= relation[c];
+    all &= (uint32_t)relation[c];
   }
-  return all >= 0;
+  return (int32_t)all >= 0;
 }
 
 /* Is any of these terms taken pair by pair? */
