@@ -142,6 +142,7 @@ class BuildInfo(ctypes.Structure):
         ),
         ("real_bytes", ctypes.c_int),
         ("threads", ctypes.c_int),
+        ("bf16", ctypes.c_char_p),
     ]
 
 

@@ -64,11 +64,14 @@ def test_errors_about_names_that_are_no_text(path: str | bytes) -> None:
 def test_build_info() -> None:
     info = relpos.build_info()
     assert list(info) == [
-        "version", "compiler", "flags", "isa", "isa_available", "blas", "threads", "cuda", "numpy",
-        "python",
+        "version", "compiler", "flags", "isa", "isa_available", "bf16", "blas", "threads", "cuda",
+        "numpy", "python",
     ]  # fmt: skip
     assert info["version"] == relpos.__version__
     assert info["isa"] in info["isa_available"].split()
+    flags = Path("/proc/cpuinfo").read_text() if info["isa"] == "avx512" else ""
+    told = {"amx": "AMX", "avx512": "AVX512-BF16" if "avx512_bf16" in flags else "none"}
+    assert info["bf16"] == told.get(info["isa"], "none")
     assert "-ffp-contract=fast" in info["flags"]
 
 

@@ -10,7 +10,7 @@
 
 #include "check.h"
 
-#if defined(__x86_64__)
+#if defined(RPI_HAS_AMX) || defined(RPI_HAS_BF16)
 
 /* Whether a word is among the flags of /proc/cpuinfo. */
 static bool system_names(const char *feature) {
