@@ -15,7 +15,15 @@ import pytest
 
 from capi import DEVICE, Core, CoreError, core_by_name
 from model_capi import AVERAGE, OPTIMIZER, WEIGHTS, Config, Model
-from test_model_gradients import BASE, CASES, STAGES, batch_for, gradients, spread
+from test_model_gradients import (
+    BASE,
+    CASES,
+    STAGES,
+    assert_near,
+    batch_for,
+    gradients,
+    spread,
+)  # fmt: skip
 
 HALF_ULP = 2.0**-24
 
@@ -57,12 +65,7 @@ def test_the_device_is_near_double(f32: Core, f64: Core, name: str) -> None:
     got_loss, got = device_gradients(f32, changes)
     stages = 4 * np.sqrt(STAGES)
     assert abs(got_loss - loss) <= stages * (abs(moved_loss - loss) / 64 + HALF_ULP * abs(loss))
-    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
-    for parameter, gradient in exact.items():
-        shift = np.linalg.norm(moved[parameter] - gradient) / 64
-        error = np.linalg.norm(got[parameter] - gradient)
-        bound = stages * (shift + HALF_ULP * np.linalg.norm(gradient)) + 4 * HALF_ULP * whole
-        assert error <= bound, (parameter, error, shift)
+    assert_near(exact, moved, got, HALF_ULP * 64, HALF_ULP)
 
 
 def test_heads_that_are_too_wide_are_refused_at_once(f32: Core) -> None:
@@ -225,13 +228,7 @@ def test_bf16_is_near_double(f32: Core, f64: Core, name: str) -> None:
     half_ulp, nudge = 2.0**-9, HALF_ULP * 64
     exact, moved = (gradients(f64, changes, n)[1] for n in (0, nudge))
     got = device_gradients(f32, changes, precision=1)[1]
-    stages = 4 * np.sqrt(STAGES)
-    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
-    for parameter, gradient in exact.items():
-        shift = np.linalg.norm(moved[parameter] - gradient) / nudge
-        error = np.linalg.norm(got[parameter] - gradient)
-        bound = stages * (shift + np.linalg.norm(gradient)) + 4 * whole
-        assert error <= half_ulp * bound, (parameter, error, shift)
+    assert_near(exact, moved, got, nudge, half_ulp)
 
 
 # ---------------------------------------------------------------------------------- files

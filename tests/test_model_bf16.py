@@ -15,7 +15,7 @@ from cores import get_core
 from decode_capi import Decoder, Found
 from model_capi import OPTIMIZER, Config, Limits, Memory, Model, Sentences
 from test_model import SMALL, bits, pairs, trained
-from test_model_gradients import BASE, CASES, STAGES, batch_for, gradients, spread
+from test_model_gradients import BASE, CASES, assert_near, batch_for, gradients, spread
 
 BF16 = 1
 HALF_ULP = 2.0**-9
@@ -47,13 +47,7 @@ def test_bf16_is_near_double(f32: Core, f64: Core, name: str) -> None:
     nudge = 2.0**-24 * 64
     exact, moved = (gradients(f64, changes, n)[1] for n in (0, nudge))
     got = gradients(f32, changes, 0, precision=BF16)[1]
-    stages = 4 * np.sqrt(STAGES)
-    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
-    for parameter, gradient in exact.items():
-        shift = np.linalg.norm(moved[parameter] - gradient) / nudge
-        error = np.linalg.norm(got[parameter] - gradient)
-        bound = stages * (shift + np.linalg.norm(gradient)) + 4 * whole
-        assert error <= HALF_ULP * bound, (parameter, error, shift)
+    assert_near(exact, moved, got, nudge, HALF_ULP)
 
 
 def hidden_and_loss(core: Core, precision: int) -> tuple[Any, float]:

@@ -222,6 +222,21 @@ def gradients(
         return result.loss, {n: g.astype(np.float64) for n, g in model.gradients.items()}
 
 
+def assert_near(
+    exact: dict[str, Any], moved: dict[str, Any], got: dict[str, Any], nudge: float, half_ulp: float
+) -> None:
+    """The bound of test_float_is_near_double for numbers of this half ulp; moved: the exact gradients
+    of weights that are moved by so much of themselves."""
+    stages = 4 * np.sqrt(STAGES)
+    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
+    for parameter, gradient in exact.items():
+        shift = np.linalg.norm(moved[parameter] - gradient) / nudge
+        error = np.linalg.norm(got[parameter] - gradient)
+        # a gradient that is 0 by symmetry is what rounding leaves of larger numbers
+        bound = stages * (shift + np.linalg.norm(gradient)) + 4 * whole
+        assert error <= half_ulp * bound, (parameter, error, shift)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float_is_near_double(f32: Core, f64: Core, name: str) -> None:
     """How far may float be off? Moving every weight by half an ulp, in double, moves a gradient by
@@ -236,11 +251,4 @@ def test_float_is_near_double(f32: Core, f64: Core, name: str) -> None:
     # a sum of some 16 losses near 3, each rounded
     bound = stages * (abs(moved_loss - loss) / 64 + half_ulp * abs(loss))
     assert abs(got_loss - loss) <= bound
-    whole = np.sqrt(sum(np.sum(g * g) for g in exact.values()))
-    for parameter, gradient in exact.items():
-        shift = np.linalg.norm(moved[parameter] - gradient) / 64
-        error = np.linalg.norm(got[parameter] - gradient)
-        # a gradient that is 0 by symmetry is what rounding leaves of larger numbers
-        assert error <= stages * (shift + half_ulp * np.linalg.norm(gradient)) + (
-            4 * half_ulp * whole
-        ), (parameter, error, shift)
+    assert_near(exact, moved, got, half_ulp * 64, half_ulp)

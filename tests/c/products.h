@@ -85,6 +85,21 @@ static inline void product_free(product *p) {
   free(p->before);
 }
 
+/* C as this leaves it, to be freed; p's own is as before. */
+static inline real *product_result(product *p, rp_status (*by)(const rpi_gemm_args *args)) {
+  const size_t bytes = (size_t)p->c_size * sizeof(real);
+  real *const result = malloc(bytes);
+  if (result == NULL || by(&p->args) != RP_OK) abort();
+  memcpy(result, p->c, bytes);
+  memcpy(p->c, p->before, bytes);
+  return result;
+}
+
+/* Is C now the same, to the bit? */
+static inline bool product_is(const product *p, const real *result) {
+  return memcmp(p->c, result, (size_t)p->c_size * sizeof(real)) == 0;
+}
+
 static inline bool canaries_alive(const product *p) {
   const rpi_gemm_args *const g = &p->args;
   for (int64_t i = 0; i < p->c_size; i++) {

@@ -126,15 +126,10 @@ static void test_stored(const rp_ops *ops) {
         product p = product_create(rows[r], out, in, flags, 0);
         p.args.b = weight;
         p.args.b_stride = in;
-        const size_t bytes = (size_t)p.c_size * sizeof(real);
-        real *const first = malloc(bytes);
-        if (first == NULL) abort();
-        CHECK_INT(ops->gemm(&p.args), RP_OK);
-        memcpy(first, p.c, bytes);
-        memcpy(p.c, p.before, bytes);
+        real *const first = product_result(&p, ops->gemm);
         p.args.rounded = to;
         CHECK_INT(ops->gemm(&p.args), RP_OK);
-        if (!CHECK(memcmp(first, p.c, bytes) == 0)) {
+        if (!CHECK(product_is(&p, first))) {
           printf("\n  %s: %lld x %lld x %lld", ops->name, (long long)rows[r], (long long)out,
                  (long long)in);
         }
@@ -163,12 +158,7 @@ static void test_same_bits(void) {
         for (int64_t i = 0; scale > 0 && i < rows * g->a_stride; i++) {
           p.a[i] = ldexpf(p.a[i], scale == 1 ? 127 : (int)(draw() % 250) - 125);
         }
-        const size_t bytes = (size_t)p.c_size * sizeof(real);
-        real *const first = malloc(bytes);
-        if (first == NULL) abort();
-        CHECK_INT(rpi_ops_avx512.gemm(g), RP_OK);
-        memcpy(first, p.c, bytes);
-        memcpy(p.c, p.before, bytes);
+        real *const first = product_result(&p, rpi_ops_avx512.gemm);
         CHECK_INT(gemm(g), RP_OK);
         int64_t wrong = 0;
         for (int64_t i = 0; i < p.c_size; i++) {
