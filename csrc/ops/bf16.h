@@ -18,6 +18,11 @@
 
 #include "base/cpu.h"
 #include "ops/tile.h"
+#include "relpos/device.h"
+
+/* How operands are multiplied: as numbers; rounded, as words, by instructions; rounded, by the
+ * twin. */
+enum { RPI_NUMBERS, RPI_NATIVE, RPI_TWIN };
 
 #if RPI_REAL_BYTES == 4
 
@@ -33,6 +38,10 @@ static bool rpi_bf16_native(void) {
 #else
   return false;
 #endif
+}
+
+static int rpi_how(int precision) {
+  return precision != RP_BF16 ? RPI_NUMBERS : rpi_bf16_native() ? RPI_NATIVE : RPI_TWIN;
 }
 
 typedef uint32_t rpi_words __attribute__((vector_size(4 * RPI_LANES)));
@@ -124,6 +133,13 @@ RPI_INLINE rpi_register rpi_words_add(rpi_register sum, rpi_register a, rpi_regi
   return sum;
 }
 #endif
+
+#else
+
+static int rpi_how(int precision) {
+  (void)precision;
+  return RPI_NUMBERS;
+}
 
 #endif
 

@@ -40,13 +40,13 @@
 /* Whether A is packed: as words, or transposed, where its rows are so far apart that those of a
  * block are more pages than a processor knows by heart. */
 static bool gemm_packs_a(const rpi_gemm_args *g) {
-  return gemm_how(g) != GEMM_NUMBERS || (g->transpose_a && g->a_stride * RPI_REAL_BYTES >= 2048);
+  return gemm_how(g) != RPI_NUMBERS || (g->transpose_a && g->a_stride * RPI_REAL_BYTES >= 2048);
 }
 
 /* Whether B is read where it lies: whole panels of whole lines, close enough. A narrower panel,
  * which shares lines with its neighbour, is better packed: by 3 to 6 %, with AVX2. */
 static bool gemm_reads_b(const rpi_gemm_args *g) {
-  return gemm_how(g) == GEMM_NUMBERS && !g->transpose_b && GEMM_WIDTH * RPI_REAL_BYTES == 256 &&
+  return gemm_how(g) == RPI_NUMBERS && !g->transpose_b && GEMM_WIDTH * RPI_REAL_BYTES == 256 &&
          g->b_stride * RPI_REAL_BYTES <= 2048;
 }
 
@@ -71,14 +71,14 @@ static void gemm_pack_a(const rpi_gemm_args *g, int64_t inner, int64_t depth, in
 /* A packed row of A, of numbers, or of half as many words. */
 #define GEMM_ROW_SIZE (GEMM_DEPTH + 2)
 static int64_t gemm_row_size(int how) {
-  return how == GEMM_NATIVE ? GEMM_DEPTH / 2 + 2 : GEMM_ROW_SIZE;
+  return how == RPI_NATIVE ? GEMM_DEPTH / 2 + 2 : GEMM_ROW_SIZE;
 }
 
 /* A block's part of A, to where gemm_place_a has it. */
 static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inner, int64_t depth,
                               real *packed) {
   const int how = gemm_how(g);
-  if (how == GEMM_NUMBERS) {
+  if (how == RPI_NUMBERS) {
     gemm_pack_a(g, inner, depth, at.row, at.rows, packed);
     return;
   }
@@ -93,7 +93,7 @@ static void gemm_pack_block_a(const rpi_gemm_args *g, gemm_block at, int64_t inn
 static void gemm_pack_panel_b(const rpi_gemm_args *g, int64_t inner, int64_t depth, int64_t column,
                               int64_t width, real *panel) {
   const int how = gemm_how(g);
-  if (how == GEMM_NUMBERS) {
+  if (how == RPI_NUMBERS) {
     gemm_pack_b(g, inner, depth, column, width, panel);
     return;
   }
@@ -161,8 +161,8 @@ static gemm_ahead gemm_ahead_a(const rpi_gemm_args *g, gemm_block at, int64_t in
 static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block next, real *packed,
                                real *panel, int64_t most) {
   static const real zeros[GEMM_WIDTH];
-  const int how = gemm_how(g), word = how == GEMM_NATIVE ? 2 : 1;
-  const int even = how == GEMM_NUMBERS ? 1 : 2; /* words are whole */
+  const int how = gemm_how(g), word = how == RPI_NATIVE ? 2 : 1;
+  const int even = how == RPI_NUMBERS ? 1 : 2; /* words are whole */
   const int64_t vectors = rpi_divide_up(at.columns, RPI_LANES);
   const int64_t panels = rpi_divide_up(vectors, GEMM_VECTORS);
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
@@ -206,7 +206,7 @@ static void gemm_builtin_block(const rpi_gemm_args *g, gemm_block at, gemm_block
 /* Without scratch memory. */
 static void gemm_small_block(const rpi_gemm_args *g, gemm_block at) {
   _Alignas(64) real panel[GEMM_SMALL_DEPTH * GEMM_WIDTH];
-  if (gemm_how(g) == GEMM_NUMBERS) {
+  if (gemm_how(g) == RPI_NUMBERS) {
     gemm_builtin_block(g, at, (gemm_block){0}, NULL, panel, GEMM_SMALL_DEPTH);
     return;
   }
@@ -300,7 +300,7 @@ static void gemm_cut_blas(gemm_job *job) {
 static rp_status gemm_by(const rpi_gemm_args *args, rpi_task blocks, void (*cut)(gemm_job *)) {
   if (args->rows == 0 || args->columns == 0) return RP_OK;
   gemm_job job = {.args = args, .block_rows = args->rows};
-  const bool numbers = gemm_how(args) == GEMM_NUMBERS;
+  const bool numbers = gemm_how(args) == RPI_NUMBERS;
   rpi_task task;
   if (args->transpose_b && !args->transpose_a && args->rows <= GEMM_FEW_ROWS_TRANSPOSED) {
     /* A task reads at least 128 KiB of B, some 5 us. */

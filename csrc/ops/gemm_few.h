@@ -6,6 +6,7 @@
 #define RPI_GEMM_FEW_H
 
 #include "ops/gemm_words.h"
+#include "ops/strips.h"
 
 /* Up to this many rows packing B, or letting BLAS pack it, costs more than it saves:
  * with B transposed, whose packing is dearer, and with B as it lies. */
@@ -14,12 +15,12 @@
 
 /* A in bf16 is rows of words by then, in whole vectors, and B becomes words as it is read, or is
  * stored as such: */
-enum { GEMM_NATIVE_STORED = GEMM_TWIN + 1, GEMM_TWIN_STORED };
+enum { RPI_NATIVE_STORED = RPI_TWIN + 1, RPI_TWIN_STORED };
 
 static int gemm_few_how(const rpi_gemm_args *g) {
   const int how = gemm_how(g);
   if (gemm_stored_at(g, 0, 0).at == NULL) return how;
-  return how == GEMM_NATIVE ? GEMM_NATIVE_STORED : GEMM_TWIN_STORED;
+  return how == RPI_NATIVE ? RPI_NATIVE_STORED : RPI_TWIN_STORED;
 }
 
 /* FUNCTIONS(how, target) of each, and ENTRY(how) of each, of a table that is indexed by it. */
@@ -44,11 +45,11 @@ static int gemm_few_how(const rpi_gemm_args *g) {
 #endif
 #endif
 
-#define GEMM_IS_NATIVE(how) ((how) == GEMM_NATIVE || (how) == GEMM_NATIVE_STORED)
-#define GEMM_IS_STORED(how) ((how) > GEMM_TWIN)
+#define GEMM_IS_NATIVE(how) ((how) == RPI_NATIVE || (how) == RPI_NATIVE_STORED)
+#define GEMM_IS_STORED(how) ((how) > RPI_TWIN)
 
 /* Numbers of inner that are met at once, and of B in what is read there as one. */
-#define GEMM_STEP(how) ((how) == GEMM_NUMBERS ? RPI_LANES : 2 * RPI_LANES)
+#define GEMM_STEP(how) ((how) == RPI_NUMBERS ? RPI_LANES : 2 * RPI_LANES)
 #define GEMM_PER_B(how) (GEMM_IS_STORED(how) ? 2 : 1)
 
 /* What one step reads of a row: numbers, or words, or of these the upper and the lower halves. */
@@ -72,7 +73,7 @@ RPI_INLINE gemm_read gemm_read_numbers(const real *from, int64_t left) {
 /* Of a row of B, from number k on, of which `left` are left. */
 RPI_INLINE gemm_read gemm_few_b(const int how, const real *row, int64_t k, int64_t left) {
 #if RPI_REAL_BYTES == 4
-  if (how != GEMM_NUMBERS) {
+  if (how != RPI_NUMBERS) {
     const bool native = GEMM_IS_NATIVE(how), stored = GEMM_IS_STORED(how);
     return gemm_read_words(how, gemm_words_from(native, stored, row, k, left));
   }
@@ -83,7 +84,7 @@ RPI_INLINE gemm_read gemm_few_b(const int how, const real *row, int64_t k, int64
 
 /* The same of A. */
 RPI_INLINE gemm_read gemm_few_a(const int how, const real *row, int64_t k, int64_t left) {
-  if (how == GEMM_NUMBERS) return gemm_read_numbers(row + k, left);
+  if (how == RPI_NUMBERS) return gemm_read_numbers(row + k, left);
   return gemm_read_words(how, rpi_load(row + k / 2));
 }
 
@@ -92,7 +93,7 @@ RPI_INLINE rpi_register gemm_few_add(const int how, rpi_register sum, gemm_read 
   if (GEMM_IS_NATIVE(how)) return rpi_words_add(sum, a.first, b.first);
 #endif
   sum += a.first * b.first;
-  if (how != GEMM_NUMBERS) sum += a.second * b.second;
+  if (how != RPI_NUMBERS) sum += a.second * b.second;
   return sum;
 }
 
@@ -157,7 +158,7 @@ typedef void (*gemm_stream_fn)(const rpi_gemm_args *g, int64_t column, int64_t a
 #define GEMM_STREAM_FN(how, target, rows)                                                          \
   target RPI_NOINLINE void gemm_stream_##how##_##rows(const rpi_gemm_args *g, int64_t column,      \
                                                       int64_t ahead) {                             \
-    gemm_stream(GEMM_##how, rows, g, column, ahead);                                               \
+    gemm_stream(RPI_##how, rows, g, column, ahead);                                                \
   }
 #define GEMM_STREAM_FNS(how, target)                                                               \
   GEMM_STREAM_FN(how, target, 1)                                                                   \
@@ -166,8 +167,8 @@ typedef void (*gemm_stream_fn)(const rpi_gemm_args *g, int64_t column, int64_t a
   GEMM_STREAM_FN(how, target, 4)                                                                   \
   GEMM_STREAM_FN(how, target, 5)
 #define GEMM_STREAM_ENTRY(how)                                                                     \
-  [GEMM_##how] = {gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3,             \
-                  gemm_stream_##how##_4, gemm_stream_##how##_5}
+  [RPI_##how] = {gemm_stream_##how##_1, gemm_stream_##how##_2, gemm_stream_##how##_3,              \
+                 gemm_stream_##how##_4, gemm_stream_##how##_5}
 
 GEMM_FOR_EACH(GEMM_STREAM_FNS)
 static const gemm_stream_fn gemm_streams[][GEMM_STREAM_ROWS] = {GEMM_ENTRIES(GEMM_STREAM_ENTRY)};
@@ -254,7 +255,7 @@ typedef void (*gemm_dots_fn)(const rpi_gemm_args *g, int64_t row, int64_t column
 #define GEMM_DOTS_FN(how, target, name, rows, columns)                                             \
   target RPI_NOINLINE void gemm_dots_##how##_##name(const rpi_gemm_args *g, int64_t row,           \
                                                     int64_t column, gemm_next ahead) {             \
-    gemm_dots(GEMM_##how, rows, columns, g, row, column, ahead);                                   \
+    gemm_dots(RPI_##how, rows, columns, g, row, column, ahead);                                    \
   }
 enum { GEMM_DOTS_1, GEMM_DOTS_2, GEMM_DOTS_4, GEMM_DOTS_SINGLE };
 #define GEMM_DOTS_FNS(how, target)                                                                 \
@@ -263,8 +264,8 @@ enum { GEMM_DOTS_1, GEMM_DOTS_2, GEMM_DOTS_4, GEMM_DOTS_SINGLE };
   GEMM_DOTS_FN(how, target, 4, 4, GEMM_DOTS / 4)                                                   \
   GEMM_DOTS_FN(how, target, single, 1, 1)
 #define GEMM_DOTS_ENTRY(how)                                                                       \
-  [GEMM_##how] = {gemm_dots_##how##_1, gemm_dots_##how##_2, gemm_dots_##how##_4,                   \
-                  gemm_dots_##how##_single}
+  [RPI_##how] = {gemm_dots_##how##_1, gemm_dots_##how##_2, gemm_dots_##how##_4,                    \
+                 gemm_dots_##how##_single}
 
 GEMM_FOR_EACH(GEMM_DOTS_FNS)
 static const gemm_dots_fn gemm_dots_by[][GEMM_DOTS_SINGLE + 1] = {GEMM_ENTRIES(GEMM_DOTS_ENTRY)};
@@ -330,7 +331,7 @@ static void gemm_dots_task(void *context, int64_t task, int worker) {
   const rpi_gemm_args *const g = job->args;
   const gemm_block at = gemm_block_at(job, task);
   gemm_begin(g, at);
-  if (gemm_how(g) == GEMM_NUMBERS) gemm_dots_block(g, at);
+  if (gemm_how(g) == RPI_NUMBERS) gemm_dots_block(g, at);
   else gemm_dots_words(g, at);
 }
 

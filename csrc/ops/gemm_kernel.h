@@ -10,20 +10,10 @@
 #include "ops/linear.h"
 #include "ops/tile.h"
 
-/* What is multiplied: numbers; words of bf16, by an instruction, or by its twin, as numbers
- * (bf16.h, gemm_words.h). */
-enum { GEMM_NUMBERS, GEMM_NATIVE, GEMM_TWIN };
-
 /* How the kernels of numbers and of words are called. */
-#define GEMM_KERNEL(how) ((how) == GEMM_NATIVE ? GEMM_NATIVE : GEMM_NUMBERS)
+#define GEMM_KERNEL(how) ((how) == RPI_NATIVE ? RPI_NATIVE : RPI_NUMBERS)
 
-static int gemm_how(const rpi_gemm_args *g) {
-#if RPI_REAL_BYTES == 4
-  if (g->precision == RP_BF16) return rpi_bf16_native() ? GEMM_NATIVE : GEMM_TWIN;
-#endif
-  (void)g;
-  return GEMM_NUMBERS;
-}
+static int gemm_how(const rpi_gemm_args *g) { return rpi_how(g->precision); }
 
 /* A weight B that is there as words (round_weights), from a place on: rows `stride` words apart. */
 typedef struct gemm_stored {
@@ -32,7 +22,7 @@ typedef struct gemm_stored {
 } gemm_stored;
 
 static gemm_stored gemm_stored_at(const rpi_gemm_args *g, int64_t inner, int64_t column) {
-  if (gemm_how(g) == GEMM_NUMBERS || !g->transpose_b || g->rounded == NULL) {
+  if (gemm_how(g) == RPI_NUMBERS || !g->transpose_b || g->rounded == NULL) {
     return (gemm_stored){NULL, 0};
   }
   const int64_t stride = rpi_operand_stride(g->inner, false) / 2;
@@ -115,7 +105,7 @@ typedef struct gemm_tile {
 RPI_INLINE rpi_register gemm_add_product(const int how, rpi_register sum, const real *a,
                                          rpi_register b) {
 #ifdef RPI_BF16_NATIVE
-  if (how == GEMM_NATIVE) return rpi_words_add(sum, rpi_word(a), b);
+  if (how == RPI_NATIVE) return rpi_words_add(sum, rpi_word(a), b);
 #endif
   (void)how;
   return sum + *a * b;
@@ -170,7 +160,7 @@ typedef void (*gemm_sum_fn)(const gemm_tile *t);
 
 #define GEMM_SUM_FN(how, target, rows, vectors)                                                    \
   target RPI_NOINLINE void gemm_sum_##how##_##rows##_##vectors(const gemm_tile *t) {               \
-    gemm_sum(GEMM_##how, rows, vectors, t);                                                        \
+    gemm_sum(RPI_##how, rows, vectors, t);                                                         \
   }
 #define GEMM_SUM_FOUR(how, target, vectors)                                                        \
   GEMM_SUM_FN(how, target, 1, vectors)                                                             \
@@ -193,15 +183,15 @@ typedef void (*gemm_sum_fn)(const gemm_tile *t);
 #define GEMM_SUM_ENTRY(how, vectors)                                                               \
   {GEMM_SUM_NAMES(how, vectors), gemm_sum_##how##_5_##vectors, gemm_sum_##how##_6_##vectors}
 #define GEMM_SUMS_ENTRY(how)                                                                       \
-  [GEMM_##how] = {GEMM_SUM_ENTRY(how, 1), GEMM_SUM_ENTRY(how, 2), GEMM_SUM_ENTRY(how, 3),          \
-                  GEMM_SUM_ENTRY(how, 4)}
+  [RPI_##how] = {GEMM_SUM_ENTRY(how, 1), GEMM_SUM_ENTRY(how, 2), GEMM_SUM_ENTRY(how, 3),           \
+                 GEMM_SUM_ENTRY(how, 4)}
 #else
 #define GEMM_SUMS(how, target)                                                                     \
   GEMM_SUM_FOUR(how, target, 1)                                                                    \
   GEMM_SUM_FOUR(how, target, 2)                                                                    \
   GEMM_SUM_FOUR(how, target, 3)
 #define GEMM_SUMS_ENTRY(how)                                                                       \
-  [GEMM_##how] = {{GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}}
+  [RPI_##how] = {{GEMM_SUM_NAMES(how, 1)}, {GEMM_SUM_NAMES(how, 2)}, {GEMM_SUM_NAMES(how, 3)}}
 #endif
 
 GEMM_SUMS(NUMBERS, )

@@ -159,7 +159,7 @@ typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lin
   target RPI_NOINLINE void gemm_##name##_##how(const real *from, int64_t from_stride,              \
                                                int64_t lines, int64_t depth, real *to,             \
                                                int64_t stride) {                                   \
-    gemm_words_##name(GEMM_##how == GEMM_NATIVE, from, from_stride, lines, depth, to, stride);     \
+    gemm_words_##name(RPI_##how == RPI_NATIVE, from, from_stride, lines, depth, to, stride);       \
   }
 #define GEMM_WORDS_FNS(how, target)                                                                \
   GEMM_WORDS_FN(how, target, rows)                                                                 \
@@ -169,8 +169,8 @@ typedef void (*gemm_words_fn)(const real *from, int64_t from_stride, int64_t lin
   GEMM_WORDS_FN(how, target, strips)                                                               \
   GEMM_WORDS_FN(how, target, panel)
 #define GEMM_WORDS_ENTRY(how)                                                                      \
-  [GEMM_##how] = {gemm_rows_##how,   gemm_word_rows_##how, gemm_turned_##how,                      \
-                  gemm_stored_##how, gemm_strips_##how,    gemm_panel_##how}
+  [RPI_##how] = {gemm_rows_##how,   gemm_word_rows_##how, gemm_turned_##how,                       \
+                 gemm_stored_##how, gemm_strips_##how,    gemm_panel_##how}
 
 GEMM_WORDS_FNS(TWIN, )
 #ifdef RPI_BF16_NATIVE

@@ -18,7 +18,7 @@ static void round_task(void *context, int64_t task, int worker) {
   (void)worker;
   const rpi_rounding *const r = context;
   const int64_t row = task * ROUNDED_ROWS, stride = rpi_operand_stride(r->in, false) / 2;
-  const gemm_words_fn by = gemm_words[rpi_bf16_native() ? GEMM_NATIVE : GEMM_TWIN][GEMM_WORD_ROWS];
+  const gemm_words_fn by = gemm_words[rpi_bf16_native() ? RPI_NATIVE : RPI_TWIN][GEMM_WORD_ROWS];
   by(r->weight + row * r->in, r->in, rpi_min(ROUNDED_ROWS, r->out - row), r->in,
      (real *)r->to + row * stride, stride);
 }

@@ -10,7 +10,7 @@
 #define RPI_OPERANDS_H
 
 #include "base/memory.h"
-#include "ops/tile.h"
+#include "ops/strips.h"
 
 #define RPI_TILED_ROWS 32 /* lines of a strip */
 

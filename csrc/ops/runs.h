@@ -16,7 +16,7 @@
 
 #include <string.h>
 
-#include "ops/tile.h"
+#include "ops/strips.h"
 
 typedef struct runs {
   int64_t count;  /* of lines */
