@@ -153,8 +153,10 @@ rp_status rpi_placement_ops(const char *call, const rp_placement *placement, con
             "%s: placement.precision=%d, must be %s", call, precision,
             element == RP_BF16 ? "RP_BF16, as placement.element is" : "RP_F32 or RP_BF16");
   RPI_TRY(rpi_device_ops(placement->device, ops));
-  RPI_CHECK(!(*ops)->host || precision == RP_F32, RP_ERROR_ARGUMENT,
-            "%s: placement.precision=RP_BF16, but a CPU computes attention in RP_F32 alone", call);
+  RPI_CHECK(!(*ops)->host || element == RP_F32, RP_ERROR_ARGUMENT,
+            "%s: placement.element=RP_BF16, but arrays on a CPU are RP_F32", call);
+  RPI_CHECK(precision == RP_F32 || RPI_REAL_BYTES == 4, RP_ERROR_ARGUMENT,
+            "%s: placement.precision=RP_BF16, but this library computes in double alone", call);
   return RP_OK;
 }
 

@@ -121,7 +121,7 @@ static int run(PyObject *module, const job *j) {
 /* The array that was given for a result or, on the host, a new one. A new reference. */
 static PyObject *result_array(const job *j, PyObject *given, const char *name, const char *axes) {
   if (given != Py_None) return Py_NewRef(given);
-  if (j->attention.placement == NULL) return array_new(axes, &j->sizes);
+  if (j->allocate == NULL) return array_new(axes, &j->sizes);
   PyErr_Format(PyExc_TypeError, "%s: expected memory of %s for the result, got None", name,
                j->placement.device);
   return NULL;

@@ -102,6 +102,7 @@ int take_placement(PyObject *object, rp_placement *to, PyObject **allocate) {
                         &to->precision, allocate)) {
     return 0;
   }
+  if (*allocate == Py_None) *allocate = NULL;
   to->stream = (void *)(uintptr_t)stream;
   return 1;
 }
@@ -119,7 +120,8 @@ int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
       !take_placement(placement, &j->placement, &j->allocate)) {
     return 0;
   }
-  if (placement != Py_None) a->placement = s->placement = &j->placement;
+  if (placement != Py_None) a->placement = &j->placement;
+  if (j->allocate != NULL) s->placement = a->placement; /* else all arrays are NumPy's */
   if (!choose_axes(&j->axes, layout, offsets != Py_None, key_offsets != Py_None) ||
       !take_offsets(offsets, "offsets", s, &a->offsets) ||
       !take_offsets(key_offsets, "key_offsets", s, &a->key_offsets) ||

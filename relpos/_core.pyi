@@ -19,7 +19,7 @@ Booleans = npt.NDArray[np.bool_] | npt.NDArray[np.uint8]
 Memory = tuple[int, str, tuple[int, ...], tuple[int, ...], bool]
 
 # (device, stream, element, precision, allocate: bytes -> (address, owner))
-Placement = tuple[str, int, int, int, Callable[[int], tuple[int, Any]]]
+Placement = tuple[str, int, int, int, Callable[[int], tuple[int, Any]] | None]
 
 # (name, kind, table, map, left, right, beyond, buckets, query_positions, key_positions,
 #  labels, label_starts, edge_starts, edge_keys, edge_labels)

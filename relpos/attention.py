@@ -219,8 +219,9 @@ def attention(
         the others are scaled up.
     seed: int from 0 to 2^64 - 1, for dropout: the mask is a function of it, of the sequence, head,
         query and key alone. Or the four words (key 0, key 1, site, first sequence) of relpos.h.
-    precision: "f32", or on a GPU "bf16": products of numbers rounded to bfloat16, summed in
-        float32. Of bfloat16 arrays always "bf16".
+    precision: "f32", or "bf16": products of numbers rounded to bfloat16, summed in float32; faster
+        on GPUs, and on CPUs with instructions for it (`build_info()["bf16"]`). Of bfloat16 arrays
+        always "bf16".
     out: as q, to be written and returned, another library's as an ndarray over its memory.
         None: a new array.
     return_maps: the names of maps that are wanted besides, or "all": "probabilities", those before

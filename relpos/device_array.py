@@ -344,6 +344,11 @@ class Placement:
             _core.device_wait(self.like.device)
 
 
+def on_host(precision: str) -> _core.Placement | None:
+    """How NumPy's arrays are computed, as the core takes it."""
+    return None if precision == "f32" else ("cpu", 0, _core.F32, _core.BF16, None)
+
+
 def shares_memory(a: Any, b: Any) -> bool:
     """Do two arrays share an element? Also where their strides are too intricate to tell."""
     try:

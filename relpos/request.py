@@ -20,6 +20,7 @@ from relpos.device_array import (
     Placement,
     check_beside,
     memory_of,
+    on_host,
     place_of,
     shares_memory,
 )
@@ -74,6 +75,7 @@ class Request:
     softcap: float
     dropout: tuple[float, int, int, int, int] | None
     place: Placement | None  # None: the arrays lie on the host
+    precision: str
     shape: Shape | None = field(init=False)  # None: the arrays do not fit each other
 
     def __post_init__(self) -> None:
@@ -105,9 +107,7 @@ def read_request(
 ) -> Request:
     """The arguments of `relpos.attention`, checked one by one."""
     q, k, v, out = _arrays(q, k, v, out)
-    check_choice(
-        "precision", precision, ("f32", "bf16") if isinstance(q, DeviceArray) else ("f32",)
-    )
+    check_choice("precision", precision, ("f32", "bf16"))
     check_choice("layout", layout, ("bhnd", "bnhd"))
     packed = integers("offsets", offsets)
     start = integers("query_start", query_start)
@@ -131,6 +131,7 @@ def read_request(
         softcap=_softcap(softcap),
         dropout=_dropout(dropout, seed),
         place=Placement.of("q", q, precision, k, v, out) if isinstance(q, DeviceArray) else None,
+        precision=precision,
     )
 
 
@@ -171,7 +172,7 @@ def make_call(request: Request, lowered: Lowered) -> _core.Call:
         mask if mask is None else mask.numbers if mask.starts is None else mask[:2],
         request.softcap,
         request.dropout,
-        None if request.place is None else request.place.core,
+        on_host(request.precision) if request.place is None else request.place.core,
     )
 
 

@@ -28,6 +28,7 @@ from cases import Case
 from guarded_arrays import GUARD, SENTINEL, Arrays, Strided, allocate
 from relpos import reference
 
+F32, BF16 = 0, 1  # RP_F32, RP_BF16
 OK, ARGUMENT, SHAPE, MEMORY, FILE, ORDER, DEVICE = 0, 10, 11, 20, 30, 40, 50
 ALIGNMENT = 64
 
@@ -177,10 +178,21 @@ def environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
+class Placement(ctypes.Structure):
+    """rp_placement."""
+
+    _fields_ = [
+        *fields(ctypes.c_size_t, "struct_size"),
+        *fields(ctypes.c_char_p, "device"),
+        *fields(ctypes.c_void_p, "stream"),
+        *fields(ctypes.c_int, "element", "precision"),
+    ]
+
+
 class Core:
     """One copy of a library, bound to one instruction set (None: left to the environment)."""
 
-    def __init__(self, path: Path, isa: str | None = None) -> None:
+    def __init__(self, path: Path, isa: str | None = None, precision: int = F32) -> None:
         # Beside the original, so that $ORIGIN in its run path still holds.
         copy = path.with_name(f".test-{os.getpid()}-{next(_copies)}-{path.name}")
         shutil.copy(path, copy)
@@ -195,7 +207,9 @@ class Core:
             raise Unavailable(f"{isa} is not among {info['isa_available']!r}")
         if isa is not None and info["isa"] != isa:
             raise AssertionError(f"RELPOS_ISA={isa} gave {info['isa']}")
-        self.name = f"f{8 * info['real_bytes']}-{info['isa']}"
+        self.where = Placement(ctypes.sizeof(Placement), None, None, F32, precision)
+        real = "bf16" if self.rounded else f"f{8 * info['real_bytes']}"
+        self.name = f"{real}-{info['isa']}"
         self.dtype: Any = np.float64 if info["real_bytes"] == 8 else np.float32
 
     def _declare(self) -> None:
@@ -259,7 +273,12 @@ class Core:
 
     def placement(self) -> int | None:
         """The address of an rp_placement."""
-        return None
+        return None if self.where.precision == F32 else ctypes.addressof(self.where)
+
+    @property
+    def rounded(self) -> bool:
+        """Are operands of attention's products rounded to bfloat16?"""
+        return self.where.precision == BF16
 
     def rows(self, x: Strided) -> Rows:
         return Rows(self.place(x, activation=True), *x.strides)
@@ -274,9 +293,11 @@ class Core:
 
 
 def core_by_name(libraries: dict[str, Path], name: str) -> Core:
-    """ "f32", "f64", or with an instruction set: "f32-avx2"."""
+    """ "f32", "f64", or with an instruction set: "f32-avx2". "bf16": "f32" where attention's operands
+    are rounded to that."""
     real, _, isa = name.partition("-")
-    return Core(libraries[real], isa or None)
+    rounded = real == "bf16"
+    return Core(libraries["f32" if rounded else real], isa or None, BF16 if rounded else F32)
 
 
 class Workspace:

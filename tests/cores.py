@@ -21,7 +21,9 @@ def get_core(libraries: dict[str, Path], name: str) -> Core:
             _cores[name] = capi.core_by_name(libraries, name)
         except (capi.Unavailable, capi.CoreError) as error:
             # Only an instruction set that the library itself says it cannot run may be missing.
-            available = capi.core_by_name(libraries, name[:3]).build_info()["isa_available"]
+            available = capi.core_by_name(libraries, name.partition("-")[0]).build_info()[
+                "isa_available"
+            ]
             if name.partition("-")[2] in available.split():
                 raise
             _cores[name] = str(error)

@@ -13,21 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from capi import Core, environment, fields
+from capi import F32, Core, Placement, environment
 from guarded_arrays import Strided
-
-F32, BF16 = 0, 1  # RP_F32, RP_BF16
-
-
-class Placement(ctypes.Structure):
-    """rp_placement."""
-
-    _fields_ = [
-        *fields(ctypes.c_size_t, "struct_size"),
-        *fields(ctypes.c_char_p, "device"),
-        *fields(ctypes.c_void_p, "stream"),
-        *fields(ctypes.c_int, "element", "precision"),
-    ]
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:

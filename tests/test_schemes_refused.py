@@ -696,7 +696,7 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         V,
         "seed: expected an integer or four words below 2^32, got (1, 2, 3)",
     ),
-    ("precision", {"precision": "bf16"}, V, "precision: expected 'f32', got 'bf16'"),
+    ("precision", {"precision": "f16"}, V, "precision: expected 'f32' or 'bf16', got 'f16'"),
     (
         "rope, start",
         {"position": relpos.RoPE(), "query_start": 1 << 41},

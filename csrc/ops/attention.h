@@ -274,16 +274,16 @@ static void take_runs(rpi_arena *arena, int64_t columns, int64_t width, packed_t
   packed->lines = rpi_arena_take(arena, RPI_TILE * width, sizeof(real));
 }
 
-/* Which operands a packed term has room for. */
-enum { PARTS_NONE = 0, PARTS_ACROSS = 1, PARTS_DOWN = 2 };
+/* Which operands a packed term has room for, where there are tiles. */
+enum { PARTS_ACROSS = 1, PARTS_DOWN = 2 };
 
 /* relations: those of the term, or NULL where there is no E, and runs do not matter; columns: of
  * what is packed. */
-static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t columns,
+static void take_packed(rpi_arena *arena, int tiles, const rp_relation *relations, int64_t columns,
                         int64_t width, int parts, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   if (relations && has_runs(relations)) {
-    const int64_t rows = parts ? RPI_TILED_ROWS : RPI_STRIP;
+    const int64_t rows = tiles ? RPI_TILED_ROWS : RPI_STRIP;
     take_runs(arena, columns, width, packed);
     packed->strip = rpi_arena_take(arena, rows * (padded + RPI_LANES), sizeof(real));
   }
@@ -292,8 +292,12 @@ static void take_packed(rpi_arena *arena, const rp_relation *relations, int64_t 
   }
   packed->copy = rpi_arena_take(arena, (columns + 1) * width, sizeof(real));
   packed->numbers = rpi_arena_take(arena, padded + RPI_LANES, sizeof(real));
-  if (parts & PARTS_ACROSS) packed->across_parts = take_operand(arena, columns, width);
-  if (parts & PARTS_DOWN) packed->down_parts = take_operand(arena, width, columns);
+  if (tiles && (parts & PARTS_ACROSS)) {
+    packed->across_parts = take_operand(arena, tiles, columns, width);
+  }
+  if (tiles && (parts & PARTS_DOWN)) {
+    packed->down_parts = take_operand(arena, tiles, width, columns);
+  }
   packed->head_index = -1;
 }
 

@@ -38,12 +38,19 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   local.zeros = rpi_arena_take(arena, n->block + RPI_TILE, real_bytes);
   local.level = rpi_arena_take(arena, n->block, real_bytes);
   take_pairs(arena, n, s, true, &local.pairs);
-  if (n->tiles) {
-    for (int i = 0; i < PLACES; i++) {
-      local.key_parts[i] = take_operands(arena, n->keys / RPI_TILE, n->width, RPI_TILE);
-      local.key_state[i] = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+  for (int i = 0; i < PLACES; i++) {
+    local.key_state[i] = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+    if (n->tiles) {
+      local.key_parts[i] = take_operands(arena, n->tiles, n->keys / RPI_TILE, n->width, RPI_TILE);
     }
-    local.ds = take_operand(arena, RPI_TILED_ROWS, RPI_TILE);
+    if (n->how != RPI_NUMBERS) {
+      local.key_words[i] = take_word_lines(arena, n->how, n->keys, n->width);
+    }
+  }
+  if (n->tiles) local.ds = take_operand(arena, n->tiles, RPI_TILED_ROWS, RPI_TILE);
+  if (n->how != RPI_NUMBERS) {
+    local.ds_words = take_word_rows(arena, n->how, RPI_STRIP, RPI_TILE);
+    local.weight_words = take_word_lines(arena, n->how, n->block, RPI_TILE);
   }
   if (kept && !arena->failed) {
     *kept = local;
@@ -142,17 +149,15 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
   const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
   const int64_t columns = columns_worked(item, tile_keys);
+  const bool words = item->n.how != RPI_NUMBERS;
   real *sums[SIDES];
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
-    const rpi_product product = {.a = x->content.data + i * x->content.stride,
-                                 .a_row = x->content.stride,
-                                 .a_inner = 1,
-                                 .b = x->packed + j * item->width[which],
-                                 .b_stride = RPI_TILE,
-                                 .c = x->product + i * RPI_TILE,
-                                 .c_stride = RPI_TILE,
-                                 .inner = item->width[which]};
+    const int64_t width = item->width[which];
+    const real *const packed = words ? x->packed_words : x->packed;
+    const rpi_product product =
+        product_by(item->n.how, rows_from(&x->met, i), packed + j * inner_of(item->n.how, width),
+                   RPI_TILE, width, x->product + i * RPI_TILE, RPI_TILE);
     const int64_t e_stride = band_stride(&item->term[which], &x->w);
     const real *const start = which == KEY ? w->level + i : special ? w->zeros : x->start + i;
     const int meets = window_meets(&x->w, nearest, farthest);
@@ -213,20 +218,33 @@ static void backward_strip(const backward_item *item, backward_scratch *w,
   }
 }
 
+/* The keys of a tile as lines of words, in the place where a block lies. */
+static dense words_of_place(const backward_item *item, backward_scratch *w,
+                            const backward_block *block, int place, int64_t j, int64_t tile_keys) {
+  const int64_t width = item->padded[KEY];
+  real *const words = w->key_words[place] + inner_of(item->n.how, j) * width;
+  unsigned char *const state = &w->key_state[place][j / RPI_TILE];
+  if (*state == OPERAND_UNKNOWN) {
+    word_lines(item->n.how, rows_from(&block->keys[place], j), tile_keys, width, words, width);
+    *state = OPERAND_FITS;
+  }
+  return (dense){words, width};
+}
+
 /* What a strip adds to dq (7). moved: which keys it meets. */
 static void backward_queries(const backward_item *item, backward_scratch *w,
                              const backward_block *block, int moved, int64_t i, int64_t count,
                              int64_t j, int64_t tile_keys) {
-  const dense *const keys = &block->keys[moved];
+  const int how = item->n.how;
   const int64_t width = item->padded[KEY];
-  const rpi_product dq = {.a = w->side[VALUE].product + i * RPI_TILE,
-                          .a_row = RPI_TILE,
-                          .a_inner = 1,
-                          .b = keys->data + j * keys->stride,
-                          .b_stride = keys->stride,
-                          .c = w->dq + i * width,
-                          .c_stride = width,
-                          .inner = tile_keys};
+  dense keys = rows_from(&block->keys[moved], j),
+        ds = {w->side[VALUE].product + i * RPI_TILE, RPI_TILE};
+  if (how != RPI_NUMBERS) {
+    keys = words_of_place(item, w, block, moved, j, tile_keys);
+    ds = word_rows(how, ds, count, RPI_TILE, w->ds_words);
+  }
+  const rpi_product dq =
+      product_by(how, ds, keys.data, keys.stride, tile_keys, w->dq + i * width, width);
   rpi_strip_product(RPI_START_LOAD, count, width / RPI_LANES, &dq, NULL);
 }
 
@@ -348,6 +366,7 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
                             const backward_block *block, const int *lies, int64_t first,
                             int64_t end, int64_t j, int64_t tile_keys) {
   const bool tiles = item->n.tiles;
+  const int how = item->n.how;
   const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
   bool fits[SIDES] = {tiles && w->side[KEY].content_fits, tiles && w->side[VALUE].content_fits};
   for (int64_t i = first, next; i < end; i = next) {
@@ -370,9 +389,18 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
       continue;
     }
     const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
-    add_transposed(weights + first * RPI_TILE, RPI_TILE, tile_keys,
-                   x->content.data + first * x->content.stride, x->content.stride, end - first,
-                   width, x->gradient + j * width);
+    const dense own = {weights + first * RPI_TILE, RPI_TILE};
+    if (how != RPI_NUMBERS) {
+      word_lines(how, own, end - first, RPI_TILE, w->weight_words, RPI_TILE);
+      rpi_product product =
+          product_by(how, (dense){w->weight_words, 1}, x->line_words + inner_of(how, first) * width,
+                     width, end - first, x->gradient + j * width, width);
+      product.a_inner = RPI_TILE;
+      rpi_block_product(RPI_START_LOAD, tile_keys, width / RPI_LANES, product, NULL);
+      continue;
+    }
+    add_transposed(own.data, own.stride, tile_keys, x->content.data + first * x->content.stride,
+                   x->content.stride, end - first, width, x->gradient + j * width);
   }
 }
 
@@ -495,7 +523,7 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
     keys[LEFT] = moved_keys(item, &keys[ACROSS], LEFT, w->vector, w->head_key_rows);
     keys[RIGHT] = moved_keys(item, &keys[ACROSS], RIGHT, w->vector, w->tail_key_rows);
   }
-  for (int place = 0; item->n.tiles && place < PLACES; place++) {
+  for (int place = 0; place < PLACES; place++) {
     memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)rpi_divide_up(count, RPI_TILE));
   }
   if (item->pairs.count) open_pair_tables(&item->pairs, &w->pairs);

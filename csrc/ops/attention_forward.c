@@ -31,9 +31,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
     local.state.past_out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
   }
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
-  take_packed(arena, s->key, n->packed_keys, n->width, n->tiles ? PARTS_ACROSS : PARTS_NONE,
-              &local.key_table);
-  take_packed(arena, NULL, n->packed_values, n->value_width, n->tiles ? PARTS_DOWN : PARTS_NONE,
+  take_packed(arena, n->tiles, s->key, n->packed_keys, n->width, PARTS_ACROSS, &local.key_table);
+  take_packed(arena, n->tiles, NULL, n->packed_values, n->value_width, PARTS_DOWN,
               &local.value_table);
   local.e = take_e(arena, block_rows(n), n->key_columns, rpi_round_up(n->queries, RPI_TILED_ROWS),
                    blocks_of(n));
@@ -46,14 +45,20 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   take_pairs(arena, n, s, false, &local.pairs);
   if (n->tiles) {
     const int64_t tiles = rpi_divide_up(n->keys, RPI_TILE);
-    local.tile_keys = take_operands(arena, tiles, RPI_TILE, s->D);
-    local.tile_values = take_operands(arena, tiles, n->value_width, RPI_TILE);
-    local.queries = take_operand(arena, block_rows(n), s->D);
-    if (n->moved) local.related = take_operand(arena, block_rows(n), s->D);
-    local.weights = take_operand(arena, RPI_TILED_ROWS, RPI_TILE);
-    local.bucket_parts = take_operand(arena, RPI_TILED_ROWS, n->value_columns);
+    local.tile_keys = take_operands(arena, n->tiles, tiles, RPI_TILE, s->D);
+    local.tile_values = take_operands(arena, n->tiles, tiles, n->value_width, RPI_TILE);
+    local.queries = take_operand(arena, n->tiles, block_rows(n), s->D);
+    if (n->moved) local.related = take_operand(arena, n->tiles, block_rows(n), s->D);
+    local.weights = take_operand(arena, n->tiles, RPI_TILED_ROWS, RPI_TILE);
+    local.bucket_parts = take_operand(arena, n->tiles, RPI_TILED_ROWS, n->value_columns);
     local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
     local.values_fit = rpi_arena_take(arena, tiles, sizeof(bool));
+  }
+  if (n->how != RPI_NUMBERS) {
+    local.key_words = take_word_lines(arena, n->how, s->D, n->keys);
+    local.value_words = take_word_lines(arena, n->how, n->keys, n->value_width);
+    local.query_words = take_word_rows(arena, n->how, n->block, s->D);
+    local.weight_words = take_word_rows(arena, n->how, RPI_STRIP, RPI_TILE);
   }
   if (kept && !arena->failed) {
     *kept = local;
@@ -191,14 +196,11 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   const int64_t columns = x->columns, D = item->args->shape->D;
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const rpi_product scores = {.a = view->content.data + i * view->content.stride,
-                              .a_row = view->content.stride,
-                              .a_inner = 1,
-                              .b = w->keys + j * D,
-                              .b_stride = RPI_TILE,
-                              .c = x->at,
-                              .c_stride = RPI_TILE,
-                              .inner = item->content || item->pairs.moves ? D : 0};
+  const real *const keys = item->n.how != RPI_NUMBERS ? w->key_words : w->keys;
+  rpi_product scores =
+      product_by(item->n.how, rows_from(&view->met, i), keys + j * inner_of(item->n.how, D),
+                 RPI_TILE, D, x->at, RPI_TILE);
+  if (!item->content && !item->pairs.moves) scores.inner = 0;
   const bool capped = item->pairs.softcap != 0;
   const real *const start = capped ? w->zeros : state->negated_max;
   const int meets = window_meets(kw, nearest, farthest);
@@ -273,15 +275,15 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
 /* The weighted values (3) of a strip. */
 RPI_INLINE void forward_values(const forward_item *item, forward_scratch *w,
                                const forward_view *view, const cell *x) {
+  const int how = item->n.how;
   const int64_t width = item->n.value_width;
-  const rpi_product weighted = {.a = x->at,
-                                .a_row = RPI_TILE,
-                                .a_inner = 1,
-                                .b = view->values.data + x->j * view->values.stride,
-                                .b_stride = view->values.stride,
-                                .c = w->state.out + (view->block + x->i) * width,
-                                .c_stride = width,
-                                .inner = x->tile_keys};
+  dense weights = {x->at, RPI_TILE}, values = rows_from(&view->values, x->j);
+  if (how != RPI_NUMBERS) {
+    weights = word_rows(how, weights, x->count, RPI_TILE, w->weight_words);
+    values = (dense){w->value_words + inner_of(how, x->j) * width, width};
+  }
+  const rpi_product weighted = product_by(how, weights, values.data, values.stride, x->tile_keys,
+                                          w->state.out + (view->block + x->i) * width, width);
   rpi_strip_product(RPI_START_LOAD, x->count, width / RPI_LANES, &weighted, NULL);
 }
 
@@ -352,6 +354,10 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   const operand *related = &w->queries;
   view.content = q;
   if (item->pairs.moves) view.content = moved_queries(item, w, &q, count);
+  view.met = view.content;
+  if (item->n.how != RPI_NUMBERS) {
+    view.met = word_rows(item->n.how, view.content, count, s->D, w->query_words);
+  }
   if (item->n.tiles) {
     view.fits = pack_operand(view.content, ROWS_ARE_LINES, count, s->D, w->queries);
     if (!view.fits) related = NULL;
@@ -601,9 +607,14 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   const int64_t D = item->args->shape->D;
   const real factor = scale_of(item->args->shape) * (real)RPI_LOG2_E;
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
+    const int64_t columns = packed_columns(&item->pairs, keys - j);
     rpi_pack_transposed(row_of(k, seq->key_batch, item->key_head, seq->key_row + key + j),
                         k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
-                        RPI_TILE, packed_columns(&item->pairs, keys - j));
+                        RPI_TILE, columns);
+    if (item->n.how != RPI_NUMBERS) {
+      word_lines(item->n.how, (dense){w->keys + j * D, RPI_TILE}, D, columns,
+                 w->key_words + j * inner_of(item->n.how, D), RPI_TILE);
+    }
   }
   open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }
@@ -690,6 +701,9 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     const dense values = dense_rows(row_of(v, seq->key_batch, item->key_head, seq->key_row + key),
                                     v->row_stride, keys, s->Dv, width, w->values);
     if (item->n.tiles) open_operands_of(item, w, keys, values);
+    if (item->n.how != RPI_NUMBERS) {
+      word_lines(item->n.how, values, keys, width, w->value_words, width);
+    }
     for (int64_t block = 0; block < item->count; block += item->n.block) {
       forward_block(item, w, block, key, keys, values);
     }

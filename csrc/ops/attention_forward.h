@@ -5,7 +5,7 @@
 #ifndef RPI_ATTENTION_FORWARD_H
 #define RPI_ATTENTION_FORWARD_H
 
-#include "ops/attention.h"
+#include "ops/attention_words.h"
 #include "ops/pairs.h"
 
 /* One head of one sequence, on one chunk of queries. */
@@ -64,6 +64,10 @@ typedef struct forward_scratch {
   operand related;                  /* the block, where its content is moved */
   operand bucket_parts;             /* rows of buckets */
   bool *keys_fit, *values_fit;      /* [tiles]: have their numbers parts? */
+  /* The same in bf16 beside tiles, as words. */
+  real *key_words;                  /* [tiles][inner_of D][TILE] */
+  real *value_words;                /* [inner_of keys][value width] */
+  real *query_words, *weight_words; /* of a block, and of a strip, along inner */
 } forward_scratch;
 
 /* What stays the same while a block of queries walks a chunk of keys. */
@@ -74,6 +78,7 @@ typedef struct forward_view {
   const real *q;
   int64_t q_stride;
   dense content; /* what keys meet: q, or moved */
+  dense met;     /* what products read of it */
   dense keys;    /* as they lie */
   dense values;
   block_place at;

@@ -182,9 +182,10 @@ typedef struct bounds {
   int64_t key_columns, value_columns, query_columns;
   int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
-  bool tiles;                 /* tiles of bf16 multiply, where an item is large enough */
-  bool moved;                 /* moves_queries */
-  bool folds;                 /* some sequence has more than RPI_FOLDED_KEYS */
+  int tiles;  /* parts of numbers that tiles of bf16 multiply, where an item is large enough */
+  int how;    /* the others multiply (bf16.h) */
+  bool moved; /* moves_queries */
+  bool folds; /* some sequence has more than RPI_FOLDED_KEYS */
 } bounds;
 
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
@@ -227,6 +228,11 @@ static bool moves_queries(const rp_attention *s) {
   return moves;
 }
 
+/* Of products' operands. */
+static int precision_of(const rp_attention *s) {
+  return s->placement ? s->placement->precision : RP_F32;
+}
+
 static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
   if (backward) return rpi_min(queries, keys) >= RPI_TILED_BACKWARD;
   return queries >= RPI_TILED_QUERIES && keys >= RPI_TILED_KEYS;
@@ -251,6 +257,7 @@ static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, 
   const int64_t before = RPI_TILED_ROWS; /* that a block's window may begin earlier (begin_strip) */
   const bool tiled =
       tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH && tiles_pay(queries, keys, backward);
+  const int precision = precision_of(s);
   return (bounds){
       .queries = queries,
       .keys = keys,
@@ -262,7 +269,8 @@ static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, 
       .packed_values = widest_window(&value, queries, keys),
       .width = rpi_round_up(s->D, RPI_LANES),
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
-      .tiles = tiled,
+      .tiles = tiled ? tiles_parts_in(precision) : 0,
+      .how = rpi_how(precision),
       .moved = moved,
       .folds = folds,
   };

@@ -38,13 +38,31 @@ RPI_INLINE rpi_register tiles_split_weights(const bool is_left, const bool is_ri
   return odd;
 }
 
+/* The same in one part. */
+static void tiles_round_weights(const real *from, uint32_t *left, uint32_t *right) {
+  const int64_t below = TILES_SIDE / 2 * RPI_TILE;
+  for (int half = 0; half < 2; half++) {
+    if (left) {
+      tiles_split_in(1, RPI_TILE_SIDE, from + half * below, RPI_TILE, RPI_TILE_SIDE, 0,
+                     left + half * RPI_TILE_WORDS);
+    }
+    if (right) {
+      tiles_split_in(1, RPI_TILE_SIDE, from + half * RPI_TILE_SIDE, RPI_TILE, below, 0,
+                     right + half * RPI_TILE_WORDS);
+    }
+  }
+}
+
 RPI_INLINE bool pack_weights(const bool is_left, const bool is_right, const real *weights,
                              operand left, operand right) {
   rpi_register odd = {0};
+  const int parts = is_left ? left.parts : right.parts;
   for (int64_t half = 0; half < RPI_TILE / TILES_INNER; half++) {
-    odd += tiles_split_weights(is_left, is_right, weights + half * TILES_INNER,
-                               is_left ? left.at + half * TILES_STEP : NULL,
-                               is_right ? right.at + half * right.strip : NULL);
+    const real *const from = weights + half * TILES_INNER;
+    uint32_t *const to_left = is_left ? left.at + half * parts * TILES_PART : NULL;
+    uint32_t *const to_right = is_right ? right.at + half * right.strip : NULL;
+    if (parts == 1) tiles_round_weights(from, to_left, to_right);
+    else odd += tiles_split_weights(is_left, is_right, from, to_left, to_right);
   }
   return rpi_total(odd) == 0;
 }

@@ -17,6 +17,7 @@
 #define RPI_BACKWARD_SIDE_H
 
 #include "ops/attention_tiles.h"
+#include "ops/attention_words.h"
 #include "ops/table_sums.h"
 
 enum { KEY, VALUE, SIDES };
@@ -45,6 +46,10 @@ typedef struct side {
   dense x;
   dense content; /* what keys meet: x, or for queries moved */
   real *moved;   /* [block + 1][padded]: the same where it is, and the vector */
+  /* in bf16, beside tiles: the same as words */
+  real *packed_words;           /* [tiles][inner_of width][TILE] */
+  real *row_words, *line_words; /* of content: its rows along inner, and across it */
+  dense met;                    /* what products read of content's rows */
   bool collects; /* some tile lies across the band, and somebody asks what it gathers */
   bool together; /* by distance alone: the rows of all strips share those of the first */
   /* operands of products of whole blocks, and whether they could be packed */
@@ -70,21 +75,26 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
   x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
   x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
-  take_packed(arena, relations, packed, padded, n->tiles ? parts : PARTS_NONE, &x->table);
+  take_packed(arena, n->tiles, relations, packed, padded, parts, &x->table);
   x->e = take_e(arena, rows, columns, rows, 0);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   x->head = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
   if (moved) x->moved = rpi_arena_take(arena, (n->block + 1) * padded, real_bytes);
+  if (n->how != RPI_NUMBERS) {
+    x->packed_words = take_word_lines(arena, n->how, width, n->keys);
+    x->row_words = take_word_rows(arena, n->how, n->block, width);
+    x->line_words = take_word_lines(arena, n->how, n->block, padded);
+  }
   if (!n->tiles) return;
-  x->tile_parts = take_operands(arena, tiles, RPI_TILE, width);
+  x->tile_parts = take_operands(arena, n->tiles, tiles, RPI_TILE, width);
   x->tile_fits = rpi_arena_take(arena, tiles, sizeof(bool));
-  x->rows = take_operand(arena, rows, width);
-  x->columns = take_operand(arena, padded, rows);
-  x->content_rows = moved ? take_operand(arena, rows, width) : x->rows;
-  x->content_columns = moved ? take_operand(arena, padded, rows) : x->columns;
-  x->weights = take_operand(arena, RPI_TILE, rows);
-  x->bucket_parts = take_operand(arena, RPI_TILED_ROWS, rpi_max(columns, rows));
+  x->rows = take_operand(arena, n->tiles, rows, width);
+  x->columns = take_operand(arena, n->tiles, padded, rows);
+  x->content_rows = moved ? take_operand(arena, n->tiles, rows, width) : x->rows;
+  x->content_columns = moved ? take_operand(arena, n->tiles, padded, rows) : x->columns;
+  x->weights = take_operand(arena, n->tiles, RPI_TILE, rows);
+  x->bucket_parts = take_operand(arena, n->tiles, RPI_TILED_ROWS, rpi_max(columns, rows));
   x->turned = rpi_arena_take(arena, padded * RPI_TILED_ROWS, real_bytes);
   x->across = rpi_arena_take(arena, tiles * padded * RPI_TILE, real_bytes);
 }
@@ -278,6 +288,11 @@ static void open_side(const backward_item *item, const backward_block *block, si
           pack_rows(x->content, count, width, padded, x->content_rows, x->content_columns);
     }
   }
+  x->met = x->content;
+  if (item->n.how != RPI_NUMBERS) {
+    x->met = word_rows(item->n.how, x->content, count, width, x->row_words);
+    word_lines(item->n.how, x->content, count, padded, x->line_words, padded);
+  }
   x->w = window_of(t, r.nearest, r.farthest);
   x->collects = false;
   if (window_empty(&x->w)) return;
@@ -431,13 +446,18 @@ static void open_keys(const backward_item *item, side *x, int which) {
   memset(x->gradient, 0, (size_t)numbers * sizeof(real));
   if (item->n.tiles) memset(x->across, 0, (size_t)numbers * sizeof(real));
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
+    const int64_t columns = packed_columns(&item->pairs, keys - j);
     x->tile[j / RPI_TILE] = TILE_EMPTY;
     rpi_pack_transposed(
         row_of(from, item->seq.key_batch, item->key_head, item->seq.key_row + item->r.key + j),
         from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
-        x->packed + j * width, RPI_TILE, packed_columns(&item->pairs, keys - j));
-    if (!item->n.tiles) continue;
+        x->packed + j * width, RPI_TILE, columns);
     const dense packed = {x->packed + j * width, RPI_TILE};
+    if (item->n.how != RPI_NUMBERS) {
+      word_lines(item->n.how, packed, width, columns,
+                 x->packed_words + j * inner_of(item->n.how, width), RPI_TILE);
+    }
+    if (!item->n.tiles) continue;
     const operand parts = x->tile_parts[j / RPI_TILE];
     if (keys - j < RPI_TILE) clear_operand(parts, RPI_TILE);
     x->tile_fits[j / RPI_TILE] =

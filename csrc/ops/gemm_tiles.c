@@ -23,10 +23,6 @@
 #define TILES_LEAST 32
 #define TILES_LEAST_ROWS 48
 
-static int tiles_parts_in(const rpi_gemm_args *g) {
-  return g->precision == RP_BF16 ? 1 : TILES_PARTS;
-}
-
 /* Strips of `words` each, of `lines` rows of A or columns of B, in the order in which they lie in
  * memory. finite: of each, whether all of it is. */
 static void tiles_pack(tiles_source s, int64_t lines, int64_t depth, int64_t words, uint32_t *to,
@@ -87,7 +83,7 @@ static void tiles_forgo(const rpi_gemm_args *g, gemm_block at, int64_t inner, in
 static tiles_source tiles_a(const rpi_gemm_args *g, int64_t row, int64_t inner) {
   return (tiles_source){.at = gemm_a_at(g, row, inner),
                         .stride = g->a_stride,
-                        .parts = tiles_parts_in(g),
+                        .parts = tiles_parts_in(g->precision),
                         .along = !g->transpose_a,
                         .turned = g->transpose_a};
 }
@@ -95,7 +91,7 @@ static tiles_source tiles_a(const rpi_gemm_args *g, int64_t row, int64_t inner) 
 static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inner) {
   return (tiles_source){.at = gemm_b_at(g, inner, column),
                         .stride = g->b_stride,
-                        .parts = tiles_parts_in(g),
+                        .parts = tiles_parts_in(g->precision),
                         .along = g->transpose_b,
                         .turned = g->transpose_b};
 }
@@ -162,7 +158,7 @@ static void tiles_pass(const tiles_part *x, int64_t line, const uint32_t *strip,
                              .c_stride = g->c_stride,
                              .next = tiles_next(g, at, x->keeps_b, line, (i + 1) * TILES_SIDE),
                              .packing = packing};
-    tiles_multiply(&t, tiles_parts_in(g), part.rows, part.columns);
+    tiles_multiply(&t, tiles_parts_in(g->precision), part.rows, part.columns);
   }
 }
 
@@ -206,14 +202,15 @@ static void tiles_block(const rpi_gemm_args *g, gemm_block at, bool keeps_b, uin
   if (g->bias != NULL && g->accumulate) gemm_begin(g, at);
   for (int64_t inner = 0; inner < g->inner; inner += most) {
     const int64_t depth = rpi_min(most, g->inner - inner);
-    tiles_part x = {.g = g,
-                    .at = at,
-                    .keeps_b = keeps_b,
-                    .inner = inner,
-                    .depth = depth,
-                    .words = rpi_divide_up(depth, TILES_INNER) * tiles_parts_in(g) * TILES_PART,
-                    .kept = kept,
-                    .passing = passing};
+    tiles_part x = {
+        .g = g,
+        .at = at,
+        .keeps_b = keeps_b,
+        .inner = inner,
+        .depth = depth,
+        .words = rpi_divide_up(depth, TILES_INNER) * tiles_parts_in(g->precision) * TILES_PART,
+        .kept = kept,
+        .passing = passing};
     const tiles_source a = tiles_a(g, at.row, inner), b = tiles_b(g, at.column, inner);
     const tiles_source passes = keeps_b ? a : b;
     tiles_pack(keeps_b ? b : a, tiles_lines_kept(&x), depth, x.words, kept, x.finite);
@@ -231,7 +228,7 @@ _Static_assert(sizeof(tiles_scratch) <= RPI_SCRATCH_BYTES, "the scratch memory i
 /* How many rows or columns are kept at most: fewer, the more of inner is. */
 static int64_t tiles_kept(const rpi_gemm_args *g) {
   const int64_t steps = rpi_divide_up(rpi_min(g->inner, TILES_DEPTH), TILES_INNER);
-  const int64_t strip = steps * tiles_parts_in(g) * TILES_PART;
+  const int64_t strip = steps * tiles_parts_in(g->precision) * TILES_PART;
   return rpi_min(TILES_KEPT, TILES_KEPT_WORDS / strip * TILES_SIDE);
 }
 
@@ -267,7 +264,7 @@ static void gemm_tiles_task(void *context, int64_t task, int worker) {
  * packing maybe half: unmeasured. */
 static void gemm_cut_tiles(gemm_job *job) {
   const rpi_gemm_args *const g = job->args;
-  const double dear = tiles_parts_in(g) == 1 ? 3 : 1;
+  const double dear = tiles_parts_in(g->precision) == 1 ? 3 : 1;
   gemm_cut_by(job, (gemm_costs){.for_a = dear * (g->transpose_a ? 70 : 35),
                                 .for_b = dear * (g->transpose_b ? 70 : 35),
                                 .alone = 0.5,

@@ -3,8 +3,9 @@
  * operands.h: operands of attention's products by tiles of bf16 (parts.h), where there are such.
  *
  * An operand is packed whole: strips of 32 lines (rows of the left one, columns of the right one),
- * all of inner, three parts. Where some number has no parts, or there are no tiles, packing says
- * so, and the product is computed strip by strip, as it is everywhere else.
+ * all of inner, three parts, or one where numbers are rounded. Where some number has no parts, or
+ * there are no tiles, packing says so, and the product is computed strip by strip, as it is
+ * everywhere else.
  */
 #ifndef RPI_OPERANDS_H
 #define RPI_OPERANDS_H
@@ -24,6 +25,7 @@ typedef struct dense {
 typedef struct operand {
   uint32_t *at;
   int64_t strip; /* words from one to the next */
+  int parts;
 } operand;
 
 /* How numbers lie from which an operand is packed: rows of memory are lines of a left one, or inner
@@ -37,15 +39,15 @@ enum { ROWS_ARE_LINES, ROWS_ARE_INNER, ROWS_ARE_INNER_OF_LEFT };
 _Static_assert(RPI_LANES % RPI_TILE_SIDE == 0, "rows of whole vectors are rows of whole tiles");
 _Static_assert(RPI_TILED_ROWS == TILES_SIDE, "lines of a strip");
 
-static operand take_operand(rpi_arena *arena, int64_t lines, int64_t inner) {
-  const int64_t strip = rpi_divide_up(inner, TILES_INNER) * TILES_STEP;
+static operand take_operand(rpi_arena *arena, int parts, int64_t lines, int64_t inner) {
+  const int64_t strip = rpi_divide_up(inner, TILES_INNER) * parts * TILES_PART;
   const int64_t strips = rpi_divide_up(lines, TILES_SIDE);
-  return (operand){rpi_arena_take(arena, strips * strip, sizeof(uint32_t)), strip};
+  return (operand){rpi_arena_take(arena, strips * strip, sizeof(uint32_t)), strip, parts};
 }
 
 /* One like it from a line, and from inner on: whole strips, and whole steps. */
 static operand operand_from(operand whole, int64_t line, int64_t inner) {
-  whole.at += line / TILES_SIDE * whole.strip + inner / TILES_INNER * TILES_STEP;
+  whole.at += line / TILES_SIDE * whole.strip + inner / TILES_INNER * whole.parts * TILES_PART;
   return whole;
 }
 
@@ -59,7 +61,7 @@ static void clear_operand(operand to, int64_t lines) {
 static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   const tiles_source source = {.at = from.data,
                                .stride = from.stride,
-                               .parts = TILES_PARTS,
+                               .parts = to.parts,
                                .along = how == ROWS_ARE_LINES,
                                .turned = how == ROWS_ARE_INNER_OF_LEFT};
   bool whole = true;
@@ -85,6 +87,7 @@ static void add_block(const real *from, int64_t rows, int64_t columns, real *to,
 static void multiply_operands(operand left, int64_t rows, operand right, int64_t columns,
                               int64_t inner, bool add, real *c, int64_t c_stride) {
   const int64_t steps = rpi_divide_up(inner, TILES_INNER);
+  const tiles_sum_fn(*const sums_of)[2] = left.parts == 1 ? tiles_rounded_sums : tiles_sums;
   _Alignas(64) real sums[TILES_SIDE * TILES_SIDE];
   for (int64_t row = 0; row < rows; row += TILES_SIDE, left.at += left.strip) {
     const uint32_t *at = right.at;
@@ -97,7 +100,7 @@ static void multiply_operands(operand left, int64_t rows, operand right, int64_t
                                      .steps = steps,
                                      .c = add ? sums : to,
                                      .c_stride = add ? TILES_SIDE : c_stride};
-      tiles_sums[high > RPI_TILE_SIDE][wide > RPI_TILE_SIDE](&product);
+      sums_of[high > RPI_TILE_SIDE][wide > RPI_TILE_SIDE](&product);
       if (add) add_block(sums, high, wide, to, c_stride);
     }
   }
@@ -108,8 +111,13 @@ static void multiply_operands(operand left, int64_t rows, operand right, int64_t
 static void tiles_begin(void) {}
 static void tiles_end(void) {}
 
-static operand take_operand(rpi_arena *arena, int64_t lines, int64_t inner) {
-  (void)arena, (void)lines, (void)inner;
+static int tiles_parts_in(int precision) {
+  (void)precision;
+  return 0;
+}
+
+static operand take_operand(rpi_arena *arena, int parts, int64_t lines, int64_t inner) {
+  (void)arena, (void)parts, (void)lines, (void)inner;
   return (operand){0};
 }
 
@@ -133,10 +141,11 @@ static void multiply_operands(operand left, int64_t rows, operand right, int64_t
 
 #endif
 
-static operand *take_operands(rpi_arena *arena, int64_t count, int64_t lines, int64_t inner) {
+static operand *take_operands(rpi_arena *arena, int parts, int64_t count, int64_t lines,
+                              int64_t inner) {
   operand *const list = rpi_arena_take(arena, count, sizeof *list);
   for (int64_t i = 0; i < count; i++) {
-    const operand one = take_operand(arena, lines, inner);
+    const operand one = take_operand(arena, parts, lines, inner);
     if (list && !arena->failed) list[i] = one;
   }
   return list;

@@ -35,6 +35,9 @@
 #define TILES_PARTS 3                         /* of f32 */
 #define TILES_STEP (TILES_PARTS * TILES_PART) /* words of a strip for TILES_INNER of inner */
 
+/* Of numbers that are multiplied in this precision. */
+static int tiles_parts_in(int precision) { return precision == RP_BF16 ? 1 : TILES_PARTS; }
+
 RPI_INLINE void tiles_store(uint32_t *to, rpi_words words) {
   rpi_store((real *)to, (rpi_register)words);
 }

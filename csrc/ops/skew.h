@@ -98,7 +98,7 @@ typedef struct skew_scratch {
 } skew_scratch;
 
 static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t columns, int64_t width,
-                      bool tiles, bool backward, skew_scratch *w) {
+                      int tiles, bool backward, skew_scratch *w) {
   const int64_t real_bytes = sizeof(real), most = rpi_min(columns, block + RPI_TILE);
   const int64_t more = tiles ? RPI_TILED_ROWS : 0; /* lines, on either side */
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
@@ -115,11 +115,11 @@ static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t col
   const int64_t key_tiles = rpi_divide_up(keys, RPI_TILE);
   w->kept = rpi_arena_take(arena, key_tiles * RPI_KEPT_LINES, RPI_TILE * real_bytes);
   w->kept_of = rpi_arena_take(arena, key_tiles, sizeof *w->kept_of);
-  if (tiles) w->table.line_parts = take_operand(arena, columns, width);
+  if (tiles) w->table.line_parts = take_operand(arena, tiles, columns, width);
   if (!tiles || !backward) return;
-  w->table.turned_parts = take_operand(arena, width, columns);
-  w->left = take_operand(arena, more + most + more, RPI_TILE);
-  w->right = take_operand(arena, RPI_TILE, more + most + more);
+  w->table.turned_parts = take_operand(arena, tiles, width, columns);
+  w->left = take_operand(arena, tiles, more + most + more, RPI_TILE);
+  w->right = take_operand(arena, tiles, RPI_TILE, more + most + more);
 }
 
 /* The columns of the block's window that a tile meets: begin to end - 1, their lines likewise, and

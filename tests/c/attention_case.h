@@ -18,6 +18,7 @@
 #include "check.h"
 #include "tables.h"
 
+#define BF16_UNIT (1.0 / 256) /* half an ulp of 8 bits */
 #ifdef RP_REAL_IS_DOUBLE
 typedef long double wide;
 #define UNIT (DBL_EPSILON / 2)
@@ -217,6 +218,7 @@ typedef struct attention_case {
   int64_t mask_starts[MOST_B], mask_head, mask_batch;
   array out, lse, dq, dk, dv, dtable[TERMS], dposition_bias; /* outputs */
   double terms;
+  bool rounded; /* operands are, to bf16 */
 } attention_case;
 
 enum { ACTIVATIONS = 5, OUTPUTS = ACTIVATIONS + TERMS + 1 };

@@ -32,8 +32,8 @@ typedef struct rp_placement {
                     before the work is done */
   int element;   /* of q, k, v, out and their gradients; RP_BF16 on GPUs alone. Tables, lse and
                     all other gradients are RP_F32 always */
-  int precision; /* of products: RP_F32, or operands rounded to RP_BF16 and summed in f32, on
-                    GPUs alone; RP_BF16 where element is */
+  int precision; /* of products: RP_F32, or operands rounded to RP_BF16 and summed in f32;
+                    RP_BF16 where element is */
 } rp_placement;
 
 static inline rp_placement rp_placement_default(void) {

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * attention_words.h: operands of attention's five products rounded to bf16, two numbers of inner to
+ * a word (bf16.h). They lie as numbers do, but that inner is half as long, and go through the same
+ * strips. With the twin of the instructions a word is its two numbers again, and inner as long as
+ * it was, or by one longer.
+ */
+#ifndef RPI_ATTENTION_WORDS_H
+#define RPI_ATTENTION_WORDS_H
+
+#include "ops/gemm_words.h"
+#include "ops/operands.h"
+
+/* So much of inner, of so many numbers. */
+static int64_t inner_of(int how, int64_t numbers) {
+  if (how == RPI_NUMBERS) return numbers;
+  return rpi_round_up(numbers, 2) / (how == RPI_NATIVE ? 2 : 1);
+}
+
+/* From one row that runs along inner to the next. */
+static int64_t inner_stride(int how, int64_t numbers) {
+  return inner_of(how, rpi_round_up(numbers, 2 * RPI_LANES));
+}
+
+/* Room for rows that run along inner, and for rows across it. */
+static real *take_word_rows(rpi_arena *arena, int how, int64_t rows, int64_t numbers) {
+  return rpi_arena_take(arena, rows * inner_stride(how, numbers), sizeof(real));
+}
+static real *take_word_lines(rpi_arena *arena, int how, int64_t numbers, int64_t width) {
+  return rpi_arena_take(arena, inner_of(how, numbers) * width, sizeof(real));
+}
+
+#if RPI_REAL_BYTES == 4
+
+/* Rows that run along inner. */
+static dense word_rows(int how, dense from, int64_t rows, int64_t numbers, real *to) {
+  const int64_t stride = inner_stride(how, numbers);
+  gemm_words[how][GEMM_ROWS](from.data, from.stride, rows, numbers, to, stride);
+  return (dense){to, stride};
+}
+
+/* `numbers` rows across inner: lines of so many columns, whole vectors, `stride` apart. */
+static void word_lines(int how, dense from, int64_t numbers, int64_t columns, real *to,
+                       int64_t stride) {
+  gemm_words[how][GEMM_PANEL](from.data, from.stride, columns, numbers, to, stride);
+}
+
+#else
+
+static dense word_rows(int how, dense from, int64_t rows, int64_t numbers, real *to) {
+  (void)how, (void)rows, (void)numbers, (void)to;
+  return from;
+}
+static void word_lines(int how, dense from, int64_t numbers, int64_t columns, real *to,
+                       int64_t stride) {
+  (void)how, (void)from, (void)numbers, (void)columns, (void)to, (void)stride;
+}
+
+#endif
+
+/* c += a . b in that way: rows of a, lines of b, so many numbers of inner. */
+static rpi_product product_by(int how, dense a, const real *b, int64_t b_stride, int64_t numbers,
+                              real *c, int64_t c_stride) {
+  return (rpi_product){.a = a.data,
+                       .a_row = a.stride,
+                       .a_inner = 1,
+                       .b = b,
+                       .b_stride = b_stride,
+                       .c = c,
+                       .c_stride = c_stride,
+                       .inner = inner_of(how, numbers),
+                       .native = how == RPI_NATIVE};
+}
+
+#endif
