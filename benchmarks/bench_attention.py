@@ -34,6 +34,7 @@ SMALL = 0.03  # ratios nearer to 1 than this are reported with their interval
 
 OURS, OURS_PLAIN, TORCH = "ours relative", "ours plain", "torch plain"
 AGAIN = TORCH + " again"  # torch against itself
+OURS_F32, TORCH_F32 = OURS + " f32", TORCH + " f32"  # beside those in bf16
 
 
 # -------------------------------------------------------------------------------------------- cases
@@ -53,7 +54,8 @@ def chosen(options: argparse.Namespace) -> Json:
 
 
 def as_json(options: argparse.Namespace, case: Timed, which: str) -> Json:
-    return case._asdict() | {"pass": which, "threads": options.threads}
+    own = {"pass": which, "threads": options.threads, "bf16": options.bf16}
+    return case._asdict() | own
 
 
 def arrays(case: Json) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def build_ours(side: str, case: Json) -> Job:
     import relpos
 
     x = arrays(case)
-    options: dict[str, Any] = {"causal": case["causal"]}
+    narrow = case["bf16"] and side != OURS_F32
+    options: dict[str, Any] = {"causal": case["causal"], "precision": "bf16" if narrow else "f32"}
     if side.startswith(OURS):
         options["position"] = relpos.Shaw(x["key_table"], x["value_table"])
     if case["lengths"]:
@@ -107,11 +110,13 @@ def build_torch(side: str, case: Json) -> Job:
 
     torch.set_num_threads(case["threads"])
     x = {name: torch.from_numpy(a) for name, a in arrays(case).items()}
+    if case["bf16"] and side != TORCH_F32:  # torch is fastest where it casts nothing
+        x = {name: a.bfloat16() for name, a in x.items()}
     if case["lengths"]:
         return packed_torch(x, case)
     if case["key_heads"]:
         return sharing_torch(x, case)
-    if side == TORCH:
+    if side in (TORCH, TORCH_F32):
         inputs = [x["q"], x["k"], x["v"]]
         attend = torch.nn.functional.scaled_dot_product_attention
         return Job(
@@ -308,6 +313,8 @@ def compare(report: Report, options: argparse.Namespace) -> None:
         report.ratio(f"{which}_vs_torch_plain_{suffix}", rounds, OURS, TORCH)
         report.ratio(f"{which}_rel_over_plain_{suffix}", rounds, OURS, OURS_PLAIN)
         report.ratio(f"{which}_plain_vs_torch_plain_{suffix}", rounds, OURS_PLAIN, TORCH)
+        report.ratio(f"{which}_bf16_vs_f32_{suffix}", rounds, OURS_F32, OURS)
+        report.ratio(f"{which}_vs_torch_plain_f32_{suffix}", rounds, OURS, TORCH_F32)
         for side, times in rounds.times.items():
             if times:
                 report[f"{which}_ms_{_key(side)}_{suffix}"] = rounds.median(side) * 1e3
@@ -428,6 +435,8 @@ def chosen_sides(options: argparse.Namespace) -> list[str]:
     if options.noise:
         return [TORCH, AGAIN]
     sides = [TORCH] if options.without_ours else [OURS, OURS_PLAIN, TORCH]
+    if options.bf16 and not options.without_ours:
+        sides += [OURS_F32, TORCH_F32]
     if options.peers:
         sides += options.peers
     return sides
@@ -465,6 +474,7 @@ def parse() -> argparse.Namespace:
     add("--causal", action="store_true", help="causal; torch with is_causal")
     add("--per-head", action="store_true", help="a table for every head")
     add("--key-heads", type=int, default=0, help="heads of k and v, a divisor of 8 and 4; 0: as q")
+    add("--bf16", action="store_true", help="both sides in bf16, and in f32 beside it")
     add("--packed", action="store_true", help="mixed lengths; torch at its fastest of three ways")
     add("--k", type=int, default=16, help="clip distance (16)")
     add("--d", type=int, default=64, choices=WIDTHS, help="head width; not 64: also ops/s over 64")
@@ -511,7 +521,7 @@ def main() -> int:
         compare(report, options)
         if options.d != 64 and not options.without_ours:
             compare_widths(report, options)
-    names = ("k", "d", "causal", "per_head", "key_heads", "packed")
+    names = ("k", "d", "causal", "per_head", "key_heads", "packed", "bf16")
     setting = {name: getattr(options, name) for name in names}
     flat = report.figures | {"others_share": round(report.busy, 3)} | setting | place
     if options.output:

@@ -186,9 +186,9 @@ class Transformer:
     recompute: bool. Activations are computed again in backward, layer by layer: less memory.
     device: str. Where it lies and is computed: "cpu", "cuda" or "cuda:1"; `relpos.devices` says
         what there is. Batches and results are NumPy arrays everywhere.
-    precision: "f32", or "bf16": operands of the layers' matrix products are rounded to bfloat16 and
-        their sums kept in float32, as are weights and everything else. On a GPU those of attention
-        are, too. A CPU gains by it where it has AVX512-BF16 (`build_info`).
+    precision: "f32", or "bf16": operands of matrix products, attention's among them, are rounded to
+        bfloat16 and their sums kept in float32, as are weights and everything else. A CPU gains by it
+        where it has AVX512-BF16 (`build_info`).
     """
 
     __slots__ = (

@@ -195,8 +195,7 @@ typedef struct rp_limits {
   int training;       /* 0: no gradients and no moments; forward, scores, maps, decoding */
   int recompute;      /* activations are computed again in backward, layer by layer, not stored */
   const char *device; /* where the model lies and is computed (device.h); NULL: "cpu" */
-  int precision;      /* of products: RP_F32, or RP_BF16: operands rounded to that, sums in f32; on
-                         CPUs those of layers, on GPUs those of attention too (device.h) */
+  int precision;      /* of products: RP_F32, or RP_BF16: operands rounded to that, sums in f32 */
 } rp_limits;
 
 static inline rp_limits rp_limits_default(void) {
