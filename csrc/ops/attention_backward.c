@@ -241,7 +241,7 @@ static void backward_queries(const backward_item *item, backward_scratch *w,
         ds = {w->side[VALUE].product + i * RPI_TILE, RPI_TILE};
   if (how != RPI_NUMBERS) {
     keys = words_of_place(item, w, block, moved, j, tile_keys);
-    ds = word_rows(how, ds, count, RPI_TILE, w->ds_words);
+    ds = word_weights(how, ds.data, count, tile_keys, w->ds_words);
   }
   const rpi_product dq =
       product_by(how, ds, keys.data, keys.stride, tile_keys, w->dq + i * width, width);
@@ -391,7 +391,8 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
     const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
     const dense own = {weights + first * RPI_TILE, RPI_TILE};
     if (how != RPI_NUMBERS) {
-      word_lines(how, own, end - first, RPI_TILE, w->weight_words, RPI_TILE);
+      const int64_t columns = rpi_round_up(tile_keys, RPI_LANES);
+      word_lines(how, own, end - first, columns, w->weight_words, RPI_TILE);
       rpi_product product =
           product_by(how, (dense){w->weight_words, 1}, x->line_words + inner_of(how, first) * width,
                      width, end - first, x->gradient + j * width, width);

@@ -279,7 +279,7 @@ RPI_INLINE void forward_values(const forward_item *item, forward_scratch *w,
   const int64_t width = item->n.value_width;
   dense weights = {x->at, RPI_TILE}, values = rows_from(&view->values, x->j);
   if (how != RPI_NUMBERS) {
-    weights = word_rows(how, weights, x->count, RPI_TILE, w->weight_words);
+    weights = word_weights(how, x->at, x->count, x->tile_keys, w->weight_words);
     values = (dense){w->value_words + inner_of(how, x->j) * width, width};
   }
   const rpi_product weighted = product_by(how, weights, values.data, values.stride, x->tile_keys,

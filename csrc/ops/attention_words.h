@@ -58,6 +58,12 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 
 #endif
 
+/* Weights of a strip that meet so many keys, along inner; those behind them nobody reads. */
+static dense word_weights(int how, const real *weights, int64_t rows, int64_t keys, real *to) {
+  const int64_t numbers = rpi_min(rpi_round_up(keys, 2 * RPI_LANES), RPI_TILE);
+  return word_rows(how, (dense){weights, RPI_TILE}, rows, numbers, to);
+}
+
 /* c += a . b in that way: rows of a, lines of b, so many numbers of inner. */
 static rpi_product product_by(int how, dense a, const real *b, int64_t b_stride, int64_t numbers,
                               real *c, int64_t c_stride) {
