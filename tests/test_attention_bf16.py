@@ -16,18 +16,30 @@ import capi
 import relpos
 from capi import BF16, Core
 from case_arrays import make_arrays
-from cases import Case
+from cases import Case, Mask
 from cores import get_core
 from relpos.reference import Band, Dropout
 
-PLAIN = Case(B=2, H=2, N=150, M=201, D=40, Dv=36, scale=0.25, seed=5)
+# Keys are multiplied by the scale and log2(e) first: here by 1, or nearly.
+PLAIN = Case(B=2, H=2, N=150, M=201, D=40, Dv=36, scale=float(np.log(2)), seed=5)
+# And which of their arrays products alone meet.
 CASES = {
-    "plain": PLAIN,
-    "causal": replace(PLAIN, causal=True),
-    "packed": replace(PLAIN, offsets=(0, 7, 7, 90), key_offsets=(0, 1, 40, 130), B=3),
-    "one query": replace(PLAIN, N=1),
-    "dropout": replace(PLAIN, dropout=Dropout(0.1, (1, 2))),
-    "values": replace(PLAIN, value=Band(5, 5)),
+    "plain": (PLAIN, "qkv"),
+    "causal": (replace(PLAIN, causal=True), "qkv"),
+    "packed": (replace(PLAIN, offsets=(0, 7, 7, 90), key_offsets=(0, 1, 40, 130), B=3), "qkv"),
+    "one query": (replace(PLAIN, N=1), "qkv"),
+    "many keys": (replace(PLAIN, N=530, M=600, H=1), "qkv"),
+    "narrow": (replace(PLAIN, D=7, Dv=5), "qkv"),
+    "dropout": (replace(PLAIN, dropout=Dropout(0.1, (1, 2))), "qkv"),
+    "softcap": (replace(PLAIN, softcap=5.0), "qkv"),
+    "mask": (replace(PLAIN, mask=Mask()), "qkv"),
+    "window": (replace(PLAIN, window=(9, 30)), "qkv"),
+    "shared keys": (replace(PLAIN, H=4, key_heads=2), "qkv"),
+    "biases": (replace(PLAIN, bias=Band(5, 5)), "qkv"),
+    "values": (replace(PLAIN, value=Band(5, 5)), "qk"),
+    "moved queries": (replace(PLAIN, query=Band(0, 0)), "kv"),
+    "keys' relations": (replace(PLAIN, query=Band(5, 5)), "qv"),
+    "queries' relations": (replace(PLAIN, key=Band(5, 5)), "v"),
 }
 
 
@@ -36,28 +48,36 @@ def rounded(libraries: dict[str, Path], request: pytest.FixtureRequest) -> Core:
     return get_core(libraries, request.param)
 
 
+def nudged(x: np.ndarray, nudge: float) -> np.ndarray:
+    """Numbers of bf16, and how far from them."""
+    narrow = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    wide = narrow * (1 + nudge * np.random.default_rng(1).random(x.shape))
+    return np.where(np.isnan(x), x, wide)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_rounding_takes_away_is_not_seen(rounded: Core, name: str) -> None:
-    """Numbers less than half a unit of bf16 off one of bf16 change no bit of what products make of them,
-    there and back: q is met by keys alone, and by the gradient of scores; v by weights, and by dz."""
-    case, results = CASES[name], []
-    for nudge in (0.0, 0.4 * 2.0**-8):
+    """Numbers less than half a unit of bf16 off one of bf16 change no bit of what products make of
+    them, there and back; of dout, which delta is made of too, none of dv."""
+    case, moved = CASES[name]
+    results = []
+    for nudge, of_dout in ((0.0, 0.0), (0.4 * 2.0**-8, 0.0), (0.0, 0.4 * 2.0**-8)):
         arrays = make_arrays(case, rounded.dtype)
-        draw = np.random.default_rng(1)
-        for x in (arrays.q, arrays.v):
-            narrow = (x.raw.view(np.uint32) & 0xFFFF0000).view(np.float32)
-            wide = narrow * (1 + nudge * draw.random(x.raw.shape))
-            x.raw[...] = np.where(np.isnan(x.raw), x.raw, wide)
+        for letter in moved:
+            x = getattr(arrays, letter)
+            x.raw[...] = nudged(x.raw, nudge)
+        arrays.dout.raw[...] = nudged(arrays.dout.raw, of_dout)
         arrays.remember()
         results.append(capi.run_both(rounded, case, arrays))
     for output, first in results[0].items():
         assert np.abs(first).max() > 0
         assert first.tobytes() == results[1][output].tobytes(), output
+    assert results[0]["v"].tobytes() == results[2]["v"].tobytes()
 
 
 def test_it_is_another_result(rounded: Core, libraries: dict[str, Path]) -> None:
     exact = get_core(libraries, rounded.name.replace("bf16", "f32"))
-    case = replace(PLAIN, key=Band(5, 5), value=Band(5, 5))
+    case = replace(PLAIN, key=Band(5, 5), value=Band(5, 5), scale=0.25)
     near, far = (
         capi.run_both(core, case, make_arrays(case, core.dtype)) for core in (rounded, exact)
     )

@@ -40,6 +40,7 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   take_pairs(arena, n, s, true, &local.pairs);
   for (int i = 0; i < PLACES; i++) {
     local.key_state[i] = rpi_arena_take(arena, n->keys / RPI_TILE, 1);
+    local.key_worded[i] = rpi_arena_take(arena, n->keys / RPI_TILE, sizeof(bool));
     if (n->tiles) {
       local.key_parts[i] = take_operands(arena, n->tiles, n->keys / RPI_TILE, n->width, RPI_TILE);
     }
@@ -223,10 +224,10 @@ static dense words_of_place(const backward_item *item, backward_scratch *w,
                             const backward_block *block, int place, int64_t j, int64_t tile_keys) {
   const int64_t width = item->padded[KEY];
   real *const words = w->key_words[place] + inner_of(item->n.how, j) * width;
-  unsigned char *const state = &w->key_state[place][j / RPI_TILE];
-  if (*state == OPERAND_UNKNOWN) {
+  bool *const worded = &w->key_worded[place][j / RPI_TILE];
+  if (!*worded) {
     word_lines(item->n.how, rows_from(&block->keys[place], j), tile_keys, width, words, width);
-    *state = OPERAND_FITS;
+    *worded = true;
   }
   return (dense){words, width};
 }
@@ -525,7 +526,9 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
     keys[RIGHT] = moved_keys(item, &keys[ACROSS], RIGHT, w->vector, w->tail_key_rows);
   }
   for (int place = 0; place < PLACES; place++) {
-    memset(w->key_state[place], OPERAND_UNKNOWN, (size_t)rpi_divide_up(count, RPI_TILE));
+    const size_t tiles = (size_t)rpi_divide_up(count, RPI_TILE);
+    memset(w->key_state[place], OPERAND_UNKNOWN, tiles);
+    memset(w->key_worded[place], false, tiles);
   }
   if (item->pairs.count) open_pair_tables(&item->pairs, &w->pairs);
   open_pair_keys(&item->pairs, &w->pairs, count, w->side[KEY].packed, w->zeros);

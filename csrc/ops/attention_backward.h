@@ -19,11 +19,13 @@ typedef struct backward_scratch {
   real *zeros;                         /* [block + TILE] */
   real *level;                         /* [block]: where scores start */
   pair_scratch pairs;
-  operand *key_parts[PLACES];       /* [tiles], of keys, and of those with an end's vector added */
-  real *key_words[PLACES];          /* the same as words: lines across inner */
-  unsigned char *key_state[PLACES]; /* [tiles]: packed when they are met */
-  operand ds;                       /* of some rows on a tile */
-  real *ds_words, *weight_words;    /* of a strip along inner; of a block, ds or p, across it */
+  operand *key_parts[PLACES]; /* [tiles], of keys, and of those with an end's vector added */
+  real *key_words[PLACES];    /* the same as words: lines across inner */
+  /* [tiles]: packed when they are met */
+  unsigned char *key_state[PLACES];
+  bool *key_worded[PLACES];
+  operand ds;                    /* of some rows on a tile */
+  real *ds_words, *weight_words; /* of a strip along inner; of a block, ds or p, across it */
 } backward_scratch;
 
 /* The one list of what a worker needs. */

@@ -183,7 +183,7 @@ typedef struct bounds {
   int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
   int tiles;  /* parts of numbers that tiles of bf16 multiply, where an item is large enough */
-  int how;    /* the others multiply (bf16.h) */
+  int how;    /* strips multiply (bf16.h), what has no parts among them */
   bool moved; /* moves_queries */
   bool folds; /* some sequence has more than RPI_FOLDED_KEYS */
 } bounds;

@@ -57,6 +57,9 @@ RPI_INLINE bool pack_weights(const bool is_left, const bool is_right, const real
                              operand left, operand right) {
   rpi_register odd = {0};
   const int parts = is_left ? left.parts : right.parts;
+  if (parts == 1 && !all_have_one_part((dense){weights, RPI_TILE}, TILES_SIDE, RPI_TILE)) {
+    return false;
+  }
   for (int64_t half = 0; half < RPI_TILE / TILES_INNER; half++) {
     const real *const from = weights + half * TILES_INNER;
     uint32_t *const to_left = is_left ? left.at + half * parts * TILES_PART : NULL;

@@ -57,6 +57,21 @@ static void clear_operand(operand to, int64_t lines) {
   memset(to.at, 0, (size_t)words * sizeof *to.at);
 }
 
+/* Are numbers, so many side by side in each row, those that bf16 has? What is not finite is no less
+ * a part than any number, but meets the zeros that operands are filled up with. */
+RPI_NOINLINE bool all_have_one_part(dense from, int64_t rows, int64_t width) {
+  rpi_register odd = {0};
+  for (int64_t r = 0; r < rows; r++) {
+    const real *const row = from.data + r * from.stride;
+    for (int64_t c = 0; c < width; c += RPI_LANES) {
+      const bool whole = width - c >= RPI_LANES;
+      const rpi_register x = whole ? rpi_load(row + c) : rpi_load_part(row + c, width - c);
+      odd += x * (real)(1 + 1.0 / 256) * 0; /* not a number where x is infinite, or rounded so */
+    }
+  }
+  return rpi_total(odd) == 0;
+}
+
 /* False where a number has no parts. */
 static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   const tiles_source source = {.at = from.data,
@@ -65,6 +80,10 @@ static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, oper
                                .along = how == ROWS_ARE_LINES,
                                .turned = how == ROWS_ARE_INNER_OF_LEFT};
   bool whole = true;
+  if (to.parts == 1) {
+    whole = how == ROWS_ARE_LINES ? all_have_one_part(from, lines, inner)
+                                  : all_have_one_part(from, inner, lines);
+  }
   for (int64_t line = 0; line < lines; line += TILES_SIDE, to.at += to.strip) {
     whole &= tiles_pack_strip(source, line, rpi_min(TILES_SIDE, lines - line), inner, to.at);
   }

@@ -221,6 +221,95 @@ static void test_huge(void) {
 }
 #endif
 
+#ifndef RP_REAL_IS_DOUBLE
+/* Of 256 queries and keys, causal, with a band, scores of several units: enough for maxima that
+ * rise and for tiles. */
+static attention_case long_case(bool rounded) {
+  const shape s = {1,
+                   1,
+                   256,
+                   256,
+                   64,
+                   64,
+                   BOTH(SHARED, 8, 8, CLIP),
+                   true,
+                   .start = START_DEFAULT,
+                   .scale = 0.75};
+  state = 1; /* the same numbers every time */
+  attention_case c = case_create(&s);
+  c.rounded = rounded;
+  return c;
+}
+
+/* Backward knows the probabilities that forward had: over the keys they add up to 1, but for what
+ * rounding takes of each. dz_i is 1 in column i mod 64 alone. */
+static void test_both_ways_know_the_same_scores(const rp_ops *ops) {
+  for (int rounded = 0; rounded < 2; rounded++) {
+    attention_case c = long_case(rounded);
+    const shape *const s = &c.s;
+    for (int64_t i = 0; i < s->N; i++) {
+      for (int64_t d = 0; d < s->Dv; d++) c.dout.data[i * c.dout.row + d] = i % s->Dv == d;
+    }
+    run(ops, &c, true);
+    double worst = 0;
+    for (int64_t d = 0; d < s->Dv; d++) {
+      double sum = 0;
+      for (int64_t j = 0; j < s->M; j++) sum += (double)c.dv.data[j * c.dv.row + d];
+      worst = fmax(worst, fabs(sum / (double)(s->N / s->Dv) - 1));
+    }
+    if (!CHECK(worst <= (rounded ? BF16_UNIT : 0) + 1e-5)) {
+      printf("\n  %s: rounded=%d: %g", ops->name, rounded, worst);
+    }
+    case_free(&c);
+  }
+}
+
+/* What is infinite in one row reaches no other number in bf16 than in f32. */
+static void test_infinity_stays_where_it_is(const rp_ops *ops) {
+  for (int where = 0; where < 4; where++) {
+    array f32[ACTIVATIONS] = {{0}};
+    for (int rounded = 0; rounded < 2; rounded++) {
+      attention_case c = long_case(rounded);
+      const array *const inputs[] = {&c.q, &c.k, &c.v, &c.dout};
+      inputs[where]->data[40 * inputs[where]->row] = (real)INFINITY;
+      run(ops, &c, true);
+      int64_t wrong = 0, odd = 0;
+      for (int i = 0; i < ACTIVATIONS; i++) {
+        array *const x = output_of(&c, i);
+        for (int64_t n = 0; rounded && n < x->all; n++) {
+          odd += !isfinite(x->memory[n]);
+          wrong += !isfinite(x->memory[n]) && isfinite(f32[i].memory[n]);
+        }
+        if (!rounded) { /* kept */
+          f32[i] = *x;
+          *x = (array){0};
+        }
+      }
+      if (rounded) CHECK(odd > 0);
+      if (!CHECK_INT(wrong, 0)) printf("\n  %s: input %d", ops->name, where);
+      case_free(&c);
+    }
+    for (int i = 0; i < ACTIVATIONS; i++) array_free(&f32[i]);
+  }
+}
+#endif
+
+#ifdef TEST_ONLY
+/* A number is three parts, six products; rounded it is one. */
+static void test_parts(void) {
+  int64_t products[2];
+  for (int rounded = 0; rounded < 2; rounded++) {
+    attention_case c = long_case(rounded);
+    const int64_t before = twin_products();
+    run(&TEST_ONLY, &c, true);
+    products[rounded] = twin_products() - before;
+    case_free(&c);
+  }
+  CHECK(products[1] > 1000);
+  CHECK_INT(products[0], 6 * products[1]);
+}
+#endif
+
 int main(void) {
   const int64_t most = is_small_run() ? 150000 : INT64_MAX;
   const int drawn = is_tiny_run() ? 15 : is_small_run() ? 40 : 80;
@@ -242,7 +331,14 @@ int main(void) {
     test_workspace(table_at(t));
     test_memory_is_bounded(table_at(t));
     test_not_finite(table_at(t));
+#ifndef RP_REAL_IS_DOUBLE
+    test_both_ways_know_the_same_scores(table_at(t));
+    test_infinity_stays_where_it_is(table_at(t));
+#endif
   }
+#ifdef TEST_ONLY
+  test_parts();
+#endif
   rp_set_threads(0);
   return check_report();
 }

@@ -387,7 +387,7 @@ typedef struct rp_build_info {
   const char *blas;          /* "OpenBLAS 0.3.34 Zen", "builtin", ... */
   int real_bytes;            /* 4; 8 in libcore_f64 */
   int threads;               /* rp_get_threads() */
-  const char *bf16;          /* what multiplies it in models: "AVX512-BF16", "AMX", or "none" */
+  const char *bf16;          /* what multiplies it: "AVX512-BF16", "AMX", or "none" */
 } rp_build_info;
 
 /* Fills info. RELPOS_ISA=portable|avx2|avx512|amx|neon in the environment chooses the instruction
