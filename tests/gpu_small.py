@@ -26,9 +26,10 @@ import numpy as np  # noqa: E402
 
 import capi  # noqa: E402
 import relpos  # noqa: E402
+from capi import BF16, F32  # noqa: E402
 from case_arrays import make_arrays  # noqa: E402
 from corners import CORNERS  # noqa: E402
-from device_capi import BF16, F32, DeviceCore  # noqa: E402
+from device_capi import DeviceCore  # noqa: E402
 from small_model import BOS, EOS, pairs, sentences, small_config  # noqa: E402
 
 EVERY = 60  # of the corners

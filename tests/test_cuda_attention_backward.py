@@ -20,11 +20,12 @@ import pytest
 
 import capi
 from building import make
+from capi import BF16
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels, Mask, random_case
 from conftest import ROOT
 from corners import CORNERS
-from device_capi import BF16, DeviceCore, counters, from_bf16, to_bf16
+from device_capi import DeviceCore, counters, from_bf16, to_bf16
 from guarded_arrays import Arrays
 from relpos.reference import Band, Dropout
 from test_attention import compare_case, report

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import capi
-from capi import Core, describe
+from capi import BF16, Core, describe
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels, Mask
-from device_capi import BF16, DeviceCore, counters, from_bf16, to_bf16
+from device_capi import DeviceCore, counters, from_bf16, to_bf16
 from guarded_arrays import SENTINEL, allocate
 from relpos.reference import Band, Dropout
 from test_attention import report
