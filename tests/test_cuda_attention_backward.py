@@ -167,10 +167,10 @@ def test_bands_in_f32(libraries: dict[str, Path], emulated_device: Path, name: s
     report([compare_case(device_core(libraries, aligned=True), BANDS[name])])
 
 
-# A number rounded to bfloat16 is off by up to 2^-9 of itself. `noise` says how far a result is off
-# where every factor of a product and every partial sum is rounded with one unit, signs being random:
-# here partial sums are exact beside the factors, which leaves less than half of it on average. The
-# largest of some 1e5 normal errors is 4.5 deviations out.
+# A number rounded to bfloat16 is off by 2^-9 of itself or little more. `noise` says how far a result
+# is off where every factor of a product and every partial sum is rounded with one unit, signs being
+# random: here partial sums are exact beside the factors, which leaves less than half of it on average.
+# The largest of some 1e5 normal errors is 4.5 deviations out.
 BF16_UNIT = 2.0**-9
 BF16_SQUARE, BF16_LARGEST = 0.5, 4.5 * 0.5
 

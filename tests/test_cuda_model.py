@@ -194,7 +194,7 @@ def test_what_a_model_shows(f32: Core) -> None:
 
 
 def test_bf16_rounds_the_operands_of_products_alone(f32: Core) -> None:
-    """Operands with 8 bits: each of the two is off by 2^-9 of itself at most, so that a product of
+    """Operands with 8 bits: each of the two is off by 2^-9 of itself or little more, so a product of
     random signs is off by less than that of its size; some dozen of them follow each other."""
     batch = batch_for(BASE)
     losses, hidden = [], []

@@ -58,7 +58,7 @@ def hidden_and_loss(core: Core, precision: int) -> tuple[Any, float]:
 
 
 def test_operands_are_rounded_and_nothing_else(isa: Core) -> None:
-    """Each of two operands is off by 2^-9 of itself at most, so that a product of random signs is
+    """Each of two operands is off by 2^-9 of itself or little more, so a product of random signs is
     off by less than that of its size; some dozen of them follow each other."""
     (exact, loss), (near, near_loss) = (hidden_and_loss(isa, p) for p in (0, BF16))
     assert 0 < abs(near_loss - loss) <= 12 * HALF_ULP * loss
