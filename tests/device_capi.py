@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from capi import F32, Core, Placement, environment
+from capi import F32, Core, environment
 from guarded_arrays import Strided
 
 
@@ -56,11 +56,11 @@ class DeviceCore(Core):
         precision: int = F32,
         aligned: bool = False,
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, precision=precision)
         self.name = f"{device}-{('f32', 'bf16')[element]}-{('f32', 'bf16')[precision]}"
         self.device = device.encode()
         self.aligned = aligned  # q, k, v and so on begin at a multiple of 16 bytes
-        self.where = Placement(ctypes.sizeof(Placement), self.device, None, element, precision)
+        self.where.device, self.where.element = self.device, element
         self.kept: list[tuple[int, np.ndarray, Any]] = []  # device address, host bytes, what for
         self.addresses: dict[int, int] = {}  # by the host's
         pointer, size, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p

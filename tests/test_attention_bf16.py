@@ -18,6 +18,7 @@ from capi import BF16, Core
 from case_arrays import make_arrays
 from cases import Case, Mask
 from cores import get_core
+from device_capi import from_bf16, to_bf16
 from relpos.reference import Band, Dropout
 
 # Keys are multiplied by the scale and log2(e) first: here by 1, or nearly.
@@ -50,8 +51,7 @@ def rounded(libraries: dict[str, Path], request: pytest.FixtureRequest) -> Core:
 
 def nudged(x: np.ndarray, nudge: float) -> np.ndarray:
     """Numbers of bf16, and how far from them."""
-    narrow = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    wide = narrow * (1 + nudge * np.random.default_rng(1).random(x.shape))
+    wide = from_bf16(to_bf16(x)) * (1 + nudge * np.random.default_rng(1).random(x.shape))
     return np.where(np.isnan(x), x, wide)
 
 

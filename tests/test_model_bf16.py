@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capi import CORES, Core, CoreError, core_by_name
+from capi import BF16, CORES, Core, CoreError, core_by_name
 from cores import get_core
 from decode_capi import Decoder, Found
 from model_capi import OPTIMIZER, Config, Limits, Memory, Model, Sentences
 from test_model import SMALL, bits, pairs, trained
 from test_model_gradients import BASE, CASES, assert_near, batch_for, gradients, spread
 
-BF16 = 1
 HALF_ULP = 2.0**-9
 
 

@@ -251,7 +251,7 @@ def _head_sizes(
     return sizes
 
 
-BF16 = 2.0**-8  # bfloat16's unit roundoff
+BF16_ROUNDOFF = 2.0**-8  # bfloat16's unit roundoff
 
 
 def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) -> str | None:
@@ -272,8 +272,8 @@ def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) ->
     are multiplied here, may be lost.
 
     rounded   the same and what it makes of products that both their factors are rounded to bfloat16
-              beforehand: 2 BF16 size, and 0.6 BF16 noise as root mean square. (Rounding is off by
-              0.41 of its unit as root mean square where numbers lie evenly between powers of two.)
+              beforehand: 2 u size, and 0.6 u noise as root mean square, u being its unit. (Rounding is
+              off by 0.41 of it as root mean square where numbers lie evenly between powers of two.)
     """
     exact, plain, size = truth.exact[name], truth.plain[name], truth.size[name]
     if got.shape != exact.shape:
@@ -302,8 +302,8 @@ def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) ->
             square_bound = factor * np.sqrt(np.mean(relative_plain**2)) + unit
             mean_square = np.sqrt(np.mean((error / expected) ** 2))
         if rounded:
-            bound = bound + 2 * BF16 * finite_size
-            square_bound += 0.6 * BF16
+            bound = bound + 2 * BF16_ROUNDOFF * finite_size
+            square_bound += 0.6 * BF16_ROUNDOFF
     if not np.any(wrong | ~(error <= bound)) and mean_square <= square_bound:
         return None
     excess = np.where(wrong | np.isnan(error), np.inf, error / np.maximum(bound, 1e-300))

@@ -143,4 +143,14 @@ static int rpi_how(int precision) {
 
 #endif
 
+/* sum + *a times b, lane by lane: of numbers, or of words by instructions. */
+RPI_INLINE rpi_register rpi_add_element(const bool native, rpi_register sum, const real *a,
+                                        rpi_register b) {
+#ifdef RPI_BF16_NATIVE
+  if (native) return rpi_words_add(sum, rpi_word(a), b);
+#endif
+  (void)native;
+  return sum + *a * b;
+}
+
 #endif

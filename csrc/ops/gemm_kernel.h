@@ -102,15 +102,6 @@ typedef struct gemm_tile {
 
 #define GEMM_CHUNK 16
 
-RPI_INLINE rpi_register gemm_add_product(const int how, rpi_register sum, const real *a,
-                                         rpi_register b) {
-#ifdef RPI_BF16_NATIVE
-  if (how == RPI_NATIVE) return rpi_words_add(sum, rpi_word(a), b);
-#endif
-  (void)how;
-  return sum + *a * b;
-}
-
 /* The sums of an element are added in the order of inner, and rounded alike, wherever inner
  * is cut. With every chunk a row of the next tile of C is asked for, too: storing to lines that are
  * not there took 3 % of a product whose C does not fit the caches. */
@@ -142,7 +133,7 @@ RPI_INLINE void gemm_sum(const int how, const int rows, const int vectors, const
       RPI_UNROLL(4) for (int v = 0; v < vectors; v++) row[v] = rpi_load(b + v * RPI_LANES);
       RPI_UNROLL(8) for (int r = 0; r < rows; r++) {
         RPI_UNROLL(4) for (int v = 0; v < vectors; v++) {
-          sum[r][v] = gemm_add_product(how, sum[r][v], a[r] + k, row[v]);
+          sum[r][v] = rpi_add_element(how == RPI_NATIVE, sum[r][v], a[r] + k, row[v]);
         }
       }
     }

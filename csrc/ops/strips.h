@@ -57,15 +57,6 @@ RPI_INLINE bool rpi_band_holds(const rpi_start *start, int rows, int vectors, in
   return first >= rows - 1 && first + (vectors - 1) * RPI_LANES <= start->band_last;
 }
 
-RPI_INLINE rpi_register rpi_add_element(const bool native, rpi_register sum, const real *a,
-                                        rpi_register b) {
-#ifdef RPI_BF16_NATIVE
-  if (native) return rpi_words_add(sum, rpi_word(a), b);
-#endif
-  (void)native;
-  return sum + *a * b;
-}
-
 /* The kernel: native, rows and vectors are constants once inlined. column is where this
  * panel begins. */
 RPI_INLINE void rpi_strip(const bool native, const int rows, const int vectors, const int mode,

@@ -219,9 +219,7 @@ static void test_huge(void) {
     }
   }
 }
-#endif
 
-#ifndef RP_REAL_IS_DOUBLE
 /* Of 256 queries and keys, causal, with a band, scores of several units: enough for maxima that
  * rise and for tiles. */
 static attention_case long_case(bool rounded) {
