@@ -37,16 +37,19 @@ class Oracle:
 
 
 @functools.lru_cache(maxsize=128)
-def oracle(case: Case) -> Oracle:
-    return oracle_of(case, make_arrays(case))
+def oracle(case: Case, unit: float = 0.0) -> Oracle:
+    return oracle_of(case, make_arrays(case), unit)
 
 
-def oracle_of(case: Case, arrays: Arrays) -> Oracle:
-    """The oracle of arrays that a test has changed. Of tied tables: one gradient, "key[0]"."""
+def oracle_of(case: Case, arrays: Arrays, unit: float = 0.0) -> Oracle:
+    """The oracle of arrays that a test has changed. Of tied tables: one gradient, "key[0]".
+
+    unit: sizes and noise are those of errors of this size: they grow faster than it, where scores are
+    off by enough. 0: to first order."""
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinities are tested too
         exact = _run_reference(case, arrays, np.float64)
         plain = _run_reference(case, arrays, np.float32)
-        size, noise = _sizes(case, arrays, worst=True), _sizes(case, arrays, worst=False)
+        size, noise = (_sizes(case, arrays, worst, unit) for worst in (True, False))
     spans = case.spans
     queries, keys = (sum(getattr(s, side) for s in spans) for side in ("queries", "keys"))
     terms = case.D + case.Dv + (queries + keys) * case.H + 32
@@ -68,8 +71,8 @@ def _run_reference(case: Case, arrays: Arrays, dtype: Any) -> dict[str, np.ndarr
     return {"out": out, "lse": lse, **merge_tied(case, gradients)}
 
 
-def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
-    """Error per unit roundoff of every result and gradient, to first order.
+def _sizes(case: Case, arrays: Arrays, worst: bool, unit: float) -> dict[str, np.ndarray]:
+    """Error per unit roundoff of every result and gradient, to first order or of this unit.
 
     That of a sequence's head is _head_sizes'; those of tables add up over heads and sequences.
     """
@@ -93,6 +96,7 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
                 *(np.asarray(reference.head_rows(x, *key), np.float64) for x in (k, v)),
                 reference.head_arguments(batch, span, h),
                 worst,
+                unit,
             )
             for name, x in head.items():
                 if name in sides:
@@ -109,7 +113,13 @@ def _sizes(case: Case, arrays: Arrays, worst: bool) -> dict[str, np.ndarray]:
 
 
 def _head_sizes(
-    q: np.ndarray, dz: np.ndarray, k: np.ndarray, v: np.ndarray, given: dict[str, Any], worst: bool
+    q: np.ndarray,
+    dz: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    given: dict[str, Any],
+    worst: bool,
+    unit: float,
 ) -> dict[str, np.ndarray]:
     """Error per unit roundoff of equations (1) to (11) of relpos.reference, to first order.
 
@@ -122,6 +132,10 @@ def _head_sizes(
     size: 25 units where dropout leaves a row nothing but what is e^-25 of its sum. The error R_i of
     the row's lse all p_ij share: that does not average out over the keys, and is carried on its own.
     So is the error of dz_i . z_i. The softcap's slope 1 - t^2 is off by what changes t.
+
+    With a unit other than 0 nothing is small that a score is off by: p_ij changes by
+    p_ij (exp(unit E_ij) - 1), t by the steepest slope that is so near, and of a product's factors
+    each changes what the others may have become.
     """
     power = 1 if worst else 2
     terms, seen, keep = given["terms"], given["visible"], given["keep"]
@@ -159,6 +173,10 @@ def _head_sizes(
             1 / power
         )
 
+    def raised(error: np.ndarray) -> np.ndarray:
+        """Of exp(x), relative to it, where x is off by error."""
+        return np.expm1(np.minimum(unit * error, 64)) / unit if unit else error
+
     # (1): E, the error of a score.
     parts, plus = in_sequence(q, k.T), np.zeros((len(q), len(k)))
     for kind, table, index in terms:
@@ -178,16 +196,20 @@ def _head_sizes(
     if softcap:
         t = np.tanh(s / softcap)
         slope = 1 - t**2
-        E = add(slope * E, slope * s, 2 * softcap * t)
-        slope_error = add(slope, 2 * t * E / softcap)
+        near = np.maximum(np.abs(s) - unit * E, 0)
+        far = np.tanh((np.abs(s) + unit * E) / softcap)
+        E = add((1 - np.tanh(near / softcap) ** 2) * E, slope * s, 2 * softcap * t)
+        slope_error = add(slope, 2 * far * E / softcap)
+    E = raised(E)
     # (3): R, the error of lse, and S, that of p_ij but for R.
     s, lse = reference.attention_scores(q, k, terms, **{**scores, "visible": seen}, softcap=softcap)
     p = reference.attention_probabilities(s, lse)
     lse = np.where(np.isneginf(lse), 0, lse)
     total = in_sequence(p, np.ones((len(k), 1)))
     R = add(np.sum(p * E, axis=1)[:, None], lse[:, None], total)
-    S = add(1, np.where(seen, s - lse[:, None], 0), np.where(seen, E, 0))  # exp, its argument
     sizes = {"lse": add(1, R)[:, 0]}
+    R = raised(R)
+    S = add(1, np.where(seen, s - lse[:, None], 0), np.where(seen, E, 0))  # exp, its argument
     # (4) and (5).
     kept = p if keep is None else p * keep
     z, z_size = kept @ v, add(product(kept * S, v), in_sequence(kept, v))
@@ -212,7 +234,11 @@ def _head_sizes(
         dp, dp_size = dp * keep, dp_size * keep
     dp = np.abs(dp) + np.abs(delta) if worst else dp - delta
     with_delta, ds = p * slope, p * dp * slope
-    ds_size = add(ds * S, with_delta * dp_size, p * dp * slope_error)
+    most_p, most_slope = p * (1 + unit * add(S, R)), slope + unit * slope_error
+    most_dp = np.abs(dp) + unit * dp_size
+    ds_size = add(
+        p * S * most_dp * most_slope, most_p * most_slope * dp_size, most_p * most_dp * slope_error
+    )
     for name, (kind, table, index) in zip(names, terms, strict=True):
         if kind == "bias":  # (10), not scaled
             T = len(table)
@@ -274,6 +300,7 @@ def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) ->
     rounded   the same and what it makes of products that both their factors are rounded to bfloat16
               beforehand: 2 u size, and 0.6 u noise as root mean square, u being its unit. (Rounding is
               off by 0.41 of it as root mean square where numbers lie evenly between powers of two.)
+              To first order that is too little where scores are off by 1: `truth` may be of 2 u.
     """
     exact, plain, size = truth.exact[name], truth.plain[name], truth.size[name]
     if got.shape != exact.shape:
