@@ -4,10 +4,11 @@
     python benchmarks/bench_schemes.py --json               every scheme over plain attention
     python benchmarks/bench_schemes.py --peers --json       and the fastest PyTorch of some schemes
     python benchmarks/bench_schemes.py --memory --json      peak memory at n = 16384
+    python benchmarks/bench_schemes.py --bf16 --json        both in bf16, and in f32 over that
 
-f32, d = 64, two threads, n = 1024 (1 x 8 heads) and 4096 (1 x 4), forward and forward + backward
-(gradients of q, k, v and of all parameters). Sides take turns in processes of their own (turns.py).
-Targets stand beside the figures. README.md says what each figure means.
+f32 but there, d = 64, two threads, n = 1024 (1 x 8 heads) and 4096 (1 x 4), forward and forward +
+backward (gradients of q, k, v and of all parameters). Sides take turns in processes of their own
+(turns.py). Targets stand beside the figures. README.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench_attention import MEMORY_N, PASSES, SHAPES, passes, versions, write_ou
 from turns import Job, Json, Rounds, Worker
 
 OURS, PLAIN, TORCH, BUSY = "ours", "plain", "torch: ", "busy: "
+OURS_F32 = OURS + " f32"  # beside those in bf16
 KINDS, EDGES, WINDOW, DOCUMENTS = 51, 8, 256, 8
 LENGTHS = (1024, 4096)
 TWICE = 2.0  # times as fast as the best PyTorch
@@ -214,7 +216,7 @@ def make_case(options: argparse.Namespace, scheme: str, n: int, which: str) -> J
     batch, heads = SHAPES.get(n, (1, 1))
     return {
         "scheme": scheme, "n": n, "B": batch, "H": heads, "d": options.d, "pass": which,
-        "threads": options.threads,
+        "threads": options.threads, "precision": "bf16" if options.bf16 else "f32",
     }  # fmt: skip
 
 
@@ -244,7 +246,7 @@ def build_ours(case: Json, plain: bool) -> Job:
     bench = BENCHES[case["scheme"]]
     x, own = arrays(case)
     out = np.empty_like(x["q"])
-    options: Json = dict(bench.shared)
+    options: Json = dict(bench.shared) | {"precision": case["precision"]}
     if not plain:
         options |= bench.options
         if bench.mask is not None:
@@ -286,6 +288,8 @@ def build(side: str, case: Json) -> Job:
     if side.startswith(BUSY):
         job = build(side.removeprefix(BUSY), case)
         return Job(lambda: least_cpu_seconds(job))
+    if side == OURS_F32:
+        return build_ours(case | {"precision": "f32"}, plain=False)
     return build_ours(case, side == PLAIN)
 
 
@@ -368,7 +372,7 @@ def compare(report: Report, options: argparse.Namespace) -> None:
 def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> None:
     scheme, n, which = case["scheme"], case["n"], case["pass"]
     key, end = f"{which}_{_key(scheme)}", f"n{n}"
-    sides = [OURS, PLAIN]
+    sides = [OURS, PLAIN, *([OURS_F32] if options.bf16 else [])]
     if options.peers:
         best = fastest_peer(report, options, case)
         sides += [best] if best else []
@@ -383,22 +387,25 @@ def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> N
     print(f"  {scheme}: {times}; {len(rounds.others)} rounds", flush=True)
     report.count(rounds, max(worker.bursts for worker in workers))
     for side in rounds.times:
-        name = "torch" if side.startswith(TORCH) else side
+        name = "torch" if side.startswith(TORCH) else _key(side)
         report[f"{key}_ms_{name}_{end}"] = rounds.median(side) * 1e3
     report.ratio(f"{key}_over_plain_{end}", rounds, OURS, PLAIN, target(report, case))
+    report.ratio(f"{key}_bf16_vs_f32_{end}", rounds, OURS_F32, OURS, None)
     if scheme.startswith("window"):
         faster = 5.0 if n == 4096 else None
         report.ratio(f"{key}_full_over_window_{end}", rounds, PLAIN, OURS, faster, least=True)
-    if len(sides) > 2:
+    if options.peers and len(sides) > 2:
         report[f"{key}_best_torch_{end}"] = sides[2].removeprefix(TORCH)
         report.ratio(f"{key}_best_torch_over_ours_{end}", rounds, sides[2], OURS, TWICE, least=True)
 
 
 def target(report: Report, case: Json) -> float | None:
-    """The most that the scheme may take over plain in this pass."""
+    """The most that the scheme may take over plain in this pass, in f32."""
     targets = BENCHES[case["scheme"]].targets
-    if targets is None or (
-        case["scheme"].startswith("dropout") and report.isa not in ("avx512", "amx")
+    if (
+        targets is None
+        or case["precision"] == "bf16"
+        or (case["scheme"].startswith("dropout") and report.isa not in ("avx512", "amx"))
     ):
         return None
     return targets[PASSES.index(case["pass"])]
@@ -564,6 +571,7 @@ def parse() -> argparse.Namespace:
         help="CPU time of one thread, for a machine that is not quiet",
     )
     add("--memory", action="store_true", help="peak memory only")
+    add("--bf16", action="store_true", help="ours and plain in bf16, and ours in f32 beside them")
     add("--seconds", type=float, help="about how long each case takes (6; quick 1)")
     add("--threads", type=int, default=2)
     add("--output", type=Path, help="write figures and machine as JSON, into results/ if bare")
@@ -573,6 +581,8 @@ def parse() -> argparse.Namespace:
     options.schemes = options.schemes or list(BENCHES)
     if unknown := set(options.schemes) - set(BENCHES):
         parser.error(f"--schemes: no {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
+    if options.bf16 and (options.peers or options.busy or options.memory):
+        parser.error("--bf16: times ours alone; not with --peers, --busy or --memory")
     options.without_ours = options.noise = False  # what versions() asks for
     return options
 

@@ -16,13 +16,14 @@ import capi
 import relpos
 from capi import BF16, Core
 from case_arrays import make_arrays
-from cases import Case, Mask
+from cases import Case, Distances, Mask
 from cores import get_core
 from device_capi import from_bf16, to_bf16
 from relpos.reference import Band, Dropout
 
 # Keys are multiplied by the scale and log2(e) first: here by 1, or nearly.
 PLAIN = Case(B=2, H=2, N=150, M=201, D=40, Dv=36, scale=float(np.log(2)), seed=5)
+BAND, RUNS = Band(210, 210), Distances(210, 210, "clip", 2, "random")  # no pair is beyond them
 # And which of their arrays products alone meet.
 CASES = {
     "plain": (PLAIN, "qkv"),
@@ -41,6 +42,10 @@ CASES = {
     "moved queries": (replace(PLAIN, query=Band(0, 0)), "kv"),
     "keys' relations": (replace(PLAIN, query=Band(5, 5)), "qv"),
     "queries' relations": (replace(PLAIN, key=Band(5, 5)), "v"),
+    "all distances": (replace(PLAIN, key=BAND, value=BAND), [*"qkv", "key[0]", "value[0]"]),
+    "distances' keys": (replace(PLAIN, query=BAND), [*"qkv", "query[0]"]),
+    "distances in runs": (replace(PLAIN, key=RUNS, query=RUNS), [*"qkv", "key[0]", "query[0]"]),
+    "distances of moved queries": (replace(PLAIN, query=Band(0, 0), key=BAND), [*"kv", "key[0]"]),
 }
 
 
@@ -55,16 +60,16 @@ def nudged(x: np.ndarray, nudge: float) -> np.ndarray:
     return np.where(np.isnan(x), x, wide)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_rounding_takes_away_is_not_seen(rounded: Core, name: str) -> None:
+@pytest.mark.parametrize("kind", CASES)
+def test_what_rounding_takes_away_is_not_seen(rounded: Core, kind: str) -> None:
     """Numbers less than half a unit of bf16 off one of bf16 change no bit of what products make of
     them, there and back; of dout, which delta is made of too, none of dv."""
-    case, moved = CASES[name]
+    case, moved = CASES[kind]
     results = []
     for nudge, of_dout in ((0.0, 0.0), (0.4 * 2.0**-8, 0.0), (0.0, 0.4 * 2.0**-8)):
         arrays = make_arrays(case, rounded.dtype)
-        for letter in moved:
-            x = getattr(arrays, letter)
+        for name in moved:
+            x = arrays.tables[name] if name in arrays.tables else getattr(arrays, name)
             x.raw[...] = nudged(x.raw, nudge)
         arrays.dout.raw[...] = nudged(arrays.dout.raw, of_dout)
         arrays.remember()

@@ -236,6 +236,7 @@ def test_scheme_peer_and_relpos_are_given_the_same(scheme: str) -> None:
     import bench_schemes
 
     case = {"scheme": scheme, "n": 140, "B": 1, "H": 3, "d": 16, "pass": "fwd", "threads": 1}
+    case["precision"] = "f32"
     ours = bench_schemes.build_ours(case, plain=False).call()
     name = next(iter(scheme_peers.PEERS[scheme]))
     theirs = bench_schemes.build_torch(case, name).call()

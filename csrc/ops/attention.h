@@ -274,14 +274,15 @@ static void take_runs(rpi_arena *arena, int64_t columns, int64_t width, packed_t
   packed->lines = rpi_arena_take(arena, RPI_TILE * width, sizeof(real));
 }
 
-/* Which operands a packed term has room for, where there are tiles. */
+/* Which operands a packed term has room for, where there are tiles, and words in bf16. */
 enum { PARTS_ACROSS = 1, PARTS_DOWN = 2 };
 
 /* relations: those of the term, or NULL where there is no E, and runs do not matter; columns: of
  * what is packed. */
-static void take_packed(rpi_arena *arena, int tiles, const rp_relation *relations, int64_t columns,
-                        int64_t width, int parts, packed_term *packed) {
+static void take_packed(rpi_arena *arena, const bounds *n, const rp_relation *relations,
+                        int64_t columns, int64_t width, int parts, packed_term *packed) {
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
+  const int tiles = n->tiles, how = n->how;
   if (relations && has_runs(relations)) {
     const int64_t rows = tiles ? RPI_TILED_ROWS : RPI_STRIP;
     take_runs(arena, columns, width, packed);
@@ -298,6 +299,14 @@ static void take_packed(rpi_arena *arena, int tiles, const rp_relation *relation
   if (tiles && (parts & PARTS_DOWN)) {
     packed->down_parts = take_operand(arena, tiles, width, columns);
   }
+  if (how != RPI_NUMBERS && (parts & PARTS_ACROSS)) {
+    packed->across_words = take_word_lines(arena, how, width, across_stride(columns));
+    packed->end = rpi_arena_take(arena, width + inner_stride(how, width), sizeof(real));
+  }
+  if (how != RPI_NUMBERS && (parts & PARTS_DOWN)) {
+    packed->down_words = take_word_lines(arena, how, columns, width);
+  }
+  packed->how = how;
   packed->head_index = -1;
 }
 

@@ -394,10 +394,9 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
     if (how != RPI_NUMBERS) {
       const int64_t columns = rpi_round_up(tile_keys, RPI_LANES);
       word_lines(how, own, end - first, columns, w->weight_words, RPI_TILE);
-      rpi_product product =
-          product_by(how, (dense){w->weight_words, 1}, x->line_words + inner_of(how, first) * width,
-                     width, end - first, x->gradient + j * width, width);
-      product.a_inner = RPI_TILE;
+      const rpi_product product = product_across(
+          how, (dense){w->weight_words, RPI_TILE}, x->line_words + inner_of(how, first) * width,
+          width, end - first, x->gradient + j * width, width);
       rpi_block_product(RPI_START_LOAD, tile_keys, width / RPI_LANES, product, NULL);
       continue;
     }
@@ -424,6 +423,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
   for (int which = 0; which < SIDES; which++) {
     lies[which] = turn_tile(item, &w->side[which], which, j, &r);
   }
+  const bool words = item->n.how != RPI_NUMBERS;
   if (pairs->any) {
     const pair_tile tile = {
         .q = *of_q,
@@ -433,6 +433,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
         .keys = tile_keys,
         .k = rows_from(&block->keys[ACROSS], j),
         .packed = k->packed + j * item->width[KEY],
+        .words = words ? k->packed_words + j * inner_of(item->n.how, item->width[KEY]) : NULL,
         .parts = item->n.tiles && k->tile_fits[j / RPI_TILE] ? &k->tile_parts[j / RPI_TILE] : NULL};
     open_pair_tile(pairs, &w->pairs, &item->seq, &tile, w->zeros);
   }
@@ -444,7 +445,10 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
         item->n.tiles ? keys_of_place(item, w, block, ACROSS, j, tile_keys) : NULL;
     const key_sums to = {.dk = k->gradient + j * width,
                          .parts = parts,
-                         .across = parts ? k->across + j * width : NULL};
+                         .across = parts ? k->across + j * width : NULL,
+                         .words = words && pairs->query.present
+                                      ? words_of_place(item, w, block, ACROSS, j, tile_keys).data
+                                      : NULL};
     collect_queries(pairs, &w->pairs, item->sums, &item->seq, first, rows, w->side[VALUE].product,
                     w->zeros, &to);
   }

@@ -31,9 +31,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
     local.state.past_out = rpi_arena_take(arena, n->queries * n->value_width, real_bytes);
   }
   local.state.seen = rpi_arena_take(arena, n->queries, 1);
-  take_packed(arena, n->tiles, s->key, n->packed_keys, n->width, PARTS_ACROSS, &local.key_table);
-  take_packed(arena, n->tiles, NULL, n->packed_values, n->value_width, PARTS_DOWN,
-              &local.value_table);
+  take_packed(arena, n, s->key, n->packed_keys, n->width, PARTS_ACROSS, &local.key_table);
+  take_packed(arena, n, NULL, n->packed_values, n->value_width, PARTS_DOWN, &local.value_table);
   local.e = take_e(arena, block_rows(n), n->key_columns, rpi_round_up(n->queries, RPI_TILED_ROWS),
                    blocks_of(n));
   local.buckets = rpi_arena_take(arena, n->block * window_stride(n->value_columns), real_bytes);
@@ -59,6 +58,8 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
     local.value_words = take_word_lines(arena, n->how, n->keys, n->value_width);
     local.query_words = take_word_rows(arena, n->how, n->block, s->D);
     local.weight_words = take_word_rows(arena, n->how, RPI_STRIP, RPI_TILE);
+    if (n->moved) local.related_words = take_word_rows(arena, n->how, n->block, s->D);
+    local.bucket_words = take_word_rows(arena, n->how, RPI_STRIP, n->value_columns);
   }
   if (kept && !arena->failed) {
     *kept = local;
@@ -351,6 +352,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   window *const kw = &view.key_window, *const vw = &view.value_window;
   const reach all = reach_of(seq, &item->sees, item->query, item->count, key, keys);
   const dense q = {view.q, view.q_stride};
+  const bool apart = item->pairs.moves && item->key.vector_count; /* E is of q as it is */
   const operand *related = &w->queries;
   view.content = q;
   if (item->pairs.moves) view.content = moved_queries(item, w, &q, count);
@@ -358,10 +360,14 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   if (item->n.how != RPI_NUMBERS) {
     view.met = word_rows(item->n.how, view.content, count, s->D, w->query_words);
   }
+  dense own = apart ? q : view.met;
+  if (apart && item->n.how != RPI_NUMBERS) {
+    own = word_rows(item->n.how, q, count, s->D, w->related_words);
+  }
   if (item->n.tiles) {
     view.fits = pack_operand(view.content, ROWS_ARE_LINES, count, s->D, w->queries);
     if (!view.fits) related = NULL;
-    if (item->pairs.moves && item->key.vector_count) { /* E is of the queries as they are */
+    if (apart) {
       related = pack_operand(q, ROWS_ARE_LINES, count, s->D, w->related) ? &w->related : NULL;
     }
   }
@@ -372,8 +378,8 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
     pack_window(&item->key, &packed, factor, (real)RPI_LOG2_E, item->n.width, item->n.tiles,
                 &w->key_table);
     begin_strip(&w->key_table, kw);
-    band_scores(&item->key, kw, &w->key_table, view.q, view.q_stride,
-                item->n.tiles ? related : NULL, &view.at, factor, w->zeros, &view.e);
+    band_scores(&item->key, kw, &w->key_table, own, item->n.tiles ? related : NULL, &view.at,
+                factor, w->zeros, &view.e);
   }
   view.e_stride = band_stride(&item->key, kw);
   view.collects = vw->columns && !(vw->tail && r->nearest >= item->value.last);
@@ -396,13 +402,16 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
                       int64_t j, int64_t tile_keys) {
   if (!item->pairs.any) return;
+  const int64_t D = item->args->shape->D;
+  const bool words = item->n.how != RPI_NUMBERS;
   const pair_tile tile = {
       .q = rows_of(view),
       .j = j,
       .key = view->key + j,
       .keys = tile_keys,
       .k = rows_from(&view->keys, j),
-      .packed = w->keys + j * item->args->shape->D,
+      .packed = w->keys + j * D,
+      .words = words ? w->key_words + j * inner_of(item->n.how, D) : NULL,
       .parts = item->n.tiles && w->keys_fit[j / RPI_TILE] ? &w->tile_keys[j / RPI_TILE] : NULL};
   open_pair_tile(&item->pairs, &w->pairs, &item->seq, &tile, w->zeros);
 }
@@ -495,10 +504,11 @@ static void add_buckets(const forward_item *item, const forward_scratch *w,
                         const forward_view *view) {
   const window *const vw = &view->value_window;
   const int64_t width = item->n.value_width, stride = window_stride(vw->columns);
-  const bool tiles = item->n.tiles && w->value_table.down_fits && vw->columns > 1;
+  const bucket_way way =
+      bucket_way_of(&w->value_table, vw, item->n.tiles, w->bucket_parts, w->bucket_words);
   real *const last = w->buckets + RPI_LANES + vw->columns - 1;
   /* the last column of a tail is a part of SUM_AFTER; tiles take it along, whole steps of inner */
-  for (int64_t i = 0; tiles && vw->tail && i < view->rows; i++) last[i * stride] = 0;
+  for (int64_t i = 0; way.tiled && vw->tail && i < view->rows; i++) last[i * stride] = 0;
   const rpi_product related = {
       .a = w->buckets + RPI_LANES,
       .a_row = stride,
@@ -507,9 +517,8 @@ static void add_buckets(const forward_item *item, const forward_scratch *w,
       .b_stride = width,
       .c = w->state.out + view->block * width,
       .c_stride = width,
-      .inner = vw->columns - (vw->tail && !tiles)};
-  band_product(&related, &view->at, width, vw, 0, NULL, tiles ? &w->value_table : NULL,
-               w->bucket_parts);
+      .inner = vw->columns - (vw->tail && !way.tiled)};
+  band_product(&related, &view->at, width, vw, 0, NULL, &w->value_table, &way);
 }
 
 /* A block of queries against one chunk of keys. */

@@ -67,7 +67,9 @@ typedef struct forward_scratch {
   /* The same in bf16 beside tiles, as words. */
   real *key_words;                  /* [tiles][inner_of D][TILE] */
   real *value_words;                /* [inner_of keys][value width] */
-  real *query_words, *weight_words; /* of a block, and of a strip, along inner */
+  real *query_words, *weight_words; /* of a block's content, and of a strip, along inner */
+  real *related_words;              /* the block, where its content is moved */
+  real *bucket_words;               /* rows of buckets */
 } forward_scratch;
 
 /* What stays the same while a block of queries walks a chunk of keys. */

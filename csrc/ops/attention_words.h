@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * attention_words.h: operands of attention's five products rounded to bf16, two numbers of inner to
- * a word (bf16.h). They lie as numbers do, but that inner is half as long, and go through the same
+ * attention_words.h: operands of attention's products rounded to bf16, two numbers of inner to a
+ * word (bf16.h). They lie as numbers do, but that inner is half as long, and go through the same
  * strips. With the twin of the instructions a word is its two numbers again, and inner as long as
  * it was, or by one longer.
  */
@@ -45,11 +45,37 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
   gemm_words[how][GEMM_PANEL](from.data, from.stride, columns, numbers, to, stride);
 }
 
+/* Dot products of rows that run along inner with one more, in one order for both ways. */
+RPI_NOINLINE void dot_words(int how, dense x, int64_t rows, const real *vector, int64_t numbers,
+                            real *to) {
+  const int64_t end = inner_stride(how, numbers), step = how == RPI_NATIVE ? 1 : 2;
+  for (int64_t r = 0; r < rows; r++) {
+    const real *const row = x.data + r * x.stride;
+    rpi_register sum = {0};
+    for (int64_t k = 0; k < end; k += step * RPI_LANES) {
+      const rpi_register a = rpi_load(row + k), b = rpi_load(vector + k);
+      if (how == RPI_NATIVE) {
+        sum += rpi_upper(a) * rpi_upper(b);
+        sum += rpi_lower(a) * rpi_lower(b);
+      } else {
+        const rpi_register c = rpi_load(row + k + RPI_LANES), d = rpi_load(vector + k + RPI_LANES);
+        sum += RPI_EVEN(a, c) * RPI_EVEN(b, d);
+        sum += RPI_ODD(a, c) * RPI_ODD(b, d);
+      }
+    }
+    to[r] = rpi_total(sum);
+  }
+}
+
 #else
 
 static dense word_rows(int how, dense from, int64_t rows, int64_t numbers, real *to) {
   (void)how, (void)rows, (void)numbers, (void)to;
   return from;
+}
+static void dot_words(int how, dense x, int64_t rows, const real *vector, int64_t numbers,
+                      real *to) {
+  (void)how, (void)x, (void)rows, (void)vector, (void)numbers, (void)to;
 }
 static void word_lines(int how, dense from, int64_t numbers, int64_t columns, real *to,
                        int64_t stride) {
@@ -64,7 +90,8 @@ static dense word_weights(int how, const real *weights, int64_t rows, int64_t ke
   return word_rows(how, (dense){weights, RPI_TILE}, rows, numbers, to);
 }
 
-/* c += a . b in that way: rows of a, lines of b, so many numbers of inner. */
+/* c += a . b in that way: rows of a, lines of b, so many numbers of inner. Of numbers as of words.
+ */
 static rpi_product product_by(int how, dense a, const real *b, int64_t b_stride, int64_t numbers,
                               real *c, int64_t c_stride) {
   return (rpi_product){.a = a.data,
@@ -76,6 +103,14 @@ static rpi_product product_by(int how, dense a, const real *b, int64_t b_stride,
                        .c_stride = c_stride,
                        .inner = inner_of(how, numbers),
                        .native = how == RPI_NATIVE};
+}
+
+/* c += aᵀ . b: lines of a likewise. */
+static rpi_product product_across(int how, dense a, const real *b, int64_t b_stride,
+                                  int64_t numbers, real *c, int64_t c_stride) {
+  rpi_product product = product_by(how, (dense){a.data, 1}, b, b_stride, numbers, c, c_stride);
+  product.a_inner = a.stride;
+  return product;
 }
 
 #endif

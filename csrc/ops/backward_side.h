@@ -49,7 +49,10 @@ typedef struct side {
   /* in bf16, beside tiles: the same as words */
   real *packed_words;           /* [tiles][inner_of width][TILE] */
   real *row_words, *line_words; /* of content: its rows along inner, and across it */
+  real *own_rows, *own_lines;   /* of x, where that is not content */
   dense met;                    /* what products read of content's rows */
+  const real *own;              /* and of those of x across inner, for what they meet of a table */
+  real *bucket_words;           /* some rows of buckets, or all their columns */
   bool collects; /* some tile lies across the band, and somebody asks what it gathers */
   bool together; /* by distance alone: the rows of all strips share those of the first */
   /* operands of products of whole blocks, and whether they could be packed */
@@ -64,6 +67,13 @@ typedef struct side {
   real *across;         /* [tiles][padded][TILE]: more of the gradient, keys across */
 } side;
 
+/* Rows of buckets of a strip along inner, or those of a block across it. */
+static real *take_bucket_words(rpi_arena *arena, const bounds *n, int64_t columns) {
+  const int64_t along = RPI_STRIP * inner_stride(n->how, columns);
+  const int64_t across = inner_of(n->how, n->block) * rpi_round_up(columns, RPI_LANES);
+  return rpi_arena_take(arena, rpi_max(along, across), sizeof(real));
+}
+
 static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *relations, int parts,
                       int64_t width, int64_t padded, int64_t columns, int64_t packed, bool moved,
                       side *x) {
@@ -75,7 +85,7 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
   x->copy = rpi_arena_take(arena, n->block * padded, real_bytes);
   x->product = rpi_arena_take(arena, rows * RPI_TILE, real_bytes);
   x->start = rpi_arena_take(arena, n->block, real_bytes);
-  take_packed(arena, n->tiles, relations, packed, padded, parts, &x->table);
+  take_packed(arena, n, relations, packed, padded, parts, &x->table);
   x->e = take_e(arena, rows, columns, rows, 0);
   x->buckets = rpi_arena_take(arena, window_size, real_bytes);
   x->tail = rpi_arena_take(arena, n->block * RPI_LANES, real_bytes);
@@ -85,6 +95,9 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
     x->packed_words = take_word_lines(arena, n->how, width, n->keys);
     x->row_words = take_word_rows(arena, n->how, n->block, width);
     x->line_words = take_word_lines(arena, n->how, n->block, padded);
+    if (moved) x->own_rows = take_word_rows(arena, n->how, n->block, width);
+    if (moved) x->own_lines = take_word_lines(arena, n->how, n->block, padded);
+    x->bucket_words = take_bucket_words(arena, n, columns);
   }
   if (!n->tiles) return;
   x->tile_parts = take_operands(arena, n->tiles, tiles, RPI_TILE, width);
@@ -288,10 +301,17 @@ static void open_side(const backward_item *item, const backward_block *block, si
           pack_rows(x->content, count, width, padded, x->content_rows, x->content_columns);
     }
   }
+  dense own = x->x; /* of which E is */
   x->met = x->content;
   if (item->n.how != RPI_NUMBERS) {
-    x->met = word_rows(item->n.how, x->content, count, width, x->row_words);
+    own = x->met = word_rows(item->n.how, x->content, count, width, x->row_words);
     word_lines(item->n.how, x->content, count, padded, x->line_words, padded);
+    x->own = x->line_words;
+  }
+  if (item->n.how != RPI_NUMBERS && moved && t->vector_count) {
+    own = word_rows(item->n.how, x->x, count, width, x->own_rows);
+    word_lines(item->n.how, x->x, count, padded, x->own_lines, padded);
+    x->own = x->own_lines;
   }
   x->w = window_of(t, r.nearest, r.farthest);
   x->collects = false;
@@ -309,8 +329,8 @@ static void open_side(const backward_item *item, const backward_block *block, si
   const window packed = window_to_pack(&x->table, &x->w, &whole);
   pack_window(t, &packed, item->factor[which], (real)RPI_LOG2_E, padded, item->n.tiles, &x->table);
   begin_strip(&x->table, &x->w);
-  band_scores(t, &x->w, &x->table, x->x.data, x->x.stride,
-              item->n.tiles && x->fits ? &x->rows : NULL, &at, item->factor[which], zeros, &x->e);
+  band_scores(t, &x->w, &x->table, own, item->n.tiles && x->fits ? &x->rows : NULL, &at,
+              item->factor[which], zeros, &x->e);
   if (!x->collects) return;
   x->together = !sums->lines && !(which == KEY && t->vector_count);
   const int64_t kept = bucket_rows(x, count);
@@ -360,28 +380,31 @@ static bool collect_tiled(const side *x, int64_t c, int64_t count, int64_t rows,
  * column -1. folded: NULL, or the runs whose lines are in the place of columns. */
 static void collect_columns(const backward_item *item, const side *x, int64_t rows, int64_t padded,
                             const runs *folded, const real *zeros, real *sums) {
+  const int how = item->n.how;
   const int64_t head = x->w.head ? 1 : 0, columns = folded ? folded->count : x->w.columns;
-  const int64_t stride = window_stride(x->w.columns);
-  const bool tiles = item->n.tiles && x->fits, together = !tiles && !folded;
+  const int64_t stride = window_stride(x->w.columns), filled = rpi_round_up(columns, RPI_LANES);
+  const bool tiles = item->n.tiles && x->fits, words = how != RPI_NUMBERS;
+  const bool together = !tiles && !folded && !words;
   const int64_t step = tiles ? RPI_TILED_ROWS : columns;
-  const real *const buckets = x->buckets + RPI_LANES;
-  add_transposed(buckets - head, stride, head + (together ? columns : 0), x->x.data, x->x.stride,
-                 rows, padded, sums - head * padded);
-  for (int64_t c = 0; !together && c < columns; c += step) {
+  const dense buckets = {x->buckets + RPI_LANES, stride};
+  add_transposed(buckets.data - head, stride, head + (together ? columns : 0), x->x.data,
+                 x->x.stride, rows, padded, sums - head * padded);
+  if (together) return;
+  rpi_product product =
+      product_across(RPI_NUMBERS, buckets, x->x.data, x->x.stride, rows, sums, padded);
+  if (words && !tiles) {
+    word_lines(how, buckets, rows, filled, x->bucket_words, filled);
+    product =
+        product_across(how, (dense){x->bucket_words, filled}, x->own, padded, rows, sums, padded);
+  }
+  for (int64_t c = 0; c < columns; c += step) {
     const int64_t count = rpi_min(step, columns - c);
     if (tiles && collect_tiled(x, c, count, rows, padded, folded, sums)) continue;
-    if (folded) {
-      const rpi_product product = {.a = buckets + c,
-                                   .a_row = 1,
-                                   .a_inner = stride,
-                                   .b = x->x.data,
-                                   .b_stride = x->x.stride,
-                                   .inner = rows};
-      runs_add_product(folded, product, c, c + count, padded, zeros, x->table.lines, sums);
-    } else {
-      add_transposed(buckets + c, stride, count, x->x.data, x->x.stride, rows, padded,
-                     sums + c * padded);
-    }
+    rpi_product some = product;
+    some.a += c * some.a_row;
+    some.c += c * padded;
+    if (folded) runs_add_product(folded, some, c, c + count, padded, zeros, x->table.lines, sums);
+    else rpi_block_product(RPI_START_LOAD, count, padded / RPI_LANES, some, NULL);
   }
 }
 
@@ -412,8 +435,10 @@ static void close_side(const backward_item *item, const backward_block *block, s
                     sums->lines + (first + head) * padded);
   }
   if (which == KEY && item->term[KEY].vector_count) {
-    const bool tiles = item->n.tiles && x->table.down_fits && columns > 1;
+    const bucket_way way =
+        bucket_way_of(&x->table, &x->w, item->n.tiles, x->bucket_parts, x->bucket_words);
     const int64_t column = packed_column(&x->table, &x->w);
+    const bool alone = head && (way.tiled || way.worded);
     rpi_product product = {.a = buckets,
                            .a_row = stride,
                            .a_inner = 1,
@@ -422,7 +447,7 @@ static void close_side(const backward_item *item, const backward_block *block, s
                            .c = dq,
                            .c_stride = padded,
                            .inner = columns + head};
-    if (tiles && head) { /* by itself */
+    if (alone) {
       product.inner = 1;
       rpi_block_product(RPI_START_LOAD, block->rows, padded / RPI_LANES, product, NULL);
       product.a++;
@@ -430,8 +455,7 @@ static void close_side(const backward_item *item, const backward_block *block, s
       product.inner = columns;
     }
     if (product.inner > 0) {
-      band_product(&product, &at, padded, &x->w, tiles ? 0 : -head, lines, tiles ? &x->table : NULL,
-                   x->bucket_parts);
+      band_product(&product, &at, padded, &x->w, alone ? 0 : -head, lines, &x->table, &way);
     }
   }
 }

@@ -40,7 +40,7 @@
 #ifndef RPI_BAND_H
 #define RPI_BAND_H
 
-#include "ops/operands.h"
+#include "ops/attention_words.h"
 #include "ops/ops.h"
 #include "ops/runs.h"
 
@@ -255,6 +255,12 @@ typedef struct packed_term {
    * lines; as the left one (skew.h) lines, and lines as inner */
   operand across_parts, down_parts, line_parts, turned_parts;
   bool tiled, across_fits, down_fits; /* packed; all numbers have parts, those of down likewise */
+  /* The same in bf16 as words (attention_words.h), where memory was taken: across; down, its rows
+   * across inner, and along it, from row -1 on. */
+  int how;
+  real *across_words, *down_words, *line_words;
+  real *end;       /* [2][width, padded]: the vector of an end, times a factor, and its words */
+  bool words_meet; /* down_words may stand for down: zeros would meet what is infinite */
 } packed_term;
 
 /* From one number of the width to the next, of so many lines: an odd number of cache lines where
@@ -347,6 +353,26 @@ static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width)
   }
 }
 
+/* The same as words. */
+static void pack_words(packed_term *packed, int64_t width, int64_t padded_width) {
+  const int how = packed->how;
+  const int64_t lines = packed->runs.count, stride = across_stride(lines);
+  const dense across = {packed->across, stride}, down = {packed->down, padded_width};
+  if (packed->across_words && packed->w.columns > 1) {
+    word_lines(how, across, width, rpi_round_up(lines, RPI_LANES), packed->across_words, stride);
+  }
+  if (packed->down_words) {
+    packed->words_meet = packed->w.columns > 1 && all_have_one_part(down, lines, width);
+    word_lines(how, down, lines, padded_width, packed->down_words, padded_width);
+  }
+  if (packed->line_words) {
+    const int64_t head = packed->w.head ? 1 : 0;
+    const dense rows = {packed->down - head * padded_width, padded_width};
+    word_rows(how, rows, head + lines, width,
+              packed->line_words + (1 - head) * inner_stride(how, width));
+  }
+}
+
 /* factor: of the vectors' products; number_factor: of the numbers; tiles: operands, too. */
 static void pack_window(const term *t, const window *w, real factor, real number_factor,
                         int64_t padded_width, bool tiles, packed_term *packed) {
@@ -379,6 +405,7 @@ static void pack_window(const term *t, const window *w, real factor, real number
                           across_stride(lines), padded_lines);
     }
     if (tiles) pack_parts(packed, t->width, padded_width);
+    if (packed->how != RPI_NUMBERS) pack_words(packed, t->width, padded_width);
   }
   if (!t->number_count && !t->position_bias) return;
   if (!t->vector_count && is_plain(t->numbers, t->number_count, w)) {
@@ -434,6 +461,21 @@ static void forget_end(const band_e *e, unsigned char end) {
   if (e->known) *e->known &= (unsigned char)~end;
 }
 
+/* What rows meet of one vector, times the factor: as words that is what the columns beside it have,
+ * or a pair's score would hang on where its block ends. */
+static void vector_scores(const packed_term *packed, const real *vector, int64_t width, dense x,
+                          int64_t rows, real factor, real *to) {
+  if (packed->how == RPI_NUMBERS) {
+    dot_rows(x.data, x.stride, rows, vector, width, factor, to);
+    return;
+  }
+  const dense scaled = {packed->end, width};
+  real *const words = packed->end + rpi_round_up(width, RPI_LANES);
+  for (int64_t c = 0; c < width; c++) packed->end[c] = factor * vector[c];
+  word_rows(packed->how, scaled, 1, width, words);
+  dot_words(packed->how, x, rows, words, width, to);
+}
+
 /* E of a window of one column, without its padding: a dot product a row. right: all pairs lie in
  * the tail. */
 static void column_scores(const term *t, const window *w, const packed_term *packed,
@@ -443,7 +485,7 @@ static void column_scores(const term *t, const window *w, const packed_term *pac
   const real *const vector = packed->down + packed_column(packed, w) * padded_width;
   if (!w->tail) forget_end(to, BAND_TAIL);
   if (!w->tail || !known_end(to, BAND_TAIL)) {
-    dot_rows(x.data, x.stride, rows, vector, t->width, factor, to->tail);
+    vector_scores(packed, vector, t->width, x, rows, factor, to->tail);
     for (int64_t r = 0; numbers && r < rows; r++) to->tail[r] += numbers[0];
   }
   for (int64_t r = 0; !right && r < rows; r++) to->at[r * stride + RPI_LANES] = to->tail[r];
@@ -465,14 +507,11 @@ static void strip_scores(const term *t, const window *w, const packed_term *pack
   const int64_t end = rpi_round_up(rpi_min(rpi_max(farthest, 0), columns), RPI_LANES);
   if (begin >= end) return;
   const rpi_start start = {.row = zeros};
-  rpi_product product = {.a = x.data + i * x.stride,
-                         .a_row = x.stride,
-                         .a_inner = 1,
-                         .b = packed->across + shift + begin,
-                         .b_stride = across_stride(lines->count),
-                         .c = e + i * stride + RPI_LANES + begin,
-                         .c_stride = stride,
-                         .inner = t->width};
+  const real *const across = packed->how == RPI_NUMBERS ? packed->across : packed->across_words;
+  const dense own = {x.data + i * x.stride, x.stride};
+  rpi_product product =
+      product_by(packed->how, own, across + shift + begin, across_stride(lines->count), t->width,
+                 e + i * stride + RPI_LANES + begin, stride);
   if (!is_folded(packed)) {
     if (parts) {
       multiply_operands(operand_from(*parts, i, 0), count,
@@ -486,7 +525,7 @@ static void strip_scores(const term *t, const window *w, const packed_term *pack
   }
   const int64_t first = lines->line[begin] & -whole;
   const int64_t last = rpi_round_up(lines->line[end - 1] + 1, RPI_LANES);
-  product.b = packed->across + first;
+  product.b = across + first;
   product.c = packed->strip;
   product.c_stride = rpi_round_up(columns, RPI_LANES) + RPI_LANES;
   if (parts) {
@@ -507,7 +546,7 @@ static void close_scores(const term *t, const window *w, const packed_term *pack
   const bool head = w->head && !(t->vector_count && known_end(to, BAND_HEAD));
   if (head && t->vector_count) {
     const int64_t padded_width = rpi_round_up(t->width, RPI_LANES);
-    dot_rows(x.data, x.stride, rows, packed->down - padded_width, t->width, factor, to->head);
+    vector_scores(packed, packed->down - padded_width, t->width, x, rows, factor, to->head);
   }
   for (int64_t r = 0; head && numbers && r < rows; r++) {
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
@@ -527,14 +566,13 @@ static void close_scores(const term *t, const window *w, const packed_term *pack
   }
 }
 
-/* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above, strip by strip. zeros:
- * rows zeros. parts: the rows as a left operand, or NULL. E is the first to meet the rows, six at
- * once, a number at a time: no processor foresees that, so they are asked for two strips before
- * (from the last cache E took twice its time). */
-static void band_scores(const term *t, const window *w, const packed_term *packed, const real *x,
-                        int64_t x_stride, const operand *parts, const block_place *at, real factor,
-                        const real *zeros, const band_e *to) {
-  const dense own = {x, x_stride};
+/* E = x . vectorsᵀ + numbers for a block of rows, padded as drawn above, strip by strip. x: as
+ * products read it, numbers or words. zeros: rows zeros. parts: the rows as a left operand, or
+ * NULL. E is the first to meet the rows, six at once, a number at a time: no processor foresees
+ * that, so they are asked for two strips before (from the last cache E took twice its time). */
+static void band_scores(const term *t, const window *w, const packed_term *packed, dense x,
+                        const operand *parts, const block_place *at, real factor, const real *zeros,
+                        const band_e *to) {
   const int64_t columns = w->columns, rows = t->vector_count ? at->rows : 1;
   const bool adds = t->number_count || t->position_bias;
   const real *const numbers = adds ? packed->numbers + packed_column(packed, w) : NULL;
@@ -542,7 +580,7 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
   const bool right = w->tail && at->distance - (at->rows - 1) >= w->first + columns - 1;
   const bool left = at->distance + rpi_round_up(at->keys, RPI_TILE) <= w->first;
   if (columns == 1 && t->vector_count) {
-    column_scores(t, w, packed, numbers, own, rows, factor, right, to);
+    column_scores(t, w, packed, numbers, x, rows, factor, right, to);
   } else if (columns) {
     const operand *const left_parts = packed->across_fits ? parts : NULL;
     const int64_t step = left_parts ? RPI_TILED_ROWS : RPI_STRIP;
@@ -552,14 +590,14 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
     }
     for (int64_t i = 0, asked = 0; t->vector_count && i < rows; i += step) {
       for (; !left_parts && asked < rpi_min(i + 3 * step, rows); asked++) {
-        rpi_prefetch_row(x + asked * x_stride, 0, t->width);
+        rpi_prefetch_row(x.data + asked * x.stride, 0, inner_of(packed->how, t->width));
       }
-      strip_scores(t, w, packed, numbers, own, left_parts, at, zeros, i, rpi_min(step, rows - i),
+      strip_scores(t, w, packed, numbers, x, left_parts, at, zeros, i, rpi_min(step, rows - i),
                    to->at);
     }
   }
   const bool across = !(left || right) || !t->vector_count;
-  close_scores(t, w, packed, adds, own, at->rows, factor, across, to);
+  close_scores(t, w, packed, adds, x, at->rows, factor, across, to);
 }
 
 /* Zeros, then ones: a load at LANES - n has n zeros, then ones. */
@@ -668,14 +706,31 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, con
   }
 }
 
+/* How buckets meet the rows of a table: as numbers, or as operands or words that both are packed
+ * as; with room for one strip of buckets. */
+typedef struct bucket_way {
+  bool tiled, worded;
+  operand parts;
+  real *words;
+} bucket_way;
+
+static bucket_way bucket_way_of(const packed_term *table, const window *w, bool tiles,
+                                operand parts, real *words) {
+  const bool several = w->columns > 1, tiled = several && tiles && table->down_fits;
+  return (bucket_way){.tiled = tiled,
+                      .worded = several && !tiled && table->how != RPI_NUMBERS && table->words_meet,
+                      .parts = parts,
+                      .words = words};
+}
+
 /* c += buckets . down for a block of rows, by strips and the columns that each can have met.
  * product: of the first row and of the columns first to first + inner - 1, or where there are runs
- * of their lines. table: NULL, or whose operand takes the place of product->b, line by line;
- * parts: room for an operand of one strip of rows. */
+ * of their lines, in numbers. */
 static void band_product(const rpi_product *product, const block_place *at, int64_t width,
                          const window *w, int64_t first, const runs *lines,
-                         const packed_term *table, operand parts) {
-  const int64_t step = table ? RPI_TILED_ROWS : RPI_STRIP, whole = table ? RPI_TILED_ROWS : 1;
+                         const packed_term *table, const bucket_way *way) {
+  const int64_t step = way->tiled ? RPI_TILED_ROWS : RPI_STRIP;
+  const int64_t whole = way->tiled ? RPI_TILED_ROWS : way->worded ? 2 : 1;
   for (int64_t i = 0; i < at->rows; i += step) {
     const int64_t count = rpi_min(step, at->rows - i);
     const int64_t nearest = at->distance - (i + count - 1) - w->first;
@@ -693,11 +748,18 @@ static void band_product(const rpi_product *product, const block_place *at, int6
     strip.b += begin * product->b_stride;
     strip.c += i * product->c_stride;
     strip.inner = end - begin;
-    if (table &&
-        pack_operand((dense){strip.a, strip.a_row}, ROWS_ARE_LINES, count, strip.inner, parts)) {
-      const operand down = operand_from(table->down_parts, 0, packed_column(table, w) + begin);
-      multiply_operands(parts, count, down, width, strip.inner, true, strip.c, strip.c_stride);
+    const int64_t column = packed_column(table, w) + begin;
+    const dense buckets = {strip.a, strip.a_row};
+    if (way->tiled && pack_operand(buckets, ROWS_ARE_LINES, count, strip.inner, way->parts)) {
+      multiply_operands(way->parts, count, operand_from(table->down_parts, 0, column), width,
+                        strip.inner, true, strip.c, strip.c_stride);
       continue;
+    }
+    if (way->worded) {
+      const dense words = word_rows(table->how, buckets, count, strip.inner, way->words);
+      strip =
+          product_by(table->how, words, table->down_words + inner_of(table->how, column) * width,
+                     width, strip.inner, strip.c, strip.c_stride);
     }
     rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, strip, NULL);
   }

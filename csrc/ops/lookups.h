@@ -378,7 +378,8 @@ typedef struct pair_tile {
   int64_t j, key, keys; /* the first key, in the chunk and in the sequence, and their number */
   dense k;              /* they themselves, */
   const real *packed;   /* packed, */
-  const operand *parts; /* and that as an operand, or NULL */
+  const real *words;    /* that as words, in bf16, */
+  const operand *parts; /* and as an operand, or NULL */
 } pair_tile;
 
 typedef struct pair_scratch {
@@ -478,7 +479,7 @@ static void take_pairs(rpi_arena *arena, const bounds *n, const rp_attention *s,
   if (p.count) w->more = rpi_arena_take(arena, RPI_STRIP * RPI_TILE, real_bytes);
   if (p.query.present) {
     w->scores = rpi_arena_take(arena, n->block * RPI_TILE, real_bytes);
-    take_skew(arena, n->block, n->keys, n->query_columns, n->width, n->tiles, backward, &w->query);
+    take_skew(arena, n, backward, &w->query);
   }
   if (p.biased) w->biased = rpi_arena_take(arena, n->block, n->width * real_bytes);
   for (int x = 0; x < p.count; x++) {

@@ -32,6 +32,21 @@ typedef struct operand {
  * of a right one, or of a left one. */
 enum { ROWS_ARE_LINES, ROWS_ARE_INNER, ROWS_ARE_INNER_OF_LEFT };
 
+/* Are numbers, so many side by side in each row, those that bf16 has? What is not finite is no less
+ * a part than any number, but meets the zeros that operands are filled up with. */
+RPI_NOINLINE bool all_have_one_part(dense from, int64_t rows, int64_t width) {
+  rpi_register odd = {0};
+  for (int64_t r = 0; r < rows; r++) {
+    const real *const row = from.data + r * from.stride;
+    for (int64_t c = 0; c < width; c += RPI_LANES) {
+      const bool whole = width - c >= RPI_LANES;
+      const rpi_register x = whole ? rpi_load(row + c) : rpi_load_part(row + c, width - c);
+      odd += x * (real)(1 + 1.0 / 256) * 0; /* not a number where x is infinite, or rounded so */
+    }
+  }
+  return rpi_total(odd) == 0;
+}
+
 #ifdef RPI_TILES
 
 #include "ops/parts.h"
@@ -55,21 +70,6 @@ static operand operand_from(operand whole, int64_t line, int64_t inner) {
 static void clear_operand(operand to, int64_t lines) {
   const int64_t words = rpi_divide_up(lines, TILES_SIDE) * to.strip;
   memset(to.at, 0, (size_t)words * sizeof *to.at);
-}
-
-/* Are numbers, so many side by side in each row, those that bf16 has? What is not finite is no less
- * a part than any number, but meets the zeros that operands are filled up with. */
-RPI_NOINLINE bool all_have_one_part(dense from, int64_t rows, int64_t width) {
-  rpi_register odd = {0};
-  for (int64_t r = 0; r < rows; r++) {
-    const real *const row = from.data + r * from.stride;
-    for (int64_t c = 0; c < width; c += RPI_LANES) {
-      const bool whole = width - c >= RPI_LANES;
-      const rpi_register x = whole ? rpi_load(row + c) : rpi_load_part(row + c, width - c);
-      odd += x * (real)(1 + 1.0 / 256) * 0; /* not a number where x is infinite, or rounded so */
-    }
-  }
-  return rpi_total(odd) == 0;
 }
 
 /* False where a number has no parts. */

@@ -118,11 +118,12 @@ static void close_tile_keys(const pair_terms *p, int which, const pair_scratch *
 }
 
 /* Where dk of a tile of keys is summed, and what products of whole strips need: its keys as an
- * operand, NULL where they have no parts, and the sums that lie across. */
+ * operand, NULL where they have no parts, and the sums that lie across; and its keys as words. */
 typedef struct key_sums {
   real *dk;
   const operand *parts;
   real *across;
+  const real *words;
 } key_sums;
 
 /* dk += dB . wQ, dwQ += dBᵀ k of a band, by tiles; lines: the sums of the window's column 0, or
@@ -130,7 +131,7 @@ typedef struct key_sums {
 static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t width,
                              int64_t tile_keys, const key_sums *to, real *lines) {
   const packed_term *const table = &w->table;
-  const int64_t before = skew_before(range), first = range->first - before;
+  const int64_t before = skew_before(range, RPI_TILED_ROWS), first = range->first - before;
   const int64_t count = before + range->lines, more = -count & (RPI_TILED_ROWS - 1);
   real *const sums = w->products + (1 - before) * RPI_TILE;
   if (!to->parts || !table->down_fits) return false;
@@ -157,6 +158,27 @@ static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t w
   return true;
 }
 
+/* dk += dB . wQ of a band, by strips. What lies before its lines is no longer needed. */
+static void add_skew_keys(skew_scratch *w, const skew_range *range, int64_t width,
+                          int64_t tile_keys, real *dk) {
+  const packed_term *const table = &w->table;
+  const bool words = table->how != RPI_NUMBERS && table->words_meet;
+  const int how = words ? table->how : RPI_NUMBERS;
+  const int64_t before = words ? skew_before(range, 2) : 0, first = range->first - before;
+  const int64_t count = before + range->lines;
+  real *const sums = w->products + (1 - before) * RPI_TILE;
+  dense weights = {sums, RPI_TILE};
+  const real *down = table->down + first * width;
+  if (words) {
+    memset(sums, 0, (size_t)(before * RPI_TILE) * sizeof(real));
+    word_lines(how, weights, count, RPI_TILE, w->words, RPI_TILE);
+    weights.data = w->words;
+    down = table->down_words + inner_of(how, first) * width;
+  }
+  const rpi_product product = product_across(how, weights, down, width, count, dk, width);
+  rpi_block_product(RPI_START_LOAD, tile_keys, width / RPI_LANES, product, NULL);
+}
+
 /* ds of a block and a tile, for query terms on a band: dk += dB . wQ, dwQ += dBᵀ k. */
 static void collect_skew(const term *query, skew_scratch *w, const table_sums *sums,
                          int64_t distance, int64_t count, int64_t tile_keys, const real *ds,
@@ -164,6 +186,7 @@ static void collect_skew(const term *query, skew_scratch *w, const table_sums *s
   const int64_t width = rpi_round_up(query->width, RPI_LANES);
   const skew_range range = skew_collect(w, distance, count, ds);
   const packed_term *const table = &w->table;
+  const int how = table->how;
   real *const lines = w->products + RPI_TILE;
   if (range.tail) {
     add_strip(1, lines + range.lines * RPI_TILE, lines + (range.lines - 1) * RPI_TILE);
@@ -177,20 +200,22 @@ static void collect_skew(const term *query, skew_scratch *w, const table_sums *s
   const int64_t first = w->w.first - sums->first + 1; /* column 0, after the head */
   real *const own = sums->lines ? sums->lines + first * width : NULL;
   if (range.lines == 0 || close_skew_tiles(w, &range, width, tile_keys, to, own)) return;
-  add_transposed(lines, RPI_TILE, tile_keys, table->down + range.first * width, width, range.lines,
-                 width, to->dk);
-  if (sums->lines && is_folded(table)) {
-    const rpi_product product = {.a = lines,
-                                 .a_row = RPI_TILE,
-                                 .a_inner = 1,
-                                 .b = keys->data,
-                                 .b_stride = keys->stride,
-                                 .inner = tile_keys};
+  add_skew_keys(w, &range, width, tile_keys, to->dk);
+  if (!sums->lines) return;
+  const dense weights = {lines, RPI_TILE};
+  rpi_product product =
+      product_by(RPI_NUMBERS, weights, keys->data, keys->stride, tile_keys, NULL, width);
+  if (how != RPI_NUMBERS) {
+    const dense words = word_weights(how, lines, range.lines, tile_keys, w->words);
+    product = product_by(how, words, to->words, width, tile_keys, NULL, width);
+  }
+  if (is_folded(table)) {
     runs_add_product(&table->runs, product, range.first, range.first + range.lines, width, zeros,
                      table->lines, own);
-  } else if (sums->lines) {
-    add_product(lines, RPI_TILE, range.lines, keys, tile_keys, width, own + range.begin * width);
+    return;
   }
+  product.c = own + range.begin * width;
+  rpi_block_product(RPI_START_LOAD, range.lines, width / RPI_LANES, product, NULL);
 }
 
 /* The same for the rows of the block from i on, and for those that are looked up: into the sums by

@@ -236,7 +236,8 @@ static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_seque
   }
   if (p->query.present) {
     skew_scores(&p->query, &w->query, key - (row0 + seq->start), rows, tile->j / RPI_TILE,
-                tile->packed, tile->parts, zeros, w->scores);
+                w->query.table.how == RPI_NUMBERS ? tile->packed : tile->words, tile->parts, zeros,
+                w->scores);
   }
 }
 

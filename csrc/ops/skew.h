@@ -95,11 +95,13 @@ typedef struct skew_scratch {
   real *kept;           /* [tiles of a chunk of keys][KEPT_LINES][TILE] */
   kept_lines *kept_of;
   operand left, right; /* of the products, on the way back: lines, and lines as inner */
+  real *words;         /* the same, one after the other */
 } skew_scratch;
 
-static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t columns, int64_t width,
-                      int tiles, bool backward, skew_scratch *w) {
+static void take_skew(rpi_arena *arena, const bounds *n, bool backward, skew_scratch *w) {
+  const int64_t block = n->block, columns = n->query_columns, width = n->width;
   const int64_t real_bytes = sizeof(real), most = rpi_min(columns, block + RPI_TILE);
+  const int tiles = n->tiles, how = n->how;
   const int64_t more = tiles ? RPI_TILED_ROWS : 0; /* lines, on either side */
   const int64_t padded = rpi_round_up(columns, RPI_LANES);
   const int64_t rows = block + RPI_LANES + 2 * RPI_SKEW_PAD;
@@ -112,10 +114,16 @@ static void take_skew(rpi_arena *arena, int64_t block, int64_t keys, int64_t col
   if (w->products) w->products += more * RPI_TILE;
   w->rows = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
   w->between = rpi_arena_take(arena, rows * RPI_LANES, real_bytes);
-  const int64_t key_tiles = rpi_divide_up(keys, RPI_TILE);
+  const int64_t key_tiles = rpi_divide_up(n->keys, RPI_TILE);
   w->kept = rpi_arena_take(arena, key_tiles * RPI_KEPT_LINES, RPI_TILE * real_bytes);
   w->kept_of = rpi_arena_take(arena, key_tiles, sizeof *w->kept_of);
   if (tiles) w->table.line_parts = take_operand(arena, tiles, columns, width);
+  w->table.how = how;
+  if (how != RPI_NUMBERS) {
+    w->table.line_words = take_word_rows(arena, how, 1 + columns, width);
+    if (backward) w->table.down_words = take_word_lines(arena, how, columns, width);
+    if (backward) w->words = take_word_rows(arena, how, 2 + most, RPI_TILE);
+  }
   if (!tiles || !backward) return;
   w->table.turned_parts = take_operand(arena, tiles, width, columns);
   w->left = take_operand(arena, tiles, more + most + more, RPI_TILE);
@@ -156,8 +164,8 @@ static int64_t skew_line(const skew_scratch *w, const skew_range *range, int64_t
   return w->table.runs.line[column] - range->first + 1;
 }
 
-/* Lines that a strip of an operand has before those of a range. */
-static int64_t skew_before(const skew_range *range) { return range->first % RPI_TILED_ROWS; }
+/* Lines that a strip of an operand, or a word, has before those of a range. */
+static int64_t skew_before(const skew_range *range, int64_t lines) { return range->first % lines; }
 
 /* Does each distance of a block and a tile have a line of its own? */
 static bool lines_apart(const skew_scratch *w, const skew_range *range, int64_t rows) {
@@ -189,24 +197,25 @@ static void keep_lines(const term *t, skew_scratch *w, const skew_range *range, 
 }
 
 /* scores[rows][TILE] = k_j . w(d) for the pairs of a block and tile number `tile` of a chunk.
- * packed: the tile's keys [D][TILE], whose factor the scores take over; parts: the same as an
- * operand, or NULL. */
+ * packed: the tile's keys [D][TILE], whose factor the scores take over, in bf16 as words; parts:
+ * the same as an operand, or NULL. */
 static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_t rows,
                         int64_t tile, const real *packed, const operand *parts, const real *zeros,
                         real *scores) {
   const int64_t width = rpi_round_up(t->width, RPI_LANES);
   const skew_range range = skew_range_of(w, distance, rows);
   const int64_t kept = lines_kept(w, &range, tile), lines = range.lines - kept;
-  rpi_product product = {.a = w->table.down + range.first * width,
-                         .a_row = width,
-                         .a_inner = 1,
-                         .b = packed,
-                         .b_stride = RPI_TILE,
-                         .c = w->products + RPI_TILE,
-                         .c_stride = RPI_TILE,
-                         .inner = t->width};
+  const int how = w->table.how;
+  dense table = {w->table.down, width};
+  if (how != RPI_NUMBERS) {
+    table.stride = inner_stride(how, t->width);
+    table.data = w->table.line_words + table.stride;
+  }
+  const dense own = {table.data + range.first * table.stride, table.stride};
+  rpi_product product =
+      product_by(how, own, packed, RPI_TILE, t->width, w->products + RPI_TILE, RPI_TILE);
   if (parts && w->table.down_fits && lines) {
-    const int64_t before = skew_before(&range);
+    const int64_t before = skew_before(&range, RPI_TILED_ROWS);
     multiply_operands(operand_from(w->table.line_parts, range.first - before, 0), before + lines,
                       *parts, RPI_TILE, t->width, false, product.c - before * RPI_TILE, RPI_TILE);
   } else {
@@ -217,7 +226,7 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
   keep_lines(t, w, &range, tile);
   real *const beyond = w->products + (range.lines + 1) * RPI_TILE;
   if (range.head) {
-    product.a = w->table.down - width;
+    product.a = table.data - table.stride;
     product.c = w->products;
     rpi_block_product(RPI_START_ROW, 1, RPI_TILE / RPI_LANES, product, zeros);
   } else {
