@@ -528,18 +528,21 @@ def test_gradients_of_gradients_are_refused() -> None:
 @pytest.mark.parametrize("form", ["function", "module", "compiled"])
 def test_within_autocast(form: str, half: Any) -> None:
     """Products come in half the width, and one tensor beside them may be in all of it; relpos
-    computes as without autocast, and gradients go back to what was multiplied."""
+    computes as without autocast, in its precision, and gradients go back to what was multiplied."""
     x, table = tensor(B, H, N, D), torch.nn.Parameter(tensor(5, D))
     linear = torch.nn.Linear(D, D)
-    module = relpos.torch.Attention(relpos.Shaw(table), causal=True)
-
-    def function(q: Any, k: Any, v: Any) -> Any:
-        return relpos.torch.attention(q, k, v, position=relpos.Shaw(table), causal=True)
-
-    forms = {"function": function, "module": module}
-    attend = forms.get(form) or torch.compile(function, backend="aot_eager", fullgraph=True)
+    shaw = relpos.Shaw(table)
+    same = "bf16" if half is torch.bfloat16 else "f32"
     found = []
     for is_cast in (True, False):
+        precision = None if is_cast else same
+
+        def function(q: Any, k: Any, v: Any, precision: str | None = precision) -> Any:
+            return relpos.torch.attention(q, k, v, position=shaw, causal=True, precision=precision)
+
+        module = relpos.torch.Attention(shaw, causal=True, precision=precision)
+        forms = {"function": function, "module": module}
+        attend = forms.get(form) or torch.compile(function, backend="aot_eager", fullgraph=True)
         with torch.autocast("cpu", half):
             y = linear(x)
         assert y.dtype == half
@@ -553,6 +556,25 @@ def test_within_autocast(form: str, half: Any) -> None:
     for a, b in zip(*found, strict=True):
         assert a.abs().max() > 0
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", ["function", "module"])
+def test_a_precision_within_autocast(form: str) -> None:
+    """Is what it says, and float32 without autocast is as before."""
+    q, k, v = qkv()
+    found = {}
+    for precision in ("f32", "bf16", None):
+        given: dict[str, Any] = {"causal": True, "precision": precision}
+        attend = relpos.torch.Attention(**given) if form == "module" else relpos.torch.attention
+        more = {} if form == "module" else given
+        found[precision] = attend(q, k, v, **more)
+        with torch.autocast("cpu"):
+            found["cast", precision] = attend(q, k, v, **more)
+    assert not torch.equal(found["f32"], found["bf16"])
+    assert torch.equal(found[None], found["f32"])
+    assert torch.equal(found["cast", None], found["bf16"])
+    for precision in ("f32", "bf16"):
+        assert torch.equal(found["cast", precision], found[precision])
 
 
 def test_autocast_leaves_float64_alone() -> None:
@@ -592,7 +614,7 @@ def test_opcheck(packed: bool) -> None:
     q, k, v = (tensor(11, H, D, seed=i) if packed else x for i, x in enumerate(qkv()))
     table = tensor(5, D)
     module = relpos.torch.Attention(relpos.Shaw(table, table), causal=True)
-    spec = module._training
+    spec = module._kept[True, "f32"]
     host = [None, None, torch.tensor([0, 4, 11]) if packed else None, None, None, None]
     arguments = (q, k, v, module._tables(), host, [], [], 0, spec.name)
     torch.library.opcheck(torch.ops.relpos.attention.default, arguments)
@@ -640,7 +662,7 @@ def test_names_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     names = set()
     for layout in ("bhnd", "bnhd"):
         monkeypatch.setattr(relpos.torch.calls, "_numbers", itertools.count(1))
-        names.add(relpos.torch.Attention(layout=layout)._training.name)
+        names.add(relpos.torch.Attention(layout=layout)._kept[True, "f32"].name)
     assert len(names) == 2
 
 

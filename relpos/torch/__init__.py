@@ -37,6 +37,7 @@ from relpos.torch.arguments import (
     check_tangents,
     check_tensors,
     host_of,
+    precision_for,
 )
 from relpos.torch.calls import Kept
 from relpos.torch.operation import OPERATION
@@ -55,8 +56,9 @@ class Attention(torch.nn.Module):
     position: as in `relpos.attention`. Those of its parameters that are `torch.nn.Parameter` become
         the module's, by their names, and may be replaced there; any tensor that requires a gradient
         gets one.
-    causal, window, layout, scale, softcap, dropout, precision: as in `relpos.attention`. Dropout is
-        applied in training alone, as in torch.
+    causal, window, layout, scale, softcap, dropout: as in `relpos.attention`. Dropout is applied in
+        training alone, as in torch.
+    precision: as in `attention` of this module.
 
     May be called in code that torch.compile compiles.
     """
@@ -71,7 +73,7 @@ class Attention(torch.nn.Module):
         scale: float | None = None,
         softcap: float = 0.0,
         dropout: float = 0.0,
-        precision: str = "f32",
+        precision: str | None = None,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
@@ -81,19 +83,26 @@ class Attention(torch.nn.Module):
             "scale": scale,
             "softcap": softcap,
             "dropout": dropout,
-            "precision": precision,
             "mask": None,
         }
-        self._training = Kept(position, options)
-        self._evaluation = Kept(position, options | {"dropout": 0.0})
-        tensors = self._training.tensors
+        self._precision = precision
+        self._kept = {
+            (training, name): Kept(position, options | {"precision": name} | dropped)
+            for training, dropped in ((True, {}), (False, {"dropout": 0.0}))
+            for name in (("f32", "bf16") if precision is None else (precision,))
+        }
+        tensors = self._a_kept().tensors
         self._own = [name for name, x in tensors.items() if isinstance(x, torch.nn.Parameter)]
         for name in self._own:
             self.register_parameter(name, tensors[name])
 
+    def _a_kept(self) -> Kept:
+        """Any: all are over the same tensors."""
+        return next(iter(self._kept.values()))
+
     def _tables(self) -> list[Tensor]:
         """The tensors of the scheme; the module's parameters as they are now, torch replaces them."""
-        tensors = self._training.tensors
+        tensors = self._a_kept().tensors
         return [getattr(self, name) if name in self._own else tensors[name] for name in tensors]
 
     def forward(
@@ -120,11 +129,12 @@ class Attention(torch.nn.Module):
                 "relpos.torch: an Attention module cannot be exported, its scheme being known to "
                 "this process alone; call relpos.torch.attention in a module of your own, which can"
             )
+        precision = precision_for(q, self._precision)
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         check_tensors(q, k, v)
         check_mask(mask)
         seed = check_seed(seed)
-        spec, tables = self._training if self.training else self._evaluation, self._tables()
+        spec, tables = self._kept[self.training, precision], self._tables()
         check_parameters(zip(spec.tensors, tables, strict=True))
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
@@ -156,7 +166,7 @@ def attention(
     softcap: float = 0.0,
     dropout: float = 0.0,
     seed: int = 0,
-    precision: str = "f32",
+    precision: str | None = None,
 ) -> Tensor:
     """`relpos.attention` of tensors, differentiable by q, k, v and the parameters of `position`.
 
@@ -168,16 +178,19 @@ def attention(
         host reads them: tensors on a GPU are copied, and waited for. So is a mask.
     mask: a bool tensor, or as `relpos.attention` takes it.
     seed: int below 2^63.
+    precision: "f32", "bf16", or None: "f32", but within torch.autocast what is said below.
     The others as in `relpos.attention`.
 
-    Within torch.autocast q, k and v are taken in the type of products: bfloat16 on a GPU; float32
-    on the CPU, and where that type is float16, which relpos has not.
+    Within torch.autocast q, k and v are taken in the type of products, if that is bfloat16: on a GPU
+    as such tensors, on the CPU in float32 with the precision "bf16". Where it is float16, which
+    relpos has not, in float32.
 
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
     tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
     schemes of tensors may be made where they are used; those over arrays of NumPy, labels or
     positions come from outside, and their arrays may then be others in every call.
     """
+    precision = precision_for(q, precision)
     q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
     check_tensors(q, k, v)
     dense = mask if isinstance(mask, Tensor) else None

@@ -32,6 +32,14 @@ def as_autocast(x: Any) -> Any:
     return x.to(torch.bfloat16 if halves else torch.float32)
 
 
+def precision_for(q: Any, precision: str | None) -> str:
+    """That which was asked for, else what torch.autocast has for a tensor on the CPU."""
+    if precision is not None:
+        return precision
+    casts = isinstance(q, Tensor) and q.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    return "bf16" if casts and torch.get_autocast_dtype("cpu") is torch.bfloat16 else "f32"
+
+
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Whether these are tensors that attention takes. torch.compile reads this too."""
     for name, x in (("q", q), ("k", k), ("v", v)):
