@@ -28,7 +28,7 @@
  *   attention_backward.c   number; attention_calls.c runs them over all of a call
  *   backward_side.h        what backward does with keys and with values alike
  *   attention_maps.c       scores and probabilities on demand
- *   band.h                 terms that are a function of the distance
+ *   terms.h, band.h        terms that are a function of the distance; packed_term.h: packed
  *   pairs.h, skew.h        those that are not: looked up (lookups.h), or between keys and
  *                          relations
  *   pair_masks.h, keep.h   softcap, masks, dropout
@@ -41,6 +41,7 @@
 #define RPI_ATTENTION_H
 
 #include "ops/attention_plan.h"
+#include "ops/band.h"
 #include "ops/exp2.h"
 
 #define RPI_RAISE 8 /* log2 of the factor a score may exceed the running maximum by */

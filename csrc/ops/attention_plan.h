@@ -26,7 +26,8 @@
 #define RPI_ATTENTION_PLAN_H
 
 #include "base/memory.h"
-#include "ops/band.h"
+#include "ops/operands.h"
+#include "ops/terms.h"
 
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 /* The same where keys meet relations: a tile meets 63 distances more than a block has queries, and
