@@ -32,7 +32,7 @@ from test_attention import compare_case
 
 libraries = {"f32": Path(sys.argv[1]), "f64": Path(sys.argv[2])}
 cores = []
-for name in ("f64", *capi.CORES):
+for name in ("f64", *capi.CORES, *(name.replace("f32", "bf16") for name in capi.CORES)):
     try:
         cores.append(capi.core_by_name(libraries, name))
     except (capi.Unavailable, capi.CoreError):

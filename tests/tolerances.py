@@ -133,9 +133,9 @@ def _head_sizes(
     the row's lse all p_ij share: that does not average out over the keys, and is carried on its own.
     So is the error of dz_i . z_i. The softcap's slope 1 - t^2 is off by what changes t.
 
-    With a unit other than 0 nothing is small that a score is off by: p_ij changes by
-    p_ij (exp(unit E_ij) - 1), t by the steepest slope that is so near, and of a product's factors
-    each changes what the others may have become.
+    With a unit other than 0 a score may be off by much: p_ij changes by p_ij (exp(unit E_ij) - 1), t
+    by the steepest slope that is so near, and of ds each factor what the others may have become.
+    (The errors of two other factors are not multiplied: that would only allow more.)
     """
     power = 1 if worst else 2
     terms, seen, keep = given["terms"], given["visible"], given["keep"]
@@ -300,7 +300,7 @@ def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) ->
     rounded   the same and what it makes of products that both their factors are rounded to bfloat16
               beforehand: 2 u size, and 0.6 u noise as root mean square, u being its unit. (Rounding is
               off by 0.41 of it as root mean square where numbers lie evenly between powers of two.)
-              To first order that is too little where scores are off by 1: `truth` may be of 2 u.
+              To first order that is too little where scores are off by 1: `truth` may be of unit 2 u.
     """
     exact, plain, size = truth.exact[name], truth.plain[name], truth.size[name]
     if got.shape != exact.shape:
@@ -335,7 +335,7 @@ def compare(name: str, got: np.ndarray, truth: Oracle, rounded: bool = False) ->
         return None
     excess = np.where(wrong | np.isnan(error), np.inf, error / np.maximum(bound, 1e-300))
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(excess)), got.shape))
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         relative = np.nanmax(np.where(exact == 0, 0, error / np.abs(exact)), initial=0)
         l2 = np.sqrt(np.nansum(error**2) / max(np.nansum(np.where(odd, 0, exact) ** 2), 1e-300))
     return (

@@ -291,7 +291,9 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const real level = whole ? 0 : (real)(own + rest);
     w->level[i] = level;
     w->side[KEY].start[i] = lse[i] == (real)-INFINITY ? lse[i] : (real)(own - (double)level);
-    w->side[VALUE].start[i] = -dot(dz, z, Dv);
+    /* dp is of rounded dz: what all of a row has in common goes where both are */
+    w->side[VALUE].start[i] =
+        -(item->n.how == RPI_NUMBERS ? dot(dz, z, Dv) : dot_rounded(dz, z, Dv));
   }
 }
 

@@ -580,6 +580,7 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
   if (value->ends) {
     term_vector(value, value->first - 1, width, w->ends);
     term_vector(value, value->last, width, w->ends + width);
+    if (item->n.how != RPI_NUMBERS) round_numbers(w->ends, 2 * width);
   }
   for (int64_t i = 0; i < item->count; i++) {
     const real *const kept = state->sums + i * RPI_LANES;

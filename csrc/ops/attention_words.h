@@ -45,6 +45,25 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
   gemm_words[how][GEMM_PANEL](from.data, from.stride, columns, numbers, to, stride);
 }
 
+/* x . y, x rounded. */
+RPI_NOINLINE real dot_rounded(const real *x, const real *y, int64_t width) {
+  rpi_register sum = {0};
+  for (int64_t c = 0; c < width; c += RPI_LANES) {
+    const bool whole = width - c >= RPI_LANES;
+    const rpi_register a = whole ? rpi_load(x + c) : rpi_load_part(x + c, width - c);
+    const rpi_register b = whole ? rpi_load(y + c) : rpi_load_part(y + c, width - c);
+    sum += (rpi_register)rpi_bf16_round(a) * b;
+  }
+  return rpi_total(sum);
+}
+
+/* Rounds whole vectors of numbers. */
+static void round_numbers(real *x, int64_t numbers) {
+  for (int64_t c = 0; c < numbers; c += RPI_LANES) {
+    rpi_store(x + c, (rpi_register)rpi_bf16_round(rpi_load(x + c)));
+  }
+}
+
 /* Dot products of rows that run along inner with one more, in one order for both ways. */
 RPI_NOINLINE void dot_words(int how, dense x, int64_t rows, const real *vector, int64_t numbers,
                             real *to) {
@@ -77,6 +96,11 @@ static void dot_words(int how, dense x, int64_t rows, const real *vector, int64_
                       real *to) {
   (void)how, (void)x, (void)rows, (void)vector, (void)numbers, (void)to;
 }
+static real dot_rounded(const real *x, const real *y, int64_t width) {
+  (void)x, (void)y, (void)width;
+  return 0;
+}
+static void round_numbers(real *x, int64_t numbers) { (void)x, (void)numbers; }
 static void word_lines(int how, dense from, int64_t numbers, int64_t columns, real *to,
                        int64_t stride) {
   (void)how, (void)from, (void)numbers, (void)columns, (void)to, (void)stride;
@@ -84,10 +108,11 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 
 #endif
 
-/* Weights of a strip that meet so many keys, along inner; those behind them nobody reads. */
+/* Weights of a strip that meet so many keys, along inner. Of those behind them the first would be a
+ * half of the last word, and may be no number. */
 static dense word_weights(int how, const real *weights, int64_t rows, int64_t keys, real *to) {
-  const int64_t numbers = rpi_min(rpi_round_up(keys, 2 * RPI_LANES), RPI_TILE);
-  return word_rows(how, (dense){weights, RPI_TILE}, rows, numbers, to);
+  const int64_t whole = rpi_min(rpi_round_up(keys, 2 * RPI_LANES), RPI_TILE);
+  return word_rows(how, (dense){weights, RPI_TILE}, rows, keys % 2 ? keys : whole, to);
 }
 
 /* c += a . b in that way: rows of a, lines of b, so many numbers of inner. Of numbers as of words.

@@ -369,7 +369,7 @@ static void band_product(const rpi_product *product, const block_place *at, int6
     if (begin >= end) continue;
     const int64_t most = lines ? lines->count - first : product->inner;
     begin &= -whole;
-    end = rpi_min((end + whole - 1) & -whole, most);
+    end = rpi_min(way->tiled ? (end + whole - 1) & -whole : end, most);
     rpi_product strip = *product;
     strip.a += i * product->a_row + begin * product->a_inner;
     strip.b += begin * product->b_stride;

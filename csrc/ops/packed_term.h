@@ -139,18 +139,18 @@ static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width)
 static void pack_words(packed_term *packed, int64_t width, int64_t padded_width) {
   const int how = packed->how;
   const int64_t lines = packed->runs.count, stride = across_stride(lines);
+  const int64_t head = packed->w.head ? 1 : 0;
   const dense across = {packed->across, stride}, down = {packed->down, padded_width};
+  const dense with_head = {packed->down - head * padded_width, padded_width};
   if (packed->across_words && packed->w.columns > 1) {
     word_lines(how, across, width, rpi_round_up(lines, RPI_LANES), packed->across_words, stride);
   }
   if (packed->down_words) {
-    packed->words_meet = packed->w.columns > 1 && all_have_one_part(down, lines, width);
+    packed->words_meet = packed->w.columns > 1 && all_have_one_part(with_head, head + lines, width);
     word_lines(how, down, lines, padded_width, packed->down_words, padded_width);
   }
   if (packed->line_words) {
-    const int64_t head = packed->w.head ? 1 : 0;
-    const dense rows = {packed->down - head * padded_width, padded_width};
-    word_rows(how, rows, head + lines, width,
+    word_rows(how, with_head, head + lines, width,
               packed->line_words + (1 - head) * inner_stride(how, width));
   }
 }

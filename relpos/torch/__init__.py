@@ -183,7 +183,7 @@ def attention(
 
     Within torch.autocast q, k and v are taken in the type of products, if that is bfloat16: on a GPU
     as such tensors, on the CPU in float32 with the precision "bf16". Where it is float16, which
-    relpos has not, in float32.
+    relpos has not, in float32. What torch.export has traced keeps what there was then.
 
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
     tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles
