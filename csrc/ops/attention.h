@@ -225,28 +225,16 @@ static bool strip_is_cut(const sight *sees, int64_t nearest, int64_t farthest, i
 /* c[columns][width] += aᵀ . x: (8) and (9), for keys and for table rows alike. */
 static void add_transposed(const real *a, int64_t a_stride, int64_t columns, const real *x,
                            int64_t x_stride, int64_t count, int64_t width, real *c) {
-  const rpi_product product = {.a = a,
-                               .a_row = 1,
-                               .a_inner = a_stride,
-                               .b = x,
-                               .b_stride = x_stride,
-                               .c = c,
-                               .c_stride = width,
-                               .inner = count};
+  const rpi_product product =
+      product_across(RPI_NUMBERS, (dense){a, a_stride}, x, x_stride, count, c, width);
   rpi_block_product(RPI_START_LOAD, columns, width / RPI_LANES, product, NULL);
 }
 
 /* c[rows][width] += a . x, a being dense in its columns. */
 static void add_product(const real *a, int64_t a_stride, int64_t rows, const dense *x,
                         int64_t inner, int64_t width, real *c) {
-  const rpi_product product = {.a = a,
-                               .a_row = a_stride,
-                               .a_inner = 1,
-                               .b = x->data,
-                               .b_stride = x->stride,
-                               .c = c,
-                               .c_stride = width,
-                               .inner = inner};
+  const rpi_product product =
+      product_by(RPI_NUMBERS, (dense){a, a_stride}, x->data, x->stride, inner, c, width);
   rpi_block_product(RPI_START_LOAD, rows, width / RPI_LANES, product, NULL);
 }
 
