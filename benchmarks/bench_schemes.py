@@ -246,7 +246,7 @@ def build_ours(case: Json, plain: bool) -> Job:
     bench = BENCHES[case["scheme"]]
     x, own = arrays(case)
     out = np.empty_like(x["q"])
-    options: Json = dict(bench.shared) | {"precision": case["precision"]}
+    options: Json = bench.shared | {"precision": case["precision"]}
     if not plain:
         options |= bench.options
         if bench.mask is not None:
@@ -394,9 +394,10 @@ def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> N
     if scheme.startswith("window"):
         faster = 5.0 if n == 4096 else None
         report.ratio(f"{key}_full_over_window_{end}", rounds, PLAIN, OURS, faster, least=True)
-    if options.peers and len(sides) > 2:
-        report[f"{key}_best_torch_{end}"] = sides[2].removeprefix(TORCH)
-        report.ratio(f"{key}_best_torch_over_ours_{end}", rounds, sides[2], OURS, TWICE, least=True)
+    peer = sides[-1]
+    if peer.startswith(TORCH):
+        report[f"{key}_best_torch_{end}"] = peer.removeprefix(TORCH)
+        report.ratio(f"{key}_best_torch_over_ours_{end}", rounds, peer, OURS, TWICE, least=True)
 
 
 def target(report: Report, case: Json) -> float | None:

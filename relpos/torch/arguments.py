@@ -20,15 +20,23 @@ from relpos.torch.tensors import is_on_gpu
 _OF_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def _type_in_autocast(x: Tensor) -> torch.dtype | None:
+    """That of products where the tensor lies; None: torch.autocast is not at work there."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def as_autocast(x: Any) -> Any:
     """Within torch.autocast a tensor of the type that attention computes with: float32 on the CPU,
     and on a GPU where products are of float16. Others are left to `check_tensors`."""
     if not isinstance(x, Tensor) or x.dtype not in _OF_AUTOCAST:
         return x
-    kind = x.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+    cast = _type_in_autocast(x)
+    if cast is None:
         return x
-    halves = is_on_gpu(x) and torch.get_autocast_dtype(kind) is torch.bfloat16
+    halves = is_on_gpu(x) and cast is torch.bfloat16
     return x.to(torch.bfloat16 if halves else torch.float32)
 
 
@@ -36,8 +44,8 @@ def precision_for(q: Any, precision: str | None) -> str:
     """That which was asked for, else what torch.autocast has for a tensor on the CPU."""
     if precision is not None:
         return precision
-    casts = isinstance(q, Tensor) and q.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    return "bf16" if casts and torch.get_autocast_dtype("cpu") is torch.bfloat16 else "f32"
+    on_host = isinstance(q, Tensor) and q.device.type == "cpu"
+    return "bf16" if on_host and _type_in_autocast(q) is torch.bfloat16 else "f32"
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
