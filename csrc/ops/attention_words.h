@@ -49,10 +49,8 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 RPI_NOINLINE real dot_rounded(const real *x, const real *y, int64_t width) {
   rpi_register sum = {0};
   for (int64_t c = 0; c < width; c += RPI_LANES) {
-    const bool whole = width - c >= RPI_LANES;
-    const rpi_register a = whole ? rpi_load(x + c) : rpi_load_part(x + c, width - c);
-    const rpi_register b = whole ? rpi_load(y + c) : rpi_load_part(y + c, width - c);
-    sum += (rpi_register)rpi_bf16_round(a) * b;
+    const rpi_register a = rpi_load_left(x + c, width - c);
+    sum += (rpi_register)rpi_bf16_round(a) * rpi_load_left(y + c, width - c);
   }
   return rpi_total(sum);
 }

@@ -66,7 +66,7 @@ RPI_INLINE gemm_read gemm_read_words(const int how, rpi_register words) {
 }
 
 RPI_INLINE gemm_read gemm_read_numbers(const real *from, int64_t left) {
-  const rpi_register x = left >= RPI_LANES ? rpi_load(from) : rpi_load_part(from, left);
+  const rpi_register x = rpi_load_left(from, left);
   return (gemm_read){x, (rpi_register){0}};
 }
 

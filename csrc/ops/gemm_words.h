@@ -92,7 +92,7 @@ RPI_INLINE rpi_register gemm_words_from(const bool native, const bool stored, co
                                         int64_t k, int64_t count) {
   if (!stored) return rpi_words_at(native, row + k, count);
   const int64_t words = rpi_divide_up(count, 2);
-  return words >= RPI_LANES ? rpi_load(row + k / 2) : rpi_load_part(row + k / 2, words);
+  return rpi_load_left(row + k / 2, words);
 }
 
 /* panel[words or numbers][stride] = B given as [columns, inner], its columns filled up with zeros

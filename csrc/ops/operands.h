@@ -39,8 +39,7 @@ RPI_NOINLINE bool all_have_one_part(dense from, int64_t rows, int64_t width) {
   for (int64_t r = 0; r < rows; r++) {
     const real *const row = from.data + r * from.stride;
     for (int64_t c = 0; c < width; c += RPI_LANES) {
-      const bool whole = width - c >= RPI_LANES;
-      const rpi_register x = whole ? rpi_load(row + c) : rpi_load_part(row + c, width - c);
+      const rpi_register x = rpi_load_left(row + c, width - c);
       odd += x * (real)(1 + 1.0 / 256) * 0; /* not a number where x is infinite, or rounded so */
     }
   }

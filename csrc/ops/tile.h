@@ -66,6 +66,11 @@ RPI_INLINE rpi_register rpi_load_part(const real *from, int64_t count) {
   return rpi_load(whole);
 }
 
+/* A vector of what is left of a row, with zeros behind it. */
+RPI_INLINE rpi_register rpi_load_left(const real *from, int64_t left) {
+  return left >= RPI_LANES ? rpi_load(from) : rpi_load_part(from, left);
+}
+
 /* Asks for a line of memory that may be beyond its array: so no pointer is made of it. */
 RPI_INLINE void rpi_prefetch(const real *from, int64_t ahead) {
   __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead * sizeof(real)));
