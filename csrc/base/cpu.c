@@ -92,6 +92,10 @@ static int ask_features(void) { return RPI_CPU_PORTABLE; }
 
 #endif
 
+static atomic_int hidden;
+
+void rpi_cpu_hide(int features) { atomic_store_explicit(&hidden, features, memory_order_relaxed); }
+
 int rpi_cpu_features(void) {
   static atomic_int known; /* by more threads than one maybe, each of the same */
   int features = atomic_load_explicit(&known, memory_order_relaxed);
@@ -99,5 +103,5 @@ int rpi_cpu_features(void) {
     features = ask_features();
     atomic_store_explicit(&known, features, memory_order_relaxed);
   }
-  return features;
+  return features & ~atomic_load_explicit(&hidden, memory_order_relaxed);
 }

@@ -34,4 +34,7 @@ enum {
 /* Asked once: the answer does not change, and a virtual machine takes long to give it. */
 int rpi_cpu_features(void);
 
+/* For tests: from now on as if these were not there; 0: as it is. */
+void rpi_cpu_hide(int features);
+
 #endif

@@ -26,7 +26,7 @@ enum { RPI_NUMBERS, RPI_NATIVE, RPI_TWIN };
 
 #if RPI_REAL_BYTES == 4
 
-#if defined(RPI_HAS_BF16) && defined(__AVX512BW__) && RPI_LANES == 16 && !defined(RPI_BF16_TWIN)
+#if defined(RPI_HAS_BF16) && defined(__AVX512BW__) && RPI_LANES == 16
 #define RPI_BF16_NATIVE
 #define RPI_BF16_TARGET __attribute__((target("avx512bf16")))
 #endif

@@ -44,6 +44,18 @@ static inline bool is_tiny_run(void) {
 /* Is the table that of a device, and not of this processor? */
 static inline bool is_device_run(void) { return getenv("RELPOS_TEST_DEVICE") != NULL; }
 
+/* Are some products of a table instructions of bf16, as it is, and the twin's where those are
+ * hidden (rpi_cpu_hide)? */
+static inline bool has_twin(const rp_ops *ops) {
+#if defined(RPI_HAS_BF16) && !defined(TEST_ONLY)
+  if ((rpi_cpu_features() & RPI_CPU_BF16) == 0) return false;
+  return strcmp(ops->name, "avx512") == 0 || strcmp(ops->name, "amx") == 0;
+#else
+  (void)ops;
+  return false;
+#endif
+}
+
 /* The i-th table that can run here, the plainest first; NULL beyond the last. On a device there is
  * one, and where a test has a table of its own; for the checker of races the best, as threads share
  * nothing there that they do not share on others. */

@@ -43,6 +43,8 @@ static const shape corners[] = {
     {1, 2, 95, 130, 18, 18, BAND(SHARED, 4, 6, NONE), BAND(PER_HEAD, 30, 2, CLIP),
      .start = START_DEFAULT},
     {1, 2, 98, 98, 18, 18, BOTH(SHARED, 5, 6, CLIP), .start = START_DEFAULT, .tied = true},
+    /* rows of more than one vector of words */
+    {1, 1, 97, 130, 100, 97, BOTH(SHARED, 3, 3, CLIP), .start = START_DEFAULT},
     /* chunks of 128: few heads */
     {1, 1, 127, 128, 8, 8, BOTH(SHARED, 16, 16, CLIP), true, .start = START_DEFAULT},
     {1, 1, 128, 127, 8, 8, BOTH(SHARED, 3, 3, CLIP), true, .start = START_DEFAULT},

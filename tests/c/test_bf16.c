@@ -1,25 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_bf16.c: numbers rounded to bf16 (ops/bf16.h), in every table this machine can run; and the
- * twin of AVX-512's instructions, in plain C with as many lanes, against the table that may have
- * them, bit for bit. That products are right is test_gemm.c's matter.
+ * test_bf16.c: numbers rounded to bf16 (ops/bf16.h), in every table this machine can run; and of
+ * those that have instructions for it their twin in plain C, bit for bit. That products are right
+ * is test_gemm.c's matter, and attention's are attention_run.h's.
  */
 #define _POSIX_C_SOURCE 200809L
-#pragma GCC diagnostic ignored "-Wpsabi" /* nothing with such vectors is called from without */
 
 #include <stdlib.h>
 
 #include "base/threads.h"
 #include "check.h"
-
-#define RPI_VECTOR_BYTES 64
-#define RPI_VECTORS 4
-#define RPI_LANES (RPI_VECTOR_BYTES / RPI_REAL_BYTES)
-#define RPI_BF16_TWIN
-#pragma GCC diagnostic ignored "-Wunused-function"
-#include "ops/gemm.c"
-
-#include "products.h" /* behind them: their names are short */
+#include "products.h"
 #include "tables.h"
 
 static real of_bits(uint32_t bits) {
@@ -142,12 +133,8 @@ static void test_stored(const rp_ops *ops) {
   }
 }
 
-/* Sums too large and too small for float among them, and products that are not finite. A sum of 0
- * has either sign: this file may be compiled without fused multiply-adds, and a product by itself
- * that is too small is 0 before it is added. */
-static void test_same_bits(void) {
-  if ((rpi_cpu_features() & RPI_CPU_AVX512) == 0) return;
-#if defined(__x86_64__)
+/* Sums too large and too small for float among them, and products that are not finite. */
+static void test_same_bits(const rp_ops *ops) {
   static const int64_t shapes[][3] = {{1, 40, 100},   {4, 33, 64},    {7, 70, 131},
                                       {32, 50, 1000}, {33, 17, 35},   {70, 65, 130},
                                       {6, 64, 1},     {300, 70, 600}, {13, 600, 257}};
@@ -160,15 +147,16 @@ static void test_same_bits(void) {
         for (int64_t i = 0; scale > 0 && i < rows * g->a_stride; i++) {
           p.a[i] = ldexpf(p.a[i], scale == 1 ? 127 : (int)(draw() % 250) - 125);
         }
-        real *const first = product_result(&p, rpi_ops_avx512.gemm);
-        CHECK_INT(gemm(g), RP_OK);
+        real *const first = product_result(&p, ops->gemm);
+        rpi_cpu_hide(RPI_CPU_BF16);
+        CHECK_INT(ops->gemm(g), RP_OK);
+        rpi_cpu_hide(0);
         int64_t wrong = 0;
         for (int64_t i = 0; i < p.c_size; i++) {
-          const bool same = bits_of(first[i]) == bits_of(p.c[i]) || (first[i] == 0 && p.c[i] == 0);
-          wrong += !same && !(isnan(first[i]) && isnan(p.c[i]));
+          wrong += bits_of(first[i]) != bits_of(p.c[i]) && !(isnan(first[i]) && isnan(p.c[i]));
         }
         if (!CHECK_INT(wrong, 0)) {
-          printf("\n  %lld x %lld x %lld, flags %d, scale %d", (long long)g->rows,
+          printf("\n  %s: %lld x %lld x %lld, flags %d, scale %d", ops->name, (long long)g->rows,
                  (long long)g->columns, (long long)g->inner, flags, scale);
         }
         free(first);
@@ -176,18 +164,24 @@ static void test_same_bits(void) {
       }
     }
   }
-#endif
+}
+
+/* A table's own ways, and where they are instructions their twin's. */
+static void test_table(const rp_ops *ops) {
+  test_rounding(ops->name, ops->gemm);
+  test_stored(ops);
+  if (!has_twin(ops)) return;
+  test_same_bits(ops);
+  rpi_cpu_hide(RPI_CPU_BF16);
+  test_rounding("the twin", ops->gemm);
+  test_stored(ops);
+  rpi_cpu_hide(0);
 }
 
 int main(void) {
   setenv("RELPOS_BLAS", "builtin", 1);
   const rpi_float_state caller = rpi_float_enter(false); /* denormal numbers are zeros, as ever */
-  for (int i = 0; table_at(i) != NULL; i++) {
-    test_rounding(table_at(i)->name, table_at(i)->gemm);
-    test_stored(table_at(i));
-  }
-  test_rounding("the twin", gemm);
-  test_same_bits();
+  for (int i = 0; table_at(i) != NULL; i++) test_table(table_at(i));
   rpi_float_leave(caller);
   printf("%s: ",
          (rpi_cpu_features() & RPI_CPU_BF16) != 0 ? "instructions and their twin" : "the twin");

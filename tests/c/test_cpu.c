@@ -34,6 +34,10 @@ int main(void) {
                          RPI_CPU_AMX | RPI_CPU_BF16),
             0);
   CHECK_INT(rpi_cpu_features(), features);
+  rpi_cpu_hide(RPI_CPU_PORTABLE | RPI_CPU_BF16);
+  CHECK_INT(rpi_cpu_features(), features & ~(RPI_CPU_PORTABLE | RPI_CPU_BF16));
+  rpi_cpu_hide(0);
+  CHECK_INT(rpi_cpu_features(), features);
 #if defined(__x86_64__)
   CHECK_INT(features & RPI_CPU_NEON, 0);
   if ((features & RPI_CPU_AVX512) != 0) CHECK((features & RPI_CPU_AVX2) != 0);
