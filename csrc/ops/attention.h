@@ -127,6 +127,11 @@ static int64_t columns_of_keys(int64_t keys, bool whole) {
   return whole ? RPI_TILE : rpi_min(rpi_round_up(keys, 16), RPI_TILE);
 }
 
+/* May weights of a tile be made words at once (attention_words.h)? */
+static bool makes_words(const bounds *n, int64_t tile_keys) {
+  return n->how == RPI_NATIVE && !n->tiles && tile_keys == RPI_TILE;
+}
+
 /* to += from. */
 RPI_NOINLINE void add_strip(int64_t count, const real *from, real *to) {
   for (int64_t c = 0; c < count * RPI_TILE; c++) to[c] += from[c];

@@ -51,7 +51,9 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
   if (n->tiles) local.ds = take_operand(arena, n->tiles, RPI_TILED_ROWS, RPI_TILE);
   if (n->how != RPI_NUMBERS) {
     local.ds_words = take_word_rows(arena, n->how, RPI_STRIP, RPI_TILE);
-    local.weight_words = take_word_lines(arena, n->how, n->block, RPI_TILE);
+    for (int which = 0; which < SIDES; which++) {
+      local.weight_words[which] = take_word_lines(arena, n->how, n->block, RPI_TILE);
+    }
   }
   if (kept && !arena->failed) {
     *kept = local;
@@ -61,12 +63,6 @@ static backward_scratch *take_backward(rpi_arena *arena, const bounds *n, const 
 }
 
 /* ---- a strip ------------------------------------------------------------- */
-
-/* Sums of a strip's rows as vectors, of p and of ds, RPI_LANES from one row to the next: what they
- * add to a head or a tail; or NULL. */
-typedef struct strip_sums {
-  real *p, *ds;
-} strip_sums;
 
 RPI_INLINE void differentiate_rows(int64_t count, int64_t columns, real *restrict s,
                                    real *restrict ds, const real *restrict negated_lse, bool sums,
@@ -141,10 +137,12 @@ static int64_t columns_worked(const backward_item *item, int64_t keys) {
 }
 
 /* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5), and what they add to heads
- * and tails. multiplied: which of their products are there already. */
+ * and tails. multiplied: which of their products are there already. as: where they go as words,
+ * too; or NULL. */
 static void backward_weights(const backward_item *item, backward_scratch *w,
                              const backward_block *block, const int *lies, const bool *multiplied,
-                             int64_t i, int64_t count, int64_t j, int64_t tile_keys) {
+                             int64_t i, int64_t count, int64_t j, int64_t tile_keys,
+                             const strip_words *as) {
   const pair_terms *const pairs = &item->pairs;
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
@@ -186,16 +184,19 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
     if (sums[VALUE]) add_row_sums(count, columns, p, sums[VALUE], RPI_LANES);
   } else {
     const strip_sums to = {.p = sums[VALUE], .ds = sums[KEY]};
-    differentiate_strip(count, columns, p, ds, w->side[KEY].start + i, to);
+    const real *const start = w->side[KEY].start + i;
+    if (as) differentiate_as_words(count, p, ds, start, to, *as);
+    else differentiate_strip(count, columns, p, ds, start, to);
   }
 }
 
 /* A strip of queries on a tile of keys: p, ds, what they add to buckets. */
 static void backward_strip(const backward_item *item, backward_scratch *w,
                            const backward_block *block, const int *lies, const bool *multiplied,
-                           int64_t i, int64_t count, int64_t j, int64_t tile_keys) {
+                           int64_t i, int64_t count, int64_t j, int64_t tile_keys,
+                           const strip_words *as) {
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
-  backward_weights(item, w, block, lies, multiplied, i, count, j, tile_keys);
+  backward_weights(item, w, block, lies, multiplied, i, count, j, tile_keys, as);
   const real *const p = w->side[KEY].product + i * RPI_TILE;
   const real *const ds = w->side[VALUE].product + i * RPI_TILE;
   for (int which = 0; which < SIDES; which++) {
@@ -232,17 +233,18 @@ static dense words_of_place(const backward_item *item, backward_scratch *w,
   return (dense){words, width};
 }
 
-/* What a strip adds to dq (7). moved: which keys it meets. */
+/* What a strip adds to dq (7). moved: which keys it meets; worded: its ds are words already. */
 static void backward_queries(const backward_item *item, backward_scratch *w,
                              const backward_block *block, int moved, int64_t i, int64_t count,
-                             int64_t j, int64_t tile_keys) {
+                             int64_t j, int64_t tile_keys, bool worded) {
   const int how = item->n.how;
   const int64_t width = item->padded[KEY];
   dense keys = rows_from(&block->keys[moved], j),
         ds = {w->side[VALUE].product + i * RPI_TILE, RPI_TILE};
   if (how != RPI_NUMBERS) {
     keys = words_of_place(item, w, block, moved, j, tile_keys);
-    ds = word_weights(how, ds.data, count, tile_keys, w->ds_words);
+    ds = worded ? (dense){w->ds_words, inner_stride(how, RPI_TILE)}
+                : word_weights(how, ds.data, count, tile_keys, w->ds_words);
   }
   const rpi_product dq =
       product_by(how, ds, keys.data, keys.stride, tile_keys, w->dq + i * width, width);
@@ -345,7 +347,8 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
   }
   for (int64_t i = first; i < end; i += RPI_STRIP) {
     if (j == 0) ask_backward(item, i);
-    backward_strip(item, w, block, lies, multiplied, i, rpi_min(RPI_STRIP, end - i), j, tile_keys);
+    backward_strip(item, w, block, lies, multiplied, i, rpi_min(RPI_STRIP, end - i), j, tile_keys,
+                   NULL);
   }
   real *const p = k->product + from * RPI_TILE, *const ds = v->product + from * RPI_TILE;
   clear_beside(first - from, end - from, p);
@@ -360,7 +363,8 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
     return;
   }
   for (int64_t i = first; i < end; i += RPI_STRIP) {
-    backward_queries(item, w, block, lies[KEY], i, rpi_min(RPI_STRIP, end - i), j, tile_keys);
+    backward_queries(item, w, block, lies[KEY], i, rpi_min(RPI_STRIP, end - i), j, tile_keys,
+                     false);
   }
 }
 
@@ -372,6 +376,9 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
   const int how = item->n.how;
   const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
   bool fits[SIDES] = {tiles && w->side[KEY].content_fits, tiles && w->side[VALUE].content_fits};
+  /* p and ds of a whole tile become words as they are made; others once they are there */
+  const bool special = item->pairs.softcap != 0 || item->pairs.dropout.threshold;
+  const bool worded = !special && makes_words(&item->n, tile_keys);
   for (int64_t i = first, next; i < end; i = next) {
     next = rpi_min(i / step * step + step, end);
     if (tiles) {
@@ -379,8 +386,15 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
       continue;
     }
     if (j == 0) ask_backward(item, i);
-    backward_strip(item, w, block, lies, fits, i, next - i, j, tile_keys);
-    backward_queries(item, w, block, lies[KEY], i, next - i, j, tile_keys);
+    strip_words as = {0};
+    if (worded) {
+      const int64_t line = inner_of(how, i - first) * RPI_TILE;
+      as = (strip_words){.ds = w->ds_words,
+                         .p_lines = w->weight_words[VALUE] + line,
+                         .ds_lines = w->weight_words[KEY] + line};
+    }
+    backward_strip(item, w, block, lies, fits, i, next - i, j, tile_keys, worded ? &as : NULL);
+    backward_queries(item, w, block, lies[KEY], i, next - i, j, tile_keys, worded);
   }
   for (int which = 0; which < SIDES; which++) {
     const side *const x = &w->side[which];
@@ -395,10 +409,11 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
     const dense own = {weights + first * RPI_TILE, RPI_TILE};
     if (how != RPI_NUMBERS) {
       const int64_t columns = rpi_round_up(tile_keys, RPI_LANES);
-      word_lines(how, own, end - first, columns, w->weight_words, RPI_TILE);
-      const rpi_product product = product_across(
-          how, (dense){w->weight_words, RPI_TILE}, x->line_words + inner_of(how, first) * width,
-          width, end - first, x->gradient + j * width, width);
+      const dense words = {w->weight_words[which], RPI_TILE};
+      if (!worded) word_lines(how, own, end - first, columns, w->weight_words[which], RPI_TILE);
+      const rpi_product product =
+          product_across(how, words, x->line_words + inner_of(how, first) * width, width,
+                         end - first, x->gradient + j * width, width);
       rpi_block_product(RPI_START_LOAD, tile_keys, width / RPI_LANES, product, NULL);
       continue;
     }

@@ -24,8 +24,9 @@ typedef struct backward_scratch {
   /* [tiles]: packed when they are met */
   unsigned char *key_state[PLACES];
   bool *key_worded[PLACES];
-  operand ds;                    /* of some rows on a tile */
-  real *ds_words, *weight_words; /* of a strip along inner; of a block, ds or p, across it */
+  operand ds;                /* of some rows on a tile */
+  real *ds_words;            /* of a strip, along inner */
+  real *weight_words[SIDES]; /* of a block, ds and p, across it */
 } backward_scratch;
 
 /* The one list of what a worker needs. */

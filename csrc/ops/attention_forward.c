@@ -222,8 +222,8 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   }
 }
 
-/* Scores (1) and weights (2) of a strip. */
-RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
+/* Scores (1) and weights (2) of a strip; true where these are words already. */
+RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
                                 const forward_view *view, cell x) {
   const window *const vw = &view->value_window;
   const int64_t i = x.i, count = x.count, j = x.j, tile_keys = x.tile_keys;
@@ -252,7 +252,11 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
   } while (again);
   const int meets = window_meets(vw, nearest, farthest);
   const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
-  if (!item->pairs.dropout.threshold) {
+  const bool dropped = item->pairs.dropout.threshold != 0;
+  const bool worded = !dropped && makes_words(&item->n, tile_keys);
+  if (worded) {
+    weigh_as_words(count, at, state.sums + whole * state.plane, w->weight_words);
+  } else if (!dropped) {
     weigh_strip(count, columns, at, state.sums + whole * state.plane);
   } else {
     weigh_strip(count, columns, at, state.sums);
@@ -271,16 +275,18 @@ RPI_INLINE void forward_weights(const forward_item *item, forward_scratch *w,
     const pair_ends ends = {.rows = state.out, .rows_stride = width};
     collect_pairs(&item->pairs, &of_pairs, &w->pairs, i, count, at, &ends);
   }
+  return worded;
 }
 
-/* The weighted values (3) of a strip. */
+/* The weighted values (3) of a strip. worded: its weights are words already. */
 RPI_INLINE void forward_values(const forward_item *item, forward_scratch *w,
-                               const forward_view *view, const cell *x) {
+                               const forward_view *view, const cell *x, bool worded) {
   const int how = item->n.how;
   const int64_t width = item->n.value_width;
   dense weights = {x->at, RPI_TILE}, values = rows_from(&view->values, x->j);
   if (how != RPI_NUMBERS) {
-    weights = word_weights(how, x->at, x->count, x->tile_keys, w->weight_words);
+    weights = worded ? (dense){w->weight_words, inner_stride(how, RPI_TILE)}
+                     : word_weights(how, x->at, x->count, x->tile_keys, w->weight_words);
     values = (dense){w->value_words + inner_of(how, x->j) * width, width};
   }
   const rpi_product weighted = product_by(how, weights, values.data, values.stride, x->tile_keys,
@@ -469,7 +475,7 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
   for (x.i = first; x.i < end; x.i += x.count) {
     x.count = rpi_min(RPI_STRIP, end - x.i);
     x.at = at + (x.i - from) * RPI_TILE;
-    forward_values(item, w, view, &x);
+    forward_values(item, w, view, &x, false);
   }
 }
 
@@ -494,8 +500,8 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
                     .columns = columns_of_keys(tile_keys, item->pairs.any),
                     .at = w->strip};
     if (asks) ask_forward(item, i);
-    forward_weights(item, w, view, x);
-    forward_values(item, w, view, &x);
+    const bool worded = forward_weights(item, w, view, x);
+    forward_values(item, w, view, &x, worded);
   }
 }
 
