@@ -265,7 +265,7 @@ def test_shapes_for_the_compiler() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(B, H, N, D, device="cuda", dtype=dtype)
             table = torch.empty(5, D, device="cuda")
-            rest = ([table], 6 * [None], [], [], 0, module._training.name)
+            rest = ([table], 6 * [None], [], [], 0, module._kept[True, "f32"].name)
             out, lse = torch.ops.relpos.attention(x, x, x, *rest)
             gradients = torch.ops.relpos.attention_backward(out, x, x, x, out, lse, *rest)
         assert (out.shape, out.dtype, out.device.type) == (x.shape, dtype, "cuda")
