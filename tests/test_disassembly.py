@@ -187,7 +187,9 @@ def test_words_of_bf16_are_multiplied_by_one_instruction(kernel: str) -> None:
     if kernel not in code:
         pytest.skip("this compiler knows no vdpbf16ps")
     having = {name for name, function in code.items() if any("bf16" in i.name for i in function)}
-    allowed = re.compile(r"(gemm|rpi_strip)_\w*NATIVE|tiles_round_native|tiles_sum_")
+    allowed = re.compile(
+        r"(gemm|rpi_strip|weigh|differentiate)_\w*NATIVE|tiles_round_native|tiles_sum_"
+    )
     assert all(allowed.match(name) for name in having), having
     names = [i.name for i in code[kernel]]
     assert names.count("vdpbf16ps") in (24, 48)  # gcc makes a loop of its own of some strides

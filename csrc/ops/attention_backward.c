@@ -185,7 +185,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   } else {
     const strip_sums to = {.p = sums[VALUE], .ds = sums[KEY]};
     const real *const start = w->side[KEY].start + i;
-    if (as) differentiate_as_words(count, p, ds, start, to, *as);
+    if (as) differentiate_words_NATIVE(count, p, ds, start, to, *as);
     else differentiate_strip(count, columns, p, ds, start, to);
   }
 }

@@ -255,7 +255,7 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   const bool dropped = item->pairs.dropout.threshold != 0;
   const bool worded = !dropped && makes_words(&item->n, tile_keys);
   if (worded) {
-    weigh_as_words(count, at, state.sums + whole * state.plane, w->weight_words);
+    weigh_words_NATIVE(count, at, state.sums + whole * state.plane, w->weight_words);
   } else if (!dropped) {
     weigh_strip(count, columns, at, state.sums + whole * state.plane);
   } else {

@@ -124,8 +124,8 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 
 /* Weights (2) of a strip and a whole tile in place of its scores, added to each row's vector of
  * sums as weigh_strip does, and as words along inner. */
-RPI_BF16_TARGET RPI_NOINLINE void weigh_as_words(int64_t count, real *restrict s,
-                                                 real *restrict sum, real *restrict words) {
+RPI_BF16_TARGET RPI_NOINLINE void weigh_words_NATIVE(int64_t count, real *restrict s,
+                                                     real *restrict sum, real *restrict words) {
   for (int64_t r = 0; r < count; r++, s += RPI_TILE, sum += RPI_LANES, words += RPI_TILE / 2) {
     rpi_register all = {0};
     RPI_UNROLL(2) for (int64_t v = 0; v < RPI_TILE; v += 2 * RPI_LANES) {
@@ -175,9 +175,9 @@ RPI_INLINE void differentiate_two(const int rows, real *restrict s, real *restri
 }
 
 /* Those of a strip: two rows at a time, which share words across inner. */
-RPI_BF16_TARGET RPI_NOINLINE void differentiate_as_words(int64_t count, real *s, real *ds,
-                                                         const real *negated_lse, strip_sums to,
-                                                         strip_words words) {
+RPI_BF16_TARGET RPI_NOINLINE void differentiate_words_NATIVE(int64_t count, real *s, real *ds,
+                                                             const real *negated_lse, strip_sums to,
+                                                             strip_words words) {
   for (; count > 1; count -= 2) {
     differentiate_two(2, s, ds, negated_lse, to, words);
     s += 2 * RPI_TILE;
@@ -192,11 +192,11 @@ RPI_BF16_TARGET RPI_NOINLINE void differentiate_as_words(int64_t count, real *s,
 
 #else
 
-static void weigh_as_words(int64_t count, real *s, real *sum, real *words) {
+static void weigh_words_NATIVE(int64_t count, real *s, real *sum, real *words) {
   (void)count, (void)s, (void)sum, (void)words;
 }
-static void differentiate_as_words(int64_t count, real *s, real *ds, const real *negated_lse,
-                                   strip_sums to, strip_words words) {
+static void differentiate_words_NATIVE(int64_t count, real *s, real *ds, const real *negated_lse,
+                                       strip_sums to, strip_words words) {
   (void)count, (void)s, (void)ds, (void)negated_lse, (void)to, (void)words;
 }
 
