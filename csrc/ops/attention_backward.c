@@ -131,6 +131,9 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
   }
 }
 
+/* Are p and ds differentiate_pairs' matter? */
+static bool is_special(const pair_terms *p) { return p->softcap != 0 || p->dropout.threshold; }
+
 /* Operands are of whole tiles. */
 static int64_t columns_worked(const backward_item *item, int64_t keys) {
   return columns_of_keys(keys, item->n.tiles || item->pairs.any);
@@ -146,7 +149,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   const pair_terms *const pairs = &item->pairs;
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const bool special = pairs->softcap != 0 || pairs->dropout.threshold;
+  const bool special = is_special(pairs);
   const int64_t columns = columns_worked(item, tile_keys);
   const bool words = item->n.how != RPI_NUMBERS;
   real *sums[SIDES];
@@ -377,8 +380,7 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
   const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
   bool fits[SIDES] = {tiles && w->side[KEY].content_fits, tiles && w->side[VALUE].content_fits};
   /* p and ds of a whole tile become words as they are made; others once they are there */
-  const bool special = item->pairs.softcap != 0 || item->pairs.dropout.threshold;
-  const bool worded = !special && makes_words(&item->n, tile_keys);
+  const bool worded = !is_special(&item->pairs) && makes_words(&item->n, tile_keys);
   for (int64_t i = first, next; i < end; i = next) {
     next = rpi_min(i / step * step + step, end);
     if (tiles) {

@@ -9,8 +9,8 @@
  *     is exactly as large as the table says.
  *   - 1, 2, 3 and 8 threads give the same bits; in a small run 8 and 1, in a tiny one 8 alone.
  *   - The same again, by 8 and 1, with operands rounded to bf16. Both factors of every product are
- *     then off by its unit at most, and so are results by twice their size in it. Where products
- * are instructions of bf16, their twin gives the same bits.
+ *     then off by its unit at most, and so are results by twice their size in it.
+ *   - Where products are instructions of bf16, their twin gives the same bits.
  */
 #ifndef ATTENTION_RUN_H
 #define ATTENTION_RUN_H
