@@ -145,6 +145,32 @@ def test_a_late_maximum_is_as_precise_as_an_early_one(core: Core, rise: float) -
     assert error[0] <= 8 * error[1] + 4 * np.finfo(core.dtype).eps
 
 
+@pytest.mark.parametrize("scale", [0.25, 3.0, 40.0])
+def test_who_sees_one_key_has_its_value(core: Core, scale: float) -> None:
+    """To the bit, wherever above its score the maximum was set."""
+    case = Case(B=1, H=1, N=7, M=7, D=16, Dv=16, window=(0, 0), scale=scale)
+    arrays = make_arrays(case, core.dtype)
+    out = capi.run_forward(core, case, arrays).out.view
+    np.testing.assert_array_equal(out, arrays.v.view)
+
+
+@pytest.mark.parametrize("scale", [0.3, 2.0, 8.0])
+def test_rising_scores_sum_as_falling_ones(core: Core, scale: float) -> None:
+    """Keys in the other order: of the one every tile raises the maximum, of the other none does."""
+    case = Case(B=1, H=1, N=1, M=320, D=16, Dv=16, starts=(319,), scale=scale)
+    arrays = make_arrays(case, core.dtype)
+    q, k, v = arrays.views()[:3]
+    q[...] = 1
+    k[...] = np.linspace(0, 8, case.M)[:, None].astype(core.dtype)
+    arrays.remember()
+    falling = capi.run_forward(core, case, arrays).out.view.copy()
+    k[...], v[...] = k[:, :, ::-1].copy(), v[:, :, ::-1].copy()
+    arrays.remember()
+    rising = capi.run_forward(core, case, arrays).out.view
+    size = np.abs(v).max() * 16 * 8 * scale * np.finfo(core.dtype).eps  # of the largest score
+    np.testing.assert_allclose(rising, falling, rtol=0, atol=size)
+
+
 # ---- many keys -----------------------------------------------------------------------------------
 
 

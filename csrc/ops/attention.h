@@ -18,9 +18,9 @@
  * units of log 2, the scale folded into the packed keys and tables.
  *
  * The maximum is lazy: the running maximum m_i of a row starts its accumulators (as
- * -m_i), and is raised only when a score exceeds it by RPI_RAISE. Sums then stay
- * below 2^8 times the number of keys, far from overflow, and the usual strip neither
- * takes a row maximum nor rescales.
+ * -m_i), and is raised only when a score exceeds it by RPI_RAISE; then to a little above
+ * that score. Sums stay below 2^8 times the number of keys, far from overflow, and the
+ * usual strip neither takes a row maximum nor rescales.
  *
  * Where things are:
  *

@@ -101,23 +101,32 @@ static void scale_row(running state, int64_t r, int64_t width, real factor) {
   }
 }
 
+/* How far above its largest score a row's maximum is set: an integer, so that weights have the
+ * digits that they would have, and the more the larger the score. Rounding at that distance is
+ * less than the score's own, and what goes on growing is not raised at every step. */
+static real margin_above(real most) {
+  const real size = most < 0 ? -most : most;
+  return size < 4 * RPI_RAISE ? (real)(int)(size / 4) : RPI_RAISE;
+}
+
 /* Raises the maximum of the rows that need it, told in raised, and scales down what they hold. True
  * where a row's scores were summed from a start so far from them that they are to be summed
  * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
- * what a relation alone gives to all. */
+ * what a relation alone gives to all. related: there are relations. */
 RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running state,
                                 int64_t value_width, real *buckets, int64_t bucket_stride,
-                                pair_buckets *pairs, bool *raised) {
+                                pair_buckets *pairs, bool related, bool *raised) {
   bool stale = false;
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real most = strip_maximum(1, columns, row);
     if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
-    RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - most); })
+    const real rise = most + margin_above(state.max[r] + most);
+    RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - rise); })
     raised[r] = true;
-    stale |= state.seen[r] || most > 2 * RPI_RAISE || most < -2 * RPI_RAISE;
+    stale |= (state.seen[r] || related) && (most > 2 * RPI_RAISE || most < -2 * RPI_RAISE);
     if (state.seen[r]) {
-      const real factor = rpi_exp2(-most);
+      const real factor = rpi_exp2(-rise);
       scale_row(state, r, value_width, factor);
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
@@ -129,7 +138,7 @@ RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running
       }
     }
     state.seen[r] = 1;
-    state.max[r] += most;
+    state.max[r] += rise;
     state.negated_max[r] = -state.max[r];
   }
   return stale;
@@ -142,7 +151,7 @@ RPI_NOINLINE void settle_strip(int64_t count, int64_t columns, real *s, const bo
   for (int64_t r = 0; r < count; r++) {
     real *const row = s + r * RPI_TILE;
     const real most = raised[r] ? strip_maximum(1, columns, row) : 0;
-    if (!(most < -RPI_RAISE) || most == (real)-INFINITY) continue;
+    if (!(most < -2 * RPI_RAISE) || most == (real)-INFINITY) continue;
     RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - most); })
   }
 }
@@ -237,6 +246,7 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   real *const buckets = w->buckets + i * bucket_stride;
   pair_buckets of_pairs;
   pair_buckets_at(&item->pairs, &w->pairs, i, true, &of_pairs);
+  const bool related = item->pairs.any || !window_empty(&view->key_window);
   bool again = false, raised[RPI_TILED_ROWS] = {false};
   do {
     if (again && count > RPI_STRIP) forward_products(item, w, view, &x);
@@ -244,9 +254,9 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
     forward_scores(item, w, view, &state, &x);
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
-    const bool stale =
-        (unseen || strip_maximum(count, columns, at) > RPI_RAISE) &&
-        raise_maximum(count, columns, at, state, width, buckets, bucket_stride, &of_pairs, raised);
+    const bool stale = (unseen || strip_maximum(count, columns, at) > RPI_RAISE) &&
+                       raise_maximum(count, columns, at, state, width, buckets, bucket_stride,
+                                     &of_pairs, related, raised);
     if (again) settle_strip(count, columns, at, raised);
     again = stale && !again;
   } while (again);
