@@ -399,16 +399,9 @@ def peak_mib(side: str, case: Json) -> float:
     rows: int = 4 * case["n"] * case["d"]
     made = 3 * rows + (0 if side.startswith("ours") else rows)
     _write("/proc/self/clear_refs", "5")  # the mark falls to the present size
-    before = _status_kib("VmRSS")
+    before = turns.status_kib("VmRSS")
     job.call()
-    return (_status_kib("VmHWM") * 1024 - before * 1024 - made) / 2**20
-
-
-def _status_kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}")
+    return (turns.status_kib("VmHWM") * 1024 - before * 1024 - made) / 2**20
 
 
 def _write(path: str, text: str) -> None:

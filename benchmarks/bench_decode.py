@@ -159,10 +159,7 @@ def peak_mb(side: str, case: Json) -> float:
     """Of a whole fresh process, interpreter and weights included."""
     job = build(side, case)
     job.call()
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError("/proc/self/status has no VmHWM")
+    return turns.status_kib("VmHWM") * 1024 / 1e6
 
 
 # ------------------------------------------------------------------------------------------ measure

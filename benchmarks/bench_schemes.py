@@ -530,17 +530,10 @@ def peak_mib(case: Json) -> float:
     build_ours(case | {"n": 128}, plain=False).call()
     job = build_ours(case, plain=False)
     Path("/proc/self/clear_refs").write_text("5")  # the mark falls to the present size
-    before = _status_kib("VmRSS")
+    before = turns.status_kib("VmRSS")
     gradients = job.call()
-    peak = (_status_kib("VmHWM") - before) * 1024
+    peak = (turns.status_kib("VmHWM") - before) * 1024
     return float(peak - sum(array.nbytes for array in gradients.values())) / 2**20
-
-
-def _status_kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
 # ------------------------------------------------------------------------------------------ running

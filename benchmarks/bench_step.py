@@ -385,18 +385,11 @@ def peak_gb(side: str, case: Json) -> float:
     import relpos  # noqa: F401
 
     Path("/proc/self/clear_refs").write_text("5")  # the mark falls to the present size
-    before = _status_kib("VmRSS")
+    before = turns.status_kib("VmRSS")
     job = build(side, case)
     for _ in range(3):
         job.call()
-    return (_status_kib("VmHWM") - before) * 1024 / 1e9
-
-
-def _status_kib(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}")
+    return (turns.status_kib("VmHWM") - before) * 1024 / 1e9
 
 
 # ------------------------------------------------------------------------------------------ profile

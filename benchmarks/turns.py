@@ -113,6 +113,14 @@ def burst(call: Callable[[], Any], count: int, first: bool = True) -> float:
     return (time.perf_counter() - start) / count
 
 
+def status_kib(name: str) -> int:
+    """KiB of this process's memory that the system calls so: VmRSS, VmHWM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
 # ------------------------------------------------------------------------------------ parent's side
 
 

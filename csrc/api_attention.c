@@ -400,8 +400,10 @@ bool rpi_is_show(int what) {
 /* Everything of a map but the arrays that attention has as well. */
 static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t head, int64_t row,
                            int64_t rows, const rp_real *to, int64_t to_stride) {
-  RPI_CHECK(rpi_is_show(what), RP_ERROR_ARGUMENT, "attention: what=%d, must be one of RP_SHOW_...",
-            what);
+  RPI_CHECK(rpi_is_show(what), RP_ERROR_ARGUMENT, "attention: what=%d, must be " RPI_SHOWS, what);
+  RPI_CHECK(a->B > 0 && a->H > 0, RP_ERROR_SHAPE,
+            "attention: B=%lld and H=%lld, must be at least 1 for a map", (rpi_wide)a->B,
+            (rpi_wide)a->H);
   RPI_CHECK(b >= 0 && b < a->B, RP_ERROR_ARGUMENT, "attention: b=%lld, must be from 0 to %lld",
             (rpi_wide)b, (rpi_wide)a->B - 1);
   RPI_CHECK(head >= 0 && head < a->H, RP_ERROR_ARGUMENT,

@@ -91,9 +91,9 @@ static rp_status check_token(const char *name, int64_t token, int64_t vocabulary
   return RP_OK;
 }
 
-static rp_status check_at_least(const char *name, int64_t value, int64_t from) {
-  RPI_CHECK(value >= from && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-            "search: %s=%lld, must be from %lld to 2^40", name, (rpi_wide)value, (rpi_wide)from);
+static rp_status check_count(const char *name, int64_t value) {
+  RPI_CHECK(value >= 0 && value <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+            "search: %s=%lld, must be from 0 to 2^40", name, (rpi_wide)value);
   return RP_OK;
 }
 
@@ -104,13 +104,13 @@ static rp_status check_number(const char *name, double value) {
 }
 
 static rp_status check_lengths(const rp_search *q) {
-  RPI_TRY(check_at_least("min_length", q->min_length, 0));
-  RPI_TRY(check_at_least("max_length", q->max_length, 0));
-  RPI_TRY(check_at_least("max_more", q->max_more, 0));
+  RPI_TRY(check_count("min_length", q->min_length));
+  RPI_TRY(check_count("max_length", q->max_length));
+  RPI_TRY(check_count("max_more", q->max_more));
   RPI_CHECK(q->max_length == 0 || q->min_length <= q->max_length, RP_ERROR_ARGUMENT,
             "search: min_length=%lld is more than max_length=%lld", (rpi_wide)q->min_length,
             (rpi_wide)q->max_length);
-  return check_at_least("no_repeat", q->no_repeat, 0);
+  return check_count("no_repeat", q->no_repeat);
 }
 
 static rp_status check_suppressed(const rp_search *q, int64_t vocabulary) {
@@ -144,7 +144,7 @@ static rp_status check_sampling(const rp_search *q) {
             "search: temperature=%g, must be finite and above 0", q->temperature);
   RPI_CHECK(q->top_p > 0 && q->top_p <= 1, RP_ERROR_ARGUMENT,
             "search: top_p=%g, must be above 0 and at most 1", q->top_p);
-  return check_at_least("top_k", q->top_k, 0);
+  return check_count("top_k", q->top_k);
 }
 
 static rp_status check_search(const rp_decoder *d, const rp_search *q) {

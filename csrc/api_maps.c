@@ -31,8 +31,8 @@ static rp_status check_place(const rp_model *m, const char *name, const rp_model
   RPI_CHECK(map->head >= 0 && map->head < m->config.heads, RP_ERROR_ARGUMENT,
             "model: %shead=%lld, must be from 0 to %lld", name, (rpi_wide)map->head,
             (rpi_wide)m->config.heads - 1);
-  RPI_CHECK(rpi_is_show(map->show), RP_ERROR_ARGUMENT,
-            "model: %sshow=%d, must be one of RP_SHOW_...", name, map->show);
+  RPI_CHECK(rpi_is_show(map->show), RP_ERROR_ARGUMENT, "model: %sshow=%d, must be " RPI_SHOWS, name,
+            map->show);
   return RP_OK;
 }
 

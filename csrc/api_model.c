@@ -119,7 +119,7 @@ static rp_status array_of(const rp_model *m, int64_t index, int array, real **nu
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
             (rpi_wide)m->layout.count - 1);
   RPI_CHECK(array >= RP_ARRAY_WEIGHTS && array <= RP_ARRAY_AVERAGE, RP_ERROR_ARGUMENT,
-            "model: array=%d, must be one of RP_ARRAY_...", array);
+            "model: array=%d, must be from RP_ARRAY_WEIGHTS=0 to RP_ARRAY_AVERAGE=4", array);
   real *const all[] = {m->weights, m->gradients, m->moment1, m->moment2, m->average};
   RPI_CHECK(all[array], RP_ERROR_ORDER, "model: it has no %s",
             array == RP_ARRAY_AVERAGE ? "average; ema is 0, or it was made without training"

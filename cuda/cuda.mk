@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# cuda.mk: the one list of what librelpos_cuda.so is made of. The Makefile includes it and setup.py
+# cuda.mk: the one list of what librelpos_cuda.so is made of. The Makefile includes it and nvcc.py
 # reads it: NAME = value lines alone, as in csrc/core.mk.
 
 # Paths from cuda/.

@@ -26,7 +26,7 @@ from relpos.data.subwords import Words
 from relpos.extraction import attention_maps
 from relpos.model import Transformer
 from relpos.search import Search
-from relpos.train.checkpoint import TOKENIZER, checkpoints
+from relpos.train.checkpoint import STATE, TOKENIZER, checkpoints
 from relpos.train.progress import Progress, clock_text
 from relpos.translator import Translator
 
@@ -192,6 +192,9 @@ def run(
         raise ValueError(
             f"output: {folder} is the folder of a training run, which would be mixed up"
         )
+    for name in ("average.json", STATE):
+        if (folder / name).exists():
+            raise ValueError(f"output: {folder} has a model of a training run, which would be lost")
     folder.mkdir(parents=True, exist_ok=True)
     say("English names of numbers below 10^36 into German, by a Transformer of 2 + 2 layers.")
     say(f"It is trained on numbers with {SHORT[0]} to {SHORT[1]} groups of three digits.")

@@ -108,7 +108,7 @@ def set_threads(threads: int) -> None:
     """
     number = check_count("threads", threads, 0)
     if number > _MOST:
-        raise ValueError(f"threads is {number}, expected much less")
+        raise ValueError(f"threads is {number}, expected 1 to 1024, or 0 for the default")
     _core.set_threads(number)
 
 
@@ -118,7 +118,7 @@ def get_threads() -> int:
 
 
 def include_dir() -> Path:
-    """The folder for -I, with relpos/relpos.h and relpos/model.h in it."""
+    """The folder for -I; relpos.h, model.h, decode.h and device.h lie in its relpos/."""
     return _installed(_PACKAGE / "include", "relpos/relpos.h")
 
 

@@ -348,7 +348,7 @@ class Transformer:
         """
         dropout, average = check_truth("dropout", dropout), check_truth("average", average)
         if dropout and average:
-            raise ValueError("average: expected without dropout")
+            raise ValueError("average: expected False with dropout=True, got True")
         return StepResult(*self._core.forward(_packed(batch), dropout, average))
 
     @overload

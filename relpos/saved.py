@@ -61,22 +61,10 @@ def find_model(
             raise ValueError("best: average is given, the mean of the last checkpoints")
     in_run = checkpoints(where) if where.is_dir() else []
     if in_run and (best or average is not None or not (where / MODEL).exists()):
-        weights: tuple[Path, ...] = ()
-        for each in reversed(in_run):
-            if (why := flaw(each.folder, thorough=False)) is not None:
-                message = f"{each.folder}: passed over: {why}"
-                warnings.warn(message, CheckpointWarning, stacklevel=2)
-            elif len(weights) < (average or 1):
-                weights = (each.folder / MODEL, *weights)
-        if not weights:
-            raise CheckpointError(f"{where}: none of its checkpoints is whole")
-        if average is not None and len(weights) < average:
-            message = f"{where}: a mean of {len(weights)}, not of average={average}: it has no more"
-            warnings.warn(message, CheckpointWarning, stacklevel=2)
-        newest = weights[-1].parent
+        found = find_run(where, average)
         if best:
-            return find_model(_best_step(where, newest))
-        return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
+            return find_model(_best_step(where, found.weights[-1].parent))
+        return found
     if in_run:
         message = f"{where}: its {MODEL} is taken, not the checkpoints beside it; name one of them"
         warnings.warn(message, CheckpointWarning, stacklevel=2)
@@ -95,6 +83,27 @@ def find_model(
     elif not (where / MODEL).is_file():
         raise CheckpointError(f"{where}: no model here: neither {MODEL} nor a checkpoint of a run")
     return Saved((_best_of(where),), where / TOKENIZER)
+
+
+def find_run(run: Path, average: int | None = None) -> Saved:
+    """The newest whole checkpoint of a run, or so many of the last; a warning tells of each that is
+    passed over."""
+    weights: tuple[Path, ...] = ()
+    for each in reversed(checkpoints(run)):
+        if len(weights) == (average or 1):
+            break
+        if (why := flaw(each.folder, thorough=False)) is None:
+            weights = (each.folder / MODEL, *weights)
+        else:
+            message = f"{each.folder}: passed over: {why}"
+            warnings.warn(message, CheckpointWarning, stacklevel=3)
+    if not weights:
+        raise CheckpointError(f"{run}: none of its checkpoints is whole")
+    if average is not None and len(weights) < average:
+        message = f"{run}: a mean of {len(weights)}, not of average={average}: it has no more"
+        warnings.warn(message, CheckpointWarning, stacklevel=3)
+    newest = weights[-1].parent
+    return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
 
 
 def _check_weights(file: Path) -> None:

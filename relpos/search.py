@@ -105,14 +105,14 @@ class Search:
         check_choice("penalty", self.penalty, ("wu", "power", "none"))
         for name in ("begin", "end"):
             if getattr(self, name) >= _TOKENS:
-                raise ValueError(f"{name}: expected a token, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected 0 to {_TOKENS - 1}, got {getattr(self, name)}")
         if not isinstance(self.suppressed, Iterable):
             got = type(self.suppressed).__name__
             raise TypeError(f"suppressed: expected tokens, got {got}")
         given = check_integers("suppressed", tuple(self.suppressed), "(count,)", (1,)).tolist()
         for token in given:
             if not 0 <= token < _TOKENS:
-                raise ValueError(f"suppressed: expected tokens, got {token}")
+                raise ValueError(f"suppressed: expected 0 to {_TOKENS - 1}, got {token}")
         self._set("suppressed", tuple(dict.fromkeys(map(int, given))))
         self._set("sample", check_truth("sample", self.sample))
         self._set("average", check_truth("average", self.average))

@@ -23,7 +23,7 @@ from relpos.batch import Batch
 from relpos.config import path_text
 from relpos.data.batches import cut
 from relpos.data.pieces import SentencePiece
-from relpos.data.subwords import Side, check_vocabulary, of_side
+from relpos.data.subwords import Side, check_vocabulary, encode_texts, of_side
 from relpos.data.vocabulary import Subwords
 from relpos.model import Integers, Precision, Transformer
 from relpos.position.arrays import Array, check_count
@@ -542,7 +542,7 @@ class Translator:
         subwords = of_side(self.subwords, side)
         unknown = subwords.unknown
         try:
-            encoded = subwords.encode_many(texts)
+            encoded = encode_texts(subwords, texts)
         except Exception:
             _check_letters(lines, texts)
             raise
@@ -557,7 +557,7 @@ class Translator:
                 line.cut += len(tokens) - longest
                 tokens = tokens[:longest]
             line.unknown += tokens.count(unknown)
-            setattr(line, side, list(tokens))
+            setattr(line, side, tokens)
             setattr(line, f"{side}_text", text)
 
     def _budget(self, batch_tokens: int | None) -> int:

@@ -8,12 +8,15 @@ DeviceCore as it is. Without a GPU the device is the emulated one: see emulated(
 from __future__ import annotations
 
 import ctypes
+import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from capi import F32, Core, environment
+from capi import F32, Core, environment, run_script
 from guarded_arrays import Strided
 
 
@@ -146,3 +149,22 @@ def emulated(libcore: Path, library: Path, **given: Any) -> DeviceCore:
         core.upload(np.zeros(1, np.uint8))  # opens the library, once for the life of this copy
         core.release()
     return core
+
+
+def run_cases(
+    script: str,
+    libraries: dict[str, Path],
+    library: Path,
+    precision: int,
+    names: Sequence[str],
+    **environment: str,
+) -> str:
+    """The digest of cases that a script runs in a process of its own, with that device's library."""
+    given = {**os.environ, "RELPOS_CUDA_LIBRARY": str(library), **environment}
+    arguments = (str(libraries["f32"]), str(precision), *names)
+    ran = run_script(script, *arguments, environment=given)
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == 0, said[-6000:]
+    found = re.search(r"\d+ cases, 0 wrong, digest (\w+)", said)
+    assert found, said[-6000:]
+    return found.group(1)

@@ -48,6 +48,19 @@ def pairs(count: int = 5, seed: int = 0) -> relpos.Batch:
     return relpos.Batch.from_pairs(sources, targets[::-1], bos=BOS, eos=EOS)
 
 
+def trained(steps: int = 3, **changes: Any) -> relpos.Transformer:
+    model = small_model(**changes)
+    for seed in range(steps):
+        model.step(pairs(seed=seed))
+    return model
+
+
+def state_of(model: relpos.Transformer) -> dict[str, Any]:
+    """Copies of all that a step changes."""
+    kinds = ("parameters", "first_moments", "second_moments", "averages")
+    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
+
+
 def weights(model: relpos.Transformer) -> dict[str, Any]:
     return {name: array.copy() for name, array in model.parameters.items()}
 

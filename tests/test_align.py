@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import relpos
+from commands import Capture, relpos_prints
 from relpos import Translator
 from relpos.data import SentencePiece
 from relpos.translator import words_of
 from saved_models import VOCABULARY, random_model, save, spoil
-from test_translate import Capture, relpos_says
 
 SOURCES = ["ba be bi", "do du", "", "ku ko ka ba be", "fa", "  ", "ba be zz"]
 TARGETS = ["ku ko", "da", "ba", "", "ba be bi bo", "do", "ku"]
@@ -281,27 +281,27 @@ def test_files(
     expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
     assert [not line for line in expected] == [False, False, True, True, False, True, False]
     for where in ((), ("-o", "-")):
-        said = relpos_says(capsys, *given, *where)
+        said = relpos_prints(capsys, *given, *where)
         assert said.out.splitlines() == expected and said.error == ""
     output = files[0].parent / "links"
-    said = relpos_says(capsys, *given, "-o", output)
+    said = relpos_prints(capsys, *given, "-o", output)
     assert said.out == "" and output.read_text().splitlines() == expected
     which = ("--layer", "0", "-1", "--heads", "1")
     some = translator.align(SOURCES, TARGETS, layer=[0, -1], head=[1])
-    said = relpos_says(capsys, *given, *which)
+    said = relpos_prints(capsys, *given, *which)
     assert said.out.splitlines() == [each.pharaoh for each in some]
-    said = relpos_says(capsys, *given, *which, "--soft")
+    said = relpos_prints(capsys, *given, *which, "--soft")
     assert said.out.splitlines() == [each.weighted() for each in some]
     assert re.fullmatch(r"(\d-\d:[01]\.\d{3} ?)+", said.out.splitlines()[0])
-    said = relpos_says(capsys, *given, "--soft", "0.4", "--batch-tokens", "1")
+    said = relpos_prints(capsys, *given, "--soft", "0.4", "--batch-tokens", "1")
     whole = translator.align(SOURCES, TARGETS)
     assert said.out.splitlines() == [each.weighted(0.4) for each in whole]
     # the links of `relpos translate` where it is given targets
-    said = relpos_says(
+    said = relpos_prints(
         capsys, "translate", models.run, files[0], "--target", files[1], "--align"
     )  # fmt: skip
     assert said.out.splitlines() == expected
-    ensemble = relpos_says(
+    ensemble = relpos_prints(
         capsys, "align", models.run, models.other, *given[2:], "--soft"
     )  # fmt: skip
     both = Translator.load([models.run, models.other]).align(SOURCES, TARGETS)
@@ -314,7 +314,7 @@ def test_from_pipes_and_compressed(
     (tmp_path / "target.gz").write_bytes(gzip.compress("\r\n".join(TARGETS).encode()))
     expected = [each.pharaoh for each in translator.align(SOURCES, TARGETS)]
     given = ("align", models.run, "--target", tmp_path / "target.gz", "--source", "-")
-    said = relpos_says(capsys, *given, stdin="\n".join(SOURCES).encode())
+    said = relpos_prints(capsys, *given, stdin="\n".join(SOURCES).encode())
     assert said.out.splitlines() == expected
 
 
@@ -328,11 +328,11 @@ def test_what_comes_before_a_line_that_cannot_be_read(
         bad.write_bytes(b"".join([*lines[:4], b"\xff\n", *lines[5:]]))
         given = whole | {side: bad}
         options = ("--source", given["source"], "--target", given["target"])
-        said = relpos_says(capsys, "align", models.run, *options, status=1)
+        said = relpos_prints(capsys, "align", models.run, *options, status=1)
         assert said.out.splitlines() == expected[:4]
         assert f"{bad}: line 5, byte 1 of it" in said.error
     other = ("align", models.run, "--source", "-", "--target", files[1])
-    assert relpos_says(capsys, *other, stdin=bad.read_bytes(), status=1).out.count("\n") == 4
+    assert relpos_prints(capsys, *other, stdin=bad.read_bytes(), status=1).out.count("\n") == 4
 
 
 @pytest.mark.parametrize("sides", [("--source", "--target"), ("--target", "--source")])
@@ -381,7 +381,7 @@ def test_files_of_other_lengths(
 ) -> None:
     (tmp_path / "source").write_text("ba\n" * sources)
     (tmp_path / "target").write_text("ku\n" * targets)
-    said = relpos_says(
+    said = relpos_prints(
         capsys, "align", models.run, "--source", tmp_path / "source",
         "--target", tmp_path / "target", status=1,
     )  # fmt: skip
@@ -394,7 +394,7 @@ def test_a_line_that_fails(models: SimpleNamespace, capsys: Capture, tmp_path: P
     (tmp_path / "target").write_text("ku\n" * 3)
     given = ("--source", tmp_path / "source", "--target", tmp_path / "target")
     for soft, first in (((), "0-0"), (("--soft",), "0-0:1.000")):
-        said = relpos_says(capsys, "align", models.bad, *given, *soft, status=1)
+        said = relpos_prints(capsys, "align", models.bad, *given, *soft, status=1)
         assert said.out == f"{first}\n\n{first}\n"
         assert said.error == (
             "relpos: warning: line 2: the model's numbers are not finite, no links\n"
@@ -432,7 +432,7 @@ def test_bad_input_is_told(
     given = ("--source", files[0], "--target", files[1])
     filled = [each.format(**names) for each in arguments]
     model, more = ([models.run], filled) if filled[0].startswith("-") else (filled, [])
-    said = relpos_says(capsys, "align", *model, *given, *more, status=1)
+    said = relpos_prints(capsys, "align", *model, *given, *more, status=1)
     assert re.fullmatch(rf"relpos: .*{message}.*\n", said.error), said.error
     assert files[0].read_text().splitlines() == SOURCES
 
@@ -448,7 +448,7 @@ def test_bad_input_is_told(
     ],
 )
 def test_what_was_typed_wrong(capsys: Capture, arguments: Any, message: str) -> None:
-    said = relpos_says(capsys, "align", *arguments, status=2)
+    said = relpos_prints(capsys, "align", *arguments, status=2)
     assert message in said.error and said.out == ""
 
 

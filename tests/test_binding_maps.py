@@ -96,7 +96,12 @@ def out_of(*shape: int) -> Any:
 
 
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("what", {"what": 3}, ValueError, "attention: what=3, must be one of RP_SHOW_..."),
+    (
+        "what",
+        {"what": 3},
+        ValueError,
+        "attention: what=3, must be RP_SHOW_PROBABILITIES=0, ",
+    ),
     ("b", {"b": 2}, ValueError, "attention: b=2, must be from 0 to 1"),
     ("head", {"head": -1}, ValueError, "attention: head=-1, must be from 0 to 2"),
     (

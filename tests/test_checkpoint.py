@@ -23,7 +23,7 @@ import pytest
 import relpos
 from relpos.train import Checkpoint, CheckpointError, CheckpointWarning, checkpoint, newest
 from relpos.train.average import average
-from small_model import assert_same_bits, pairs, small_config, small_model
+from small_model import assert_same_bits, pairs, small_config, small_model, state_of, trained
 
 
 class OneFile:
@@ -32,18 +32,6 @@ class OneFile:
     def save(self, folder: Path) -> None:
         (folder / "inner").mkdir()
         (folder / "inner" / "words.txt").write_text("ä\nb\n", encoding="utf-8")
-
-
-def trained(steps: int, **changes: Any) -> relpos.Transformer:
-    model = small_model(**changes)
-    for seed in range(steps):
-        model.step(pairs(seed=seed))
-    return model
-
-
-def state_of(model: relpos.Transformer) -> dict[str, Any]:
-    kinds = ("parameters", "first_moments", "second_moments", "averages")
-    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
 
 
 def names(folder: Path) -> list[str]:
@@ -208,6 +196,25 @@ def test_the_newest_that_is_whole(tmp_path: Path, spoil: Callable[[Path], str]) 
         assert newest(tmp_path) == good
     with pytest.raises(CheckpointError, match=f"step-000000002: {why}"):
         Checkpoint.at(bad.folder)
+
+
+def test_one_that_may_not_be_read_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained(1)
+    good = checkpoint.save(tmp_path, model)
+    model.step(pairs())
+    bad = checkpoint.save(tmp_path, model)
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent == bad.folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)  # root may enter any folder
+    with pytest.warns(CheckpointWarning, match="000002: passed over: manifest.json cannot be read"):
+        assert newest(tmp_path) == good
 
 
 def test_nothing_to_find(tmp_path: Path) -> None:

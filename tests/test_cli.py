@@ -22,6 +22,7 @@ import pytest
 import no_matplotlib
 import relpos
 import text_files
+from commands import Capture, relpos_says
 from relpos import cli
 from relpos.train import checkpoint, newest
 from relpos.train.average import average
@@ -32,19 +33,6 @@ SMALL = (
     "--set", "encoder.layers=1", "--set", "decoder.layers=1", "--set", "max_length=16",
     "--tokens", "256", "--sentences", "32", "--log-every", "5", "--progress", "none",
 )  # fmt: skip
-
-Capture = pytest.CaptureFixture[str]
-
-
-def relpos_says(capture: Capture, *arguments: Any, status: int = 0) -> str:
-    """Standard output, or standard error where a failure is expected."""
-    try:
-        found = cli.main([str(each) for each in arguments])
-    except SystemExit as exit_:  # argparse's way
-        found = int(exit_.code or 0)
-    out, error = capture.readouterr()
-    assert found == status, error
-    return out if status == 0 else error
 
 
 def relpos_warns(capture: Capture, *arguments: Any) -> list[str]:
@@ -223,6 +211,77 @@ def test_going_on_as_it_was(run: SimpleNamespace, capsys: Capture, tmp_path: Pat
     rate = ("--set", "learning_rate=0.003", "--steps", 32)
     assert cli.main([str(x) for x in (*command, *quiet, *rate)]) == 0
     assert "learning_rate=0.003, and 0.002 before" in capsys.readouterr().err
+
+
+def test_what_is_said_is_checked_together(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    """Of a schedule that the steps make long enough, of --separate, of what a later layer mends."""
+    told = ("--set", "schedule=linear", "--set", "warmup=6000")
+    given = ("train", *run.files, *SMALL, *told, "--steps", 60_000, "--minutes", 0.001)
+    relpos_says(capsys, *given, "--output", tmp_path / "long")
+    on = ("train", "--resume", "--output", tmp_path / "long", "--progress", "none")
+    for more in (("--steps", 70_000, "--minutes", 0.002), ("--minutes", 0.003)):
+        relpos_says(capsys, *on, *more)  # the second reads what the first has kept
+    found = newest(tmp_path / "long")
+    assert found is not None and (found.config.warmup, found.config.steps) == (6000, 70_000)
+    again = ("--config", tmp_path / "long" / "run.toml", "--minutes", 0.001, "--progress", "none")
+    relpos_says(capsys, "train", *again, "--output", tmp_path / "again")
+    late = ("--start", run.made, "--set", "schedule=linear", "--set", "warmup=31", "--steps", 32)
+    relpos_says(capsys, "train", *run.files, *late, *again[2:], "--output", tmp_path / "tuned")
+    sizes = ("--set", "source_vocabulary=90", "--set", "target_vocabulary=91")
+    apart = ("train", *run.files, *SMALL, "--separate", *sizes, "--steps", 1)
+    relpos_says(capsys, *apart, "--output", tmp_path / "apart")
+    shared = relpos_says(
+        capsys, *apart, "--set", "share_embeddings=1", "--output", tmp_path / "x", status=1
+    )
+    assert "share_embeddings: expected false with --separate, got true" in shared
+    (tmp_path / "six.toml").write_text("preset = 'tiny'\nheads = 6\n")
+    six = ("train", *run.files, "--config", tmp_path / "six.toml", "--subwords", "words")
+    quiet = ("--steps", 1, "--progress", "none", "--output", tmp_path / "six")
+    said = relpos_says(capsys, *six, *quiet, status=1)
+    assert said.startswith(f"relpos: {tmp_path / 'six.toml'}: config: width=64, must be a multiple")
+    relpos_says(capsys, *six, *quiet, "--set", "width=96")
+
+
+def test_a_model_is_not_trained_over(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
+    """Of a mean, and of a checkpoint, the vocabulary would be another run's."""
+    mean = tmp_path / "mean"
+    relpos_says(capsys, "average", run.made, "--output", mean)
+    shutil.copytree(run.made / "step-000000030", tmp_path / "one")
+    for folder in (mean, tmp_path / "one"):
+        before = {x: x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+        said = relpos_says(capsys, "train", *run.files, *SMALL, "--output", folder, status=1)
+        assert said.startswith(f"relpos: --output: {folder} has a model of its own, ")
+        said = relpos_says(capsys, "demo", "--output", folder, status=1)
+        assert said.startswith(f"relpos: --output: {folder} has a model of a training run")
+        assert before == {x: x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+
+
+def test_an_average_begun_or_ended_on_the_way(
+    run: SimpleNamespace, capsys: Capture, tmp_path: Path
+) -> None:
+    shutil.copytree(run.made, tmp_path / "run")
+    on = ("train", "--resume", "--output", tmp_path / "run", "--set", "ema=0.9")
+    said = relpos_says(capsys, *on, "--progress", "none", "--steps", 31, status=1)
+    assert said.startswith("relpos: config: not that of this run: ema=0.9, and 0 before: ")
+
+
+def test_a_lost_standard_error_is_no_failure(run: SimpleNamespace) -> None:
+    command = f"relpos translate {shlex.quote(str(run.made))} /dev/null"
+    script = f"{shlex.quote(sys.executable)} -m {command} --average 99 2>/dev/full"
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run(["sh", "-c", script], capture_output=True, env=given, cwd=run.folder)
+    assert ran.returncode == 0, ran
+
+
+def test_a_name_that_begins_as_options_do(
+    run: SimpleNamespace, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-odd").write_text("\n")
+    assert relpos_says(capsys, "translate", run.made, "--beam", 1, "--", "-odd") == "\n"
+    assert relpos_says(capsys, "translate", run.made, "--", "-odd") == "\n"
 
 
 LIMITED = """
@@ -414,6 +473,15 @@ def an_encoder_alone(folder: Path) -> tuple[tuple[Any, ...], str]:
     return (*given, "--set", "decoder.layers=0"), "decoder.layers: an encoder alone labels tokens"
 
 
+def labels_for_text(folder: Path) -> tuple[tuple[Any, ...], str]:
+    given = no_such_subwords(folder)[0][:4]
+    return (
+        *given,
+        "--set",
+        "encoder.relations=3",
+    ), "encoder.relations=3: labels of pairs of tokens"
+
+
 def no_such_field(folder: Path) -> tuple[tuple[Any, ...], str]:
     given = no_file(folder)[0]
     return (*given, "--set", "encoder.kk=3"), r"encoder\.kk"
@@ -461,7 +529,8 @@ def half_validation(folder: Path) -> tuple[tuple[Any, ...], str]:
     [
         no_file, unequal, not_utf8, nothing_in_it, no_such_field, no_equals, no_such_preset,
         no_such_subwords, half_validation, too_many_tokens, too_few_tokens, lines_for_an_encoder,
-        pairs_for_a_decoder, an_encoder_alone, no_such_start, too_many_threads, no_such_device,
+        pairs_for_a_decoder, an_encoder_alone, labels_for_text, no_such_start, too_many_threads,
+        no_such_device,
     ],
 )  # fmt: skip
 def test_bad_input_is_a_sentence(

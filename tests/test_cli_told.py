@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from commands import Capture, relpos_says
 from relpos import cli
 from relpos.cli import told
 from relpos.train import checkpoint, newest, trainer
 from relpos.train.ending import alone
-from test_cli import SMALL, Capture, relpos_says, run
+from test_cli import SMALL, run
 
 __all__ = ["run"]  # pytest finds the fixture by its name here
 

@@ -10,8 +10,8 @@ under AddressSanitizer and UBSan.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels, Mask, random_case
 from conftest import ROOT
 from corners import CORNERS
-from device_capi import DeviceCore, counters, from_bf16, to_bf16
+from device_capi import DeviceCore, counters, from_bf16, run_cases, to_bf16
 from guarded_arrays import Arrays
 from relpos.reference import Band, Dropout
 from test_attention import compare_case, report
@@ -423,17 +423,7 @@ CHILD_CASES = {
 }
 
 
-def run_child(
-    libraries: dict[str, Path], library: Path, precision: int, names: list[str], **environment: str
-) -> str:
-    given = {**os.environ, "RELPOS_CUDA_LIBRARY": str(library), **environment}
-    arguments = (str(libraries["f32"]), str(precision), *names)
-    ran = capi.run_script(CHILD, *arguments, environment=given)
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 0, said[-6000:]
-    found = re.search(r"\d+ cases, 0 wrong, digest (\w+)", said)
-    assert found, said[-6000:]
-    return found.group(1)
+run_child = partial(run_cases, CHILD)
 
 
 def library_of(device: Path) -> Path:

@@ -6,9 +6,8 @@ are too short or too narrow for, rows of maps, and what the kernels' speed depen
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import capi
 from capi import BF16, Core, describe
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels, Mask
-from device_capi import DeviceCore, counters, from_bf16, to_bf16
+from device_capi import DeviceCore, counters, from_bf16, run_cases, to_bf16
 from guarded_arrays import SENTINEL, allocate
 from relpos.reference import Band, Dropout
 from test_attention import report
@@ -329,21 +328,7 @@ CROWDED = (
 )
 
 
-def run_child(
-    libraries: dict[str, Path],
-    library: Path,
-    precision: int,
-    names: tuple[str, ...] = CHILD_NAMES,
-    **environment: str,
-) -> str:
-    given = {**os.environ, "RELPOS_CUDA_LIBRARY": str(library), **environment}
-    arguments = (str(libraries["f32"]), str(precision), *names)
-    ran = capi.run_script(CHILD, *arguments, environment=given)
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 0, said[-6000:]
-    found = re.search(r"\d+ cases, 0 wrong, digest (\w+)", said)
-    assert found, said[-6000:]
-    return found.group(1)
+run_child = partial(run_cases, CHILD)
 
 
 @pytest.mark.parametrize("precision", [0, BF16])
@@ -351,7 +336,10 @@ def test_orders_of_threads(
     libraries: dict[str, Path], emulated_device: Path, precision: int
 ) -> None:
     library = library_of(emulated_device)
-    found = {run_child(libraries, library, precision, EMU_SEED=str(seed)) for seed in range(4)}
+    found = {
+        run_child(libraries, library, precision, CHILD_NAMES, EMU_SEED=str(seed))
+        for seed in range(4)
+    }
     assert len(found) == 1
 
 
@@ -368,7 +356,7 @@ def test_little_shared_memory(
 @pytest.mark.parametrize("precision", [0, BF16])
 def test_no_races(libraries: dict[str, Path], emulated_device: Path, precision: int) -> None:
     library_of(emulated_device)
-    run_child(libraries, built("emulated-race"), precision)
+    run_child(libraries, built("emulated-race"), precision, CHILD_NAMES)
     run_child(libraries, built("emulated-race"), precision, WIDE, EMU_SHARED=str(99 << 10))
 
 
@@ -384,6 +372,7 @@ def test_sanitizers_find_nothing(
         libraries,
         built("emulated-sanitized"),
         precision,
+        CHILD_NAMES,
         LD_PRELOAD=" ".join(map(str, preloaded)),
         ASAN_OPTIONS="detect_leaks=0",  # Python's own
         UBSAN_OPTIONS="print_stacktrace=1",

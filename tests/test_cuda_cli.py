@@ -10,8 +10,9 @@ import pytest
 
 import relpos
 import text_files
+from commands import Capture, relpos_says
 from relpos.train import checkpoint, newest
-from test_cli import SMALL, Capture, relpos_says, relpos_warns
+from test_cli import SMALL, relpos_warns
 
 RATE = 1e-3
 TRAINED = (

@@ -13,9 +13,10 @@ import pytest
 
 import relpos
 import text_files
+from commands import Capture, relpos_says
 from relpos.data import Sides, TokenCache, Words, Wrapped, load_subwords, of_side
 from relpos.train import newest
-from test_cli import SMALL, Capture, relpos_says, run
+from test_cli import SMALL, run
 
 __all__ = ["run"]  # pytest finds the fixture by its name here
 

@@ -18,25 +18,14 @@ import pytest
 
 import no_matplotlib
 import text_files
-from relpos import Search, Translator, cli, evaluation
+from commands import Capture, relpos_says
+from relpos import Search, Translator, evaluation
 from relpos.data import InOrder, TokenCache, Words, read_lines, read_pairs
 from relpos.translation import Score, TranslationWarning
 from saved_models import VOCABULARY, random_model, save, spoil
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 MT, PE, SRC = (GOLDEN / f"mlqe.{kind}" for kind in ("mt", "pe", "src"))
-
-Capture = pytest.CaptureFixture[str]
-
-
-def relpos_says(capture: Capture, *arguments: Any, status: int = 0) -> str:
-    try:
-        found = cli.main([str(each) for each in arguments])
-    except SystemExit as exit_:
-        found = int(exit_.code or 0)
-    out, error = capture.readouterr()
-    assert found == status, error
-    return out if status == 0 else error
 
 
 def bleu_by_hand(hypotheses: list[str], references: list[str]) -> float:

@@ -11,10 +11,9 @@ import pytest
 
 import no_matplotlib
 import relpos
-from relpos import cli
+from commands import Capture, relpos_says
 from saved_models import random_model, save
 
-Capture = pytest.CaptureFixture[str]
 TWO = {"encoder.layers": 2, "decoder.layers": 2}
 SENTENCE = ("--source", "ba be do")
 
@@ -25,14 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def inspect(capture: Capture, *arguments: Any, status: int = 0) -> str:
-    """Standard output, or standard error where a failure is expected."""
-    try:
-        found = cli.main(["inspect", *map(str, arguments)])
-    except SystemExit as exit_:
-        found = int(exit_.code or 0)
-    out, error = capture.readouterr()
-    assert found == status, error
-    return out if status == 0 else error
+    return relpos_says(capture, "inspect", *arguments, status=status)
 
 
 @pytest.fixture

@@ -19,14 +19,15 @@ import pytest
 
 import relpos
 from relpos import _core
-from small_model import assert_same_bits, pairs, small_config, small_model, weights
-
-
-def trained(steps: int = 3, **changes: Any) -> relpos.Transformer:
-    model = small_model(**changes)
-    for seed in range(steps):
-        model.step(pairs(seed=seed))
-    return model
+from small_model import (
+    assert_same_bits,
+    pairs,
+    small_config,
+    small_model,
+    state_of,
+    trained,
+    weights,
+)
 
 
 def header_of(path: Path) -> dict[str, Any]:
@@ -34,11 +35,6 @@ def header_of(path: Path) -> dict[str, Any]:
     [size] = struct.unpack("<Q", content[:8])
     header: dict[str, Any] = json.loads(content[8 : 8 + size])
     return header
-
-
-def state_of(model: relpos.Transformer) -> dict[str, Any]:
-    kinds = ("parameters", "first_moments", "second_moments", "averages")
-    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
 
 
 # ---- round trips ---------------------------------------------------------------------------------
@@ -210,7 +206,7 @@ def test_averages_are_weights_too(tmp_path: Path) -> None:
     assert_same_bits(state_of(model), before)
     with pytest.raises(RuntimeError, match="it keeps no average"):
         relpos.Transformer.load(tmp_path / "average", training=False).forward(pairs(), average=True)
-    with pytest.raises(ValueError, match="average: expected without dropout"):
+    with pytest.raises(ValueError, match="average: expected False with dropout=True, got True"):
         model.forward(pairs(), average=True, dropout=True)
     with pytest.raises((ValueError, RuntimeError), match="ema|average"):
         trained().save(tmp_path / "none", "average")

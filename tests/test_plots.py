@@ -618,7 +618,7 @@ def test_refused(maps: ModelMaps, tmp_path: Path) -> None:
         (lambda: plots.content_and_relation(bare), "maps: encoder has no 'content' to show, only"),
         (lambda: plots.moved(bare), "has no 'content' to show, only 'probabilities'$"),
         (lambda: plots.by_offset(maps, reach=0), "reach: "),
-        (lambda: plots.table_norms(np.ones((4, 3))), "offsets: expected for a table of 4 rows"),
+        (lambda: plots.table_norms(np.ones((4, 3))), "offsets: expected 4 whole numbers, got None"),
         (lambda: plots.table_norms(table, [1, 2]), "offsets: expected 5 whole numbers"),
         (lambda: plots.table_norms(np.ones(3)), r"table: expected \(R, d\) or \(H, R, d\)"),
         (lambda: plots.table_components(table * np.nan), "table: expected finite numbers, got NaN"),

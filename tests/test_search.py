@@ -96,14 +96,14 @@ def test_it_mirrors_the_header() -> None:
         ({"min_length": 9, "max_length": 3}, "min_length: expected at most max_length=3, got 9"),
         ({"max_more": -2}, "max_more: expected 0 or more, got -2"),
         ({"no_repeat": -1}, "no_repeat: expected 0 or more"),
-        ({"suppressed": (4, -1)}, "suppressed: expected tokens, got -1"),
+        ({"suppressed": (4, -1)}, f"suppressed: expected 0 to {2**31 - 1}, got -1"),
         ({"suppressed": ("a",)}, "suppressed: expected integers"),
         ({"temperature": 0}, "temperature: expected a positive finite number, got 0"),
         ({"top_k": -1}, "top_k: expected 0 or more"),
         ({"top_p": 0}, "top_p: expected above 0 and up to 1, got 0"),
         ({"top_p": 1.5}, "top_p: expected above 0 and up to 1, got 1.5"),
         ({"seed": 1 << 64}, r"seed: expected below 2\*\*64"),
-        ({"begin": 1 << 31}, "begin: expected a token"),
+        ({"begin": 1 << 31}, f"begin: expected 0 to {2**31 - 1}, got"),
         *(
             ({name: 10**23}, rf"{name}: expected at most 2\^40, got 1(0{{23}})$")
             for name in ("beam", "min_length", "max_length", "max_more", "no_repeat", "top_k")

@@ -36,7 +36,7 @@ from relpos.train.log import LOG, Log, Sums, read_log
 from relpos.train.progress import Progress, clock_text, perplexity
 from relpos.train.trainer import Outcome, Trainer, TrainingError
 from small_data import Numbers
-from small_model import assert_same_bits
+from small_model import assert_same_bits, state_of
 
 # Where others start: in the repository Python would import the sources.
 PACKAGE = Path(relpos.__file__).parent.parent
@@ -53,11 +53,6 @@ def make(folder: Path, **given: Any) -> Trainer:
     } | given  # fmt: skip
     data = settings.pop("data", TEXT)
     return Trainer(config, data, folder=folder, **settings)
-
-
-def state_of(model: relpos.Transformer) -> dict[str, Any]:
-    kinds = ("parameters", "first_moments", "second_moments", "averages")
-    return {f"{kind} {n}": x.copy() for kind in kinds for n, x in getattr(model, kind).items()}
 
 
 def steps_in(folder: Path) -> list[int]:

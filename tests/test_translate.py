@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
@@ -24,6 +23,7 @@ import pytest
 
 import relpos
 import text_files
+from commands import Capture, relpos_prints
 from relpos import Search, Translator, cli
 from relpos.cli import lines as cli_lines
 from relpos.data import SentencePiece, Words
@@ -36,8 +36,6 @@ from saved_models import LONGEST, VOCABULARY, random_model, save, spoil, tokens
 PACKAGE = Path(relpos.__file__).parent.parent
 SHORT = Search(max_length=8)
 LINES = text_files.sentences(60, seed=5)
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +190,26 @@ def test_sampling_has_no_beam() -> None:
     with pytest.warns(TranslationWarning, match="unknown to the vocabulary"):
         [found] = translator.translate_all(["ba"], search=Search(sample=True, max_length=4))
     assert not found.failed
+
+
+class Arrays:
+    """A vocabulary of the user's whose tokens are NumPy's."""
+
+    def __init__(self, words: Words) -> None:
+        self.words = words
+
+    def encode_many(self, texts: Any) -> list[np.ndarray]:
+        return [np.asarray(tokens) for tokens in self.words.encode_many(texts)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.words, name)
+
+
+def test_tokens_that_are_arrays() -> None:
+    """As training takes them."""
+    arrays: Any = Arrays(VOCABULARY)
+    found = [Translator(random_model(), x).translate(LINES[:5]) for x in (VOCABULARY, arrays)]
+    assert found[0] == found[1]
 
 
 def test_n_best(translator: Translator) -> None:
@@ -530,26 +548,6 @@ def test_no_model(models: SimpleNamespace, tmp_path: Path) -> None:
 
 # ---- the commands --------------------------------------------------------------------------------
 
-
-def relpos_says(
-    capture: Capture, *arguments: Any, status: int = 0, stdin: bytes | None = None
-) -> SimpleNamespace:
-    if stdin is not None:
-        read, write = os.pipe()
-        os.write(write, stdin)
-        os.close(write)
-        sys.stdin = io.TextIOWrapper(os.fdopen(read, "rb"))
-    try:
-        found = cli.main([str(each) for each in arguments])
-    except SystemExit as exit_:
-        found = int(exit_.code or 0)
-    finally:
-        sys.stdin = sys.__stdin__
-    out, error = capture.readouterr()
-    assert found == status, error
-    return SimpleNamespace(out=out, error=error)
-
-
 EIGHT = ("--max-length", "8")
 
 
@@ -559,14 +557,14 @@ def test_files(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None
     (tmp_path / "one").write_bytes(text[: text.index(b"\n", 300) + 1])
     (tmp_path / "two.gz").write_bytes(gzip.compress(text[text.index(b"\n", 300) + 1 :]))
     both = (tmp_path / "one", tmp_path / "two.gz")
-    said = relpos_says(capsys, "translate", models.run, *both, *EIGHT)
+    said = relpos_prints(capsys, "translate", models.run, *both, *EIGHT)
     assert (said.out, said.error) == (expected, "")
     output = tmp_path / "out"
-    said = relpos_says(capsys, "translate", models.run, "-o", output, *EIGHT, stdin=text)
+    said = relpos_prints(capsys, "translate", models.run, "-o", output, *EIGHT, stdin=text)
     assert said.out == "" and output.read_text() == expected
-    said = relpos_says(capsys, "translate", models.run, "-", "-o", "-", *EIGHT, stdin=b"do")
+    said = relpos_prints(capsys, "translate", models.run, "-", "-o", "-", *EIGHT, stdin=b"do")
     assert said.out == one_by_one(["do"])[0] + "\n"
-    said = relpos_says(capsys, "translate", models.run, both[0], "-", *EIGHT, stdin=b"\r\ndo")
+    said = relpos_prints(capsys, "translate", models.run, both[0], "-", *EIGHT, stdin=b"\r\ndo")
     first = expected.splitlines(keepends=True)[: both[0].read_bytes().count(b"\n")]
     assert said.out == "".join(first) + "\n" + one_by_one(["do"])[0] + "\n"
 
@@ -574,18 +572,18 @@ def test_files(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None
 def test_columns(models: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     (tmp_path / "source").write_text("ba be bi\n\ndo\n")
     given = ("translate", models.run, tmp_path / "source", *EIGHT)
-    rows = relpos_says(capsys, *given, "--n-best", 2, "--beam", 3).out.splitlines()
+    rows = relpos_prints(capsys, *given, "--n-best", 2, "--beam", 3).out.splitlines()
     assert [row.split("\t")[0] for row in rows] == ["1", "1", "2", "3", "3"] and rows[2] == "2\t\t"
     scores = [float(row.split("\t")[2]) for row in rows if row != "2\t\t"]
     assert scores[0] >= scores[1] and scores[2] >= scores[3]
-    rows = relpos_says(capsys, *given, "--n-best", 2, "--align").out.splitlines()
+    rows = relpos_prints(capsys, *given, "--n-best", 2, "--align").out.splitlines()
     assert [row.count("\t") for row in rows] == [3] * 5 and rows[2] == "2\t\t\t"
-    rows = relpos_says(capsys, *given, "--score", "--align").out.splitlines()
+    rows = relpos_prints(capsys, *given, "--score", "--align").out.splitlines()
     assert rows[1] == "\t\t"
     text, score, links = rows[0].split("\t")
     [best] = Translator.load(models.run).translate_all(["ba be bi"], search=SHORT, align=(-1, None))
     assert (text, score, links) == (best.text, f"{best.score:.4f}", best.n_best[0].pharaoh)
-    other = relpos_says(capsys, *given, "--align", "--align-layer", 0, "--align-head", 0)
+    other = relpos_prints(capsys, *given, "--align", "--align-layer", 0, "--align-head", 0)
     assert other.out.splitlines()[0].split("\t")[0] == text
 
 
@@ -597,13 +595,13 @@ def test_given_targets(models: SimpleNamespace, capsys: Capture, tmp_path: Path)
     scores = translator.score(["ba be bi", "do"], ["ku ko", "da"])
     links = translator.align(["ba be bi", "do"], ["ku ko", "da"])
     column = [f"{each.log_probability:.4f}" for each in scores]
-    assert relpos_says(capsys, *given).out.splitlines() == column
+    assert relpos_prints(capsys, *given).out.splitlines() == column
     both = [f"{x}\t{each.pharaoh}" for x, each in zip(column, links, strict=True)]
-    assert relpos_says(capsys, *given, "--score", "--align").out.splitlines() == both
+    assert relpos_prints(capsys, *given, "--score", "--align").out.splitlines() == both
     bad = ("translate", models.bad, *given[2:], "--align")
-    assert "not finite" in relpos_says(capsys, *bad, status=1).error
+    assert "not finite" in relpos_prints(capsys, *bad, status=1).error
     (tmp_path / "target").write_text("ku ko\n")
-    said = relpos_says(capsys, *given, status=1)
+    said = relpos_prints(capsys, *given, status=1)
     assert said.error == (
         f"relpos: {given[4]} has 1 line, {given[2]} has 2: each line of one belongs to a line of the "
         "other\n"
@@ -612,7 +610,7 @@ def test_given_targets(models: SimpleNamespace, capsys: Capture, tmp_path: Path)
 
 def test_odd_lines_are_told_by_number(models: SimpleNamespace, capsys: Capture) -> None:
     text = b"ba be\ngi do\n" + b"ku " * 20 + b"\nku what\nku\n"
-    said = relpos_says(capsys, "translate", models.bad, *EIGHT, status=1, stdin=text)
+    said = relpos_prints(capsys, "translate", models.bad, *EIGHT, status=1, stdin=text)
     lines = one_by_one(["ba be", "ku " * LONGEST, "ku what", "ku"])
     assert said.out.split("\n") == [lines[0], "", *lines[1:], ""]
     assert said.error.splitlines() == [
@@ -627,21 +625,21 @@ def test_no_unknown(models: SimpleNamespace, tmp_path: Path, capsys: Capture) ->
     model.parameters["output.weight"][0] = 4 * model.parameters["output.weight"].max(axis=0)
     run = save(tmp_path / "run", model)
     text = "".join(f"{line}\n" for line in LINES).encode()
-    assert "<unk>" in relpos_says(capsys, "translate", run, *EIGHT, stdin=text).out
-    said = relpos_says(capsys, "translate", run, *EIGHT, "--no-unknown", stdin=text).out
+    assert "<unk>" in relpos_prints(capsys, "translate", run, *EIGHT, stdin=text).out
+    said = relpos_prints(capsys, "translate", run, *EIGHT, "--no-unknown", stdin=text).out
     assert "<unk>" not in said and said.count("\n") == len(LINES)
 
 
 def test_generate_command(models: SimpleNamespace, capsys: Capture) -> None:
     given = ("generate", models.language, *EIGHT)
     one, other, third = (
-        relpos_says(capsys, *given, "--seed", seed, stdin=b"ba be\n\n").out for seed in (1, 1, 2)
+        relpos_prints(capsys, *given, "--seed", seed, stdin=b"ba be\n\n").out for seed in (1, 1, 2)
     )
     assert one == other != third
     assert one.startswith("ba be") and one.count("\n") == 2
-    rows = relpos_says(capsys, *given, "--n-best", 3, stdin=b"\n").out.splitlines()
+    rows = relpos_prints(capsys, *given, "--n-best", 3, stdin=b"\n").out.splitlines()
     assert len(rows) == 3 and all(row.startswith("1\t") for row in rows)
-    searched = [relpos_says(capsys, *given, "--beam", 2, stdin=b"ba\n").out for _ in range(2)]
+    searched = [relpos_prints(capsys, *given, "--beam", 2, stdin=b"ba\n").out for _ in range(2)]
     assert searched[0] == searched[1]
 
 
@@ -721,21 +719,21 @@ def test_lines_that_cannot_be_read(
     (tmp_path / "text").write_bytes(text)
     first, last = one_by_one(["ba be", "ka"])
     for given, name in (((tmp_path / "text",), "text"), ((), "standard input")):
-        found = relpos_says(
+        found = relpos_prints(
             capsys, "translate", models.run, *given, *EIGHT, stdin=b"" if given else text, status=1
         )
         assert found.out == f"{first}\n\n{last}\n"
         assert f"{name}: line 2, byte 4 of it: 0xff is not UTF-8 here" in found.error
         assert "an empty line instead" in found.error
     given = ("generate", models.language, *EIGHT)
-    expected = relpos_says(capsys, *given, stdin=b"\n\nba be\n").out.split("\n")
-    said = relpos_says(capsys, *given, stdin=b"\xff\n\nba be\n\xff\n", status=1)
+    expected = relpos_prints(capsys, *given, stdin=b"\n\nba be\n").out.split("\n")
+    said = relpos_prints(capsys, *given, stdin=b"\xff\n\nba be\n\xff\n", status=1)
     assert said.out.split("\n") == ["", *expected[1:3], "", ""] and expected[1]
 
 
 def test_gzip_is_for_files(models: SimpleNamespace, capsys: Capture) -> None:
     zipped = gzip.compress(b"ba be\n")
-    said = relpos_says(capsys, "translate", models.run, stdin=zipped, status=1).error
+    said = relpos_prints(capsys, "translate", models.run, stdin=zipped, status=1).error
     assert said.startswith("relpos: standard input: is gzip, which only files may be: gzip -dc")
 
 
@@ -745,7 +743,7 @@ def test_a_gzip_file_cut_short(models: SimpleNamespace, capsys: Capture, tmp_pat
     (tmp_path / "whole").write_bytes(gzip.compress(b"ba be\n"))
     (tmp_path / "cut").write_bytes(zipped[:-12])
     files = (tmp_path / "whole", tmp_path / "cut")
-    said = relpos_says(capsys, "translate", models.run, *files, *EIGHT, status=1)
+    said = relpos_prints(capsys, "translate", models.run, *files, *EIGHT, status=1)
     found, expected = said.out.splitlines(), one_by_one(["ba be", *LINES])
     assert len(found) > 1 and found == expected[: len(found)]
     assert "cut: not a whole gzip file" in said.error and "Traceback" not in said.error
@@ -757,14 +755,14 @@ def test_an_empty_line_has_no_score(
     """Nor one of which the vocabulary makes no token, as sentencepiece of what has no width."""
     (tmp_path / "target").write_text("ba\nba\n\n")
     given = ("translate", models.run, "--target", tmp_path / "target", "--score")
-    rows = relpos_says(capsys, *given, stdin=b"ba be\n\n \n").out.splitlines()
+    rows = relpos_prints(capsys, *given, stdin=b"ba be\n\n \n").out.splitlines()
     assert float(rows[0]) < 0 and rows[1:] == ["", ""]
-    rows = relpos_says(capsys, *given, "--align", stdin=b"ba be\n\n \n").out.splitlines()
+    rows = relpos_prints(capsys, *given, "--align", stdin=b"ba be\n\n \n").out.splitlines()
     assert rows[0].endswith("\t" + rows[0].split("\t")[1]) and rows[1:] == ["\t", "\t"]
     encode = Words.encode
     monkeypatch.setattr(Words, "encode", lambda self, x: encode(self, x.replace("\u200b", "")))
     unseen = "ba be\n\u200b\n \n".encode()
-    assert relpos_says(capsys, *given, "--align", stdin=unseen).out.splitlines() == rows
+    assert relpos_prints(capsys, *given, "--align", stdin=unseen).out.splitlines() == rows
 
 
 def test_a_line_that_is_not_finite_has_no_score(
@@ -772,7 +770,7 @@ def test_a_line_that_is_not_finite_has_no_score(
 ) -> None:
     (tmp_path / "target").write_text("ba\nba\n")
     given = ("translate", models.bad, "--target", tmp_path / "target", "--score", "--align")
-    said = relpos_says(capsys, *given, stdin=b"ba do\nba be\n", status=1)
+    said = relpos_prints(capsys, *given, stdin=b"ba do\nba be\n", status=1)
     rows = said.out.splitlines()
     assert rows[0] == "\t" and float(rows[1].split("\t")[0]) < 0
     assert "line 1: the model's numbers are not finite" in said.error
@@ -858,9 +856,9 @@ def test_what_is_refused_costs_no_result(
     output.write_text("of before")
     given = (command, models.run if command == "translate" else models.language)
     filled = [each.format(one=tmp_path / "one") for each in wrong]
-    relpos_says(capsys, *given, tmp_path / "text", "-o", output, *filled, status=1)
+    relpos_prints(capsys, *given, tmp_path / "text", "-o", output, *filled, status=1)
     assert output.read_text() == "of before"
-    relpos_says(capsys, *given, tmp_path / "empty", "-o", output)
+    relpos_prints(capsys, *given, tmp_path / "empty", "-o", output)
     assert output.read_text() == ""
 
 
@@ -903,15 +901,15 @@ def test_standard_input_is_not_written_over(
     ):
         with open(tmp_path / "text") as stream:
             monkeypatch.setattr(sys, "stdin", stream)
-            said = relpos_says(capsys, *given, "-o", tmp_path / "text", status=1).error
+            said = relpos_prints(capsys, *given, "-o", tmp_path / "text", status=1).error
         assert said == f"relpos: --output: {tmp_path / 'text'} is read as well\n"
         assert (tmp_path / "text").read_text() == "ba be\n"
 
 
 def test_what_to_type_next(models: SimpleNamespace, capsys: Capture) -> None:
-    said = relpos_says(capsys, "translate", status=2).error
+    said = relpos_prints(capsys, "translate", status=2).error
     assert "which model?" in said and "relpos translate run test.en" in said
-    said = relpos_says(capsys, "generate", status=2).error
+    said = relpos_prints(capsys, "generate", status=2).error
     assert "relpos train --text train.txt" in said
 
 
@@ -1036,7 +1034,7 @@ def test_bad_input_is_a_sentence(
     (tmp_path / "latin").write_bytes("do\nGrüße\n".encode("latin-1"))
     names = {name: tmp_path / name for name in ("text", "one", "latin")} | vars(models)
     filled = [each.format(**names) for each in arguments]
-    said = relpos_says(capsys, *filled, status=1).error
+    said = relpos_prints(capsys, *filled, status=1).error
     assert re.fullmatch(rf"relpos: .*{message}.*\n", said), said
     assert (tmp_path / "text").read_text() == "ba be\ndo\n"
 

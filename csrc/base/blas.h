@@ -12,7 +12,7 @@
  * Nothing found, or nothing that can be loaded, is no error: ops/gemm.c has its own
  * product, and says where it prefers that one. RELPOS_BLAS in the environment overrides
  * it at run time: builtin forgoes the library, openblas takes it for every product but
- * those of few rows.
+ * those of few rows and those in bf16.
  *
  * The library is told to use one thread: our tasks call it from several threads
  * at once. So that it starts no others, OPENBLAS_NUM_THREADS is 1 while it is loaded, in a

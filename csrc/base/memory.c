@@ -90,14 +90,5 @@ void *rpi_arena_take(rpi_arena *arena, int64_t count, int64_t bytes) {
     return NULL;
   }
   arena->used = end;
-  if (arena->base != NULL) return arena->base + start;
-  if (arena->size < end) arena->size = end;
-  return NULL;
-}
-
-int64_t rpi_arena_mark(const rpi_arena *arena) { return arena->used; }
-
-void rpi_arena_release(rpi_arena *arena, int64_t mark) {
-  assert(mark >= 0 && mark <= arena->used);
-  arena->used = mark;
+  return arena->base != NULL ? arena->base + start : NULL;
 }

@@ -9,12 +9,10 @@
  *
  *   base                 used                      size
  *   |xxxxxx|xxxx|xxxxxxxx|.........................|
- *          mark: release(mark) frees all beyond it
  *
  * An arena over base == NULL only counts: the carving code runs once on a
- * counting arena to learn the size, then on the real one: size is then the most
- * that was ever in use, releases included. There is no second list of sizes.
- * Overflow and exhaustion are remembered (failed) and every
+ * counting arena to learn the size (used), then on the real one. There is no
+ * second list of sizes. Overflow and exhaustion are remembered (failed) and every
  * later take returns NULL, so that carving code checks once, at its end.
  */
 #ifndef RPI_MEMORY_H
@@ -60,7 +58,7 @@ bool rpi_add(int64_t a, int64_t b, int64_t *sum);
 
 typedef struct rpi_arena {
   char *base;   /* NULL: only count */
-  int64_t size; /* bytes at base; of a counting arena: the most ever used */
+  int64_t size; /* bytes at base */
   int64_t used;
   bool failed; /* a take overflowed or did not fit */
 } rpi_arena;
@@ -73,7 +71,5 @@ rpi_arena rpi_arena_over(void *memory, int64_t bytes);
 /* count elements of `bytes` each, aligned to RPI_ALIGN; none of them is fine. NULL
  * on a counting or a failed arena: never dereference before checking failed. */
 void *rpi_arena_take(rpi_arena *arena, int64_t count, int64_t bytes);
-int64_t rpi_arena_mark(const rpi_arena *arena);
-void rpi_arena_release(rpi_arena *arena, int64_t mark);
 
 #endif

@@ -30,8 +30,8 @@ static inline rpi_philox_key rpi_philox_next_key(rpi_philox_key key) {
   return (rpi_philox_key){{key.word[0] + 0x9E3779B9u, key.word[1] + 0xBB67AE85u}};
 }
 
-/* One block. rounds is 7 in the core and 10 where the published known-answer
- * vectors are checked. Inlined, so that a loop over counters vectorises. */
+/* One block. rounds: RPI_PHILOX_ROUNDS, but 10 for the key of a step (rng.c) and for the
+ * published known-answer vectors. Inlined, so that a loop over counters vectorises. */
 static inline rpi_philox_block rpi_philox(rpi_philox_block counter, rpi_philox_key key,
                                           int rounds) {
   for (int round = 0; round < rounds; round++) {

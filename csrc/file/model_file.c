@@ -49,7 +49,8 @@ static rp_status make_room(int64_t most, listing *to) {
 
 static rp_status list(const rp_model *m, int what, listing *to) {
   RPI_CHECK(what >= RP_SAVE_WEIGHTS && what <= RP_SAVE_OPTIMIZER, RP_ERROR_ARGUMENT,
-            "model: what=%d, must be one of RP_SAVE_...", what);
+            "model: what=%d, must be RP_SAVE_WEIGHTS=0, RP_SAVE_AVERAGE=1 or RP_SAVE_OPTIMIZER=2",
+            what);
   RPI_CHECK(what != RP_SAVE_AVERAGE || m->average, RP_ERROR_ORDER,
             "model: it keeps no average; ema is 0, or it was made without training");
   RPI_CHECK(what != RP_SAVE_OPTIMIZER || m->moment1, RP_ERROR_ORDER,

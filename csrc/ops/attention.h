@@ -194,10 +194,9 @@ static void score_strip(const window *w, int meets, const band_e *e, int64_t e_s
   }
 }
 
-/* Adds the rows of a strip up: the vector at sums + r * sum_stride += those of x[r]. */
-RPI_NOINLINE void add_row_sums(int64_t count, int64_t columns, const real *x, real *sums,
-                               int64_t sum_stride) {
-  for (int64_t r = 0; r < count; r++, x += RPI_TILE, sums += sum_stride) {
+/* Adds the rows of a strip up: vector r of sums += those of x[r]. */
+RPI_NOINLINE void add_row_sums(int64_t count, int64_t columns, const real *x, real *sums) {
+  for (int64_t r = 0; r < count; r++, x += RPI_TILE, sums += RPI_LANES) {
     rpi_register sum = {0};
     RPI_EACH_VECTOR(v, columns, { sum += rpi_load(x + v); })
     rpi_store(sums, rpi_load(sums) + sum);

@@ -183,8 +183,8 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   if (special) {
     differentiate_pairs(pairs, block->row0 + i, item->r.key + j, count, columns, p, ds,
                         w->side[KEY].start + i, w->side[VALUE].start + i);
-    if (sums[KEY]) add_row_sums(count, columns, ds, sums[KEY], RPI_LANES);
-    if (sums[VALUE]) add_row_sums(count, columns, p, sums[VALUE], RPI_LANES);
+    if (sums[KEY]) add_row_sums(count, columns, ds, sums[KEY]);
+    if (sums[VALUE]) add_row_sums(count, columns, p, sums[VALUE]);
   } else {
     const strip_sums to = {.p = sums[VALUE], .ds = sums[KEY]};
     const real *const start = w->side[KEY].start + i;

@@ -272,14 +272,13 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
     weigh_strip(count, columns, at, state.sums);
     drop_strip(&item->pairs, view->row0 + i, count, view->key + j, columns, at);
     if (whole != SUM_MIDDLE) {
-      add_row_sums(count, columns, at, state.sums + whole * state.plane, RPI_LANES);
+      add_row_sums(count, columns, at, state.sums + whole * state.plane);
     }
   }
   if (meets == MEETS_BAND) {
     band_store(vw, count, columns, at, RPI_LANES + distance - vw->first, false, buckets,
                vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
-               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL,
-               RPI_LANES);
+               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL);
   }
   if (of_pairs.count) {
     const pair_ends ends = {.rows = state.out, .rows_stride = width};
@@ -632,15 +631,9 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   const rp_rows *const k = &item->args->k;
   const int64_t D = item->args->shape->D;
   const real factor = scale_of(item->args->shape) * (real)RPI_LOG2_E;
+  const dense from = {row_of(k, seq->key_batch, item->key_head, seq->key_row + key), k->row_stride};
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    const int64_t columns = packed_columns(&item->pairs, keys - j);
-    rpi_pack_transposed(row_of(k, seq->key_batch, item->key_head, seq->key_row + key + j),
-                        k->row_stride, rpi_min(RPI_TILE, keys - j), D, factor, w->keys + j * D,
-                        RPI_TILE, columns);
-    if (item->n.how != RPI_NUMBERS) {
-      word_lines(item->n.how, (dense){w->keys + j * D, RPI_TILE}, D, columns,
-                 w->key_words + j * inner_of(item->n.how, D), RPI_TILE);
-    }
+    pack_tile(&item->n, &item->pairs, from, j, keys, D, factor, w->keys, w->key_words);
   }
   open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }

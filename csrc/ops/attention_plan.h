@@ -183,8 +183,9 @@ typedef struct bounds {
   int64_t key_columns, value_columns, query_columns;
   int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
-  int tiles;  /* parts of numbers that tiles of bf16 multiply, where an item is large enough */
-  int how;    /* strips multiply (bf16.h), what has no parts among them */
+  int tiles;  /* parts of a number that tiles of bf16 multiply, where an item is large enough; or 0
+               */
+  int how;    /* strips multiply (bf16.h): all, or what tiles do not */
   bool moved; /* moves_queries */
   bool folds; /* some sequence has more than RPI_FOLDED_KEYS */
 } bounds;
@@ -239,8 +240,7 @@ static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
   return queries >= RPI_TILED_QUERIES && keys >= RPI_TILED_KEYS;
 }
 
-/* tiles: there are such as multiply bf16. */
-/* What the sequences from `first` to before `end` need. */
+/* What the sequences from `first` to before `end` need. tiles: there are such as multiply bf16. */
 static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, bool backward,
                              bool tiles) {
   int64_t queries = 0, keys = 0;

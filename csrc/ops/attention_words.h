@@ -57,6 +57,30 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
   gemm_words[how][GEMM_PANEL](from.data, from.stride, columns, numbers, to, stride);
 }
 
+/* The keys of a tile, which run along inner, turned across it and times the factor: lines of
+ * `columns`, whole vectors, those beyond the keys being zeros. */
+#define RPI_TURN_WORDS(how, target)                                                                \
+  target RPI_NOINLINE void gemm_scaled_##how(dense from, int64_t keys, int64_t numbers,            \
+                                             real factor, real *to) {                              \
+    gemm_words_turned_of(RPI_##how == RPI_NATIVE, false, factor, from.data, from.stride, keys,     \
+                         numbers, to, RPI_TILE);                                                   \
+  }
+RPI_TURN_WORDS(TWIN, )
+#ifdef RPI_BF16_NATIVE
+RPI_TURN_WORDS(NATIVE, RPI_BF16_TARGET)
+#else
+#define gemm_scaled_NATIVE gemm_scaled_TWIN
+#endif
+
+static void turn_words(int how, dense from, int64_t keys, int64_t numbers, real factor, real *to,
+                       int64_t columns) {
+  (how == RPI_NATIVE ? gemm_scaled_NATIVE : gemm_scaled_TWIN)(from, keys, numbers, factor, to);
+  const int64_t lines = inner_of(how, numbers), filled = rpi_round_up(keys, RPI_LANES);
+  for (int64_t line = 0; filled < columns && line < lines; line++, to += RPI_TILE) {
+    memset(to + filled, 0, (size_t)(columns - filled) * sizeof *to);
+  }
+}
+
 /* x . y, x rounded. */
 RPI_NOINLINE real dot_rounded(const real *x, const real *y, int64_t width) {
   rpi_register sum = {0};
@@ -101,6 +125,10 @@ RPI_NOINLINE void dot_words(int how, dense x, int64_t rows, const real *vector, 
 static dense word_rows(int how, dense from, int64_t rows, int64_t numbers, real *to) {
   (void)how, (void)rows, (void)numbers, (void)to;
   return from;
+}
+static void turn_words(int how, dense from, int64_t keys, int64_t numbers, real factor, real *to,
+                       int64_t columns) {
+  (void)how, (void)from, (void)keys, (void)numbers, (void)factor, (void)to, (void)columns;
 }
 static void dot_words(int how, dense x, int64_t rows, const real *vector, int64_t numbers,
                       real *to) {

@@ -355,7 +355,7 @@ static void collect_strip(side *x, const real *weights, int64_t i, int64_t count
   real *const head = x->head + row * RPI_LANES, *const tail = x->tail + row * RPI_LANES;
   band_store(&x->w, count, columns, weights, RPI_LANES + distance - x->w.first, x->together,
              x->buckets + row * window_stride(x->w.columns), x->w.tail ? tail : NULL,
-             x->w.head && nearest < x->w.first ? head : NULL, RPI_LANES);
+             x->w.head && nearest < x->w.first ? head : NULL);
 }
 
 /* Some columns (below) by tiles; false where a number has no parts. */
@@ -469,18 +469,14 @@ static void open_keys(const backward_item *item, side *x, int which) {
   const int64_t numbers = rpi_round_up(keys, item->n.tiles ? RPI_TILE : 1) * item->padded[which];
   memset(x->gradient, 0, (size_t)numbers * sizeof(real));
   if (item->n.tiles) memset(x->across, 0, (size_t)numbers * sizeof(real));
+  const dense rows = {
+      row_of(from, item->seq.key_batch, item->key_head, item->seq.key_row + item->r.key),
+      from->row_stride};
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    const int64_t columns = packed_columns(&item->pairs, keys - j);
-    x->tile[j / RPI_TILE] = TILE_EMPTY;
-    rpi_pack_transposed(
-        row_of(from, item->seq.key_batch, item->key_head, item->seq.key_row + item->r.key + j),
-        from->row_stride, rpi_min(RPI_TILE, keys - j), width, item->factor[which],
-        x->packed + j * width, RPI_TILE, columns);
     const dense packed = {x->packed + j * width, RPI_TILE};
-    if (item->n.how != RPI_NUMBERS) {
-      word_lines(item->n.how, packed, width, columns,
-                 x->packed_words + j * inner_of(item->n.how, width), RPI_TILE);
-    }
+    x->tile[j / RPI_TILE] = TILE_EMPTY;
+    pack_tile(&item->n, &item->pairs, rows, j, keys, width, item->factor[which], x->packed,
+              x->packed_words);
     if (!item->n.tiles) continue;
     const operand parts = x->tile_parts[j / RPI_TILE];
     if (keys - j < RPI_TILE) clear_operand(parts, RPI_TILE);

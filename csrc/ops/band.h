@@ -247,8 +247,7 @@ static const real band_step[2 * RPI_LANES + 1] = {
  * the band, or wholly beyond an end, for all rows of a strip: those are only stored, or only added.
  */
 RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, const real *x,
-                                int64_t offset, bool adds, real *buckets, real *tail, real *head,
-                                int64_t sum_stride) {
+                                int64_t offset, bool adds, real *buckets, real *tail, real *head) {
   const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
   const int64_t whole = tail ? last - 1 : last; /* wholly beyond, from here on */
   for (int64_t v = 0; v < columns; v += RPI_LANES) {
@@ -265,8 +264,8 @@ RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, 
       real *const sum = highest <= 0 ? head : tail;
       if (!sum) continue;
       RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
-        rpi_store(sum + r * sum_stride,
-                  rpi_load(sum + r * sum_stride) + rpi_load(from + r * RPI_TILE));
+        rpi_store(sum + r * RPI_LANES,
+                  rpi_load(sum + r * RPI_LANES) + rpi_load(from + r * RPI_TILE));
       }
     } else {
       RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
@@ -275,13 +274,13 @@ RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, 
         const rpi_register weight = rpi_load(from + r * RPI_TILE);
         rpi_store(to, adds ? rpi_load(to) + weight : weight);
         if (tail && highest > whole - RPI_LANES) {
-          real *const sum = tail + r * sum_stride;
+          real *const sum = tail + r * RPI_LANES;
           /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
           rpi_store(sum,
                     rpi_load(sum) + weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0)));
         }
         if (head && lowest < RPI_LANES) {
-          real *const sum = head + r * sum_stride;
+          real *const sum = head + r * RPI_LANES;
           rpi_store(sum, rpi_load(sum) +
                              (weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES))));
         }
@@ -312,10 +311,9 @@ RPI_NOINLINE void add_diagonals(const real *x, real *to) {
 /* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
  * (adds) adds it to what is there, whose rows are summed in the end: where is then no matter. And
  * adds what lies in the tail to the vectors tail[rows], what lies before the first column to
- * head[rows], each where given and sum_stride apart. offset: as rpi_start's. */
+ * head[rows], each where given. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *x,
-                             int64_t offset, bool adds, real *buckets, real *tail, real *head,
-                             int64_t sum_stride) {
+                             int64_t offset, bool adds, real *buckets, real *tail, real *head) {
   const int64_t lowest = offset - (RPI_STRIP - 1), end = RPI_LANES + w->columns - (tail ? 1 : 0);
   const bool inside = lowest >= RPI_LANES && offset + RPI_TILE <= end;
   if (adds && inside && rows == RPI_STRIP && columns == RPI_TILE) {
@@ -323,13 +321,13 @@ RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, con
     return;
   }
   if (rows == RPI_STRIP) {
-    band_store_rows(w, RPI_STRIP, columns, x, offset, adds, buckets, tail, head, sum_stride);
+    band_store_rows(w, RPI_STRIP, columns, x, offset, adds, buckets, tail, head);
     return;
   }
   for (int64_t r = 0; r < rows; r++) {
     band_store_rows(w, 1, columns, x + r * RPI_TILE, offset - r, adds,
-                    buckets + r * window_stride(w->columns), tail ? tail + r * sum_stride : NULL,
-                    head ? head + r * sum_stride : NULL, sum_stride);
+                    buckets + r * window_stride(w->columns), tail ? tail + r * RPI_LANES : NULL,
+                    head ? head + r * RPI_LANES : NULL);
   }
 }
 

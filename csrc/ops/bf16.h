@@ -101,14 +101,15 @@ RPI_INLINE rpi_register rpi_words_across(const bool native, rpi_register first,
   return (rpi_register)(rpi_bf16_round(first) >> 16 | rpi_bf16_round(second));
 }
 
-/* Words of the numbers in a row from `from` on, zeros beyond `count`. */
-RPI_INLINE rpi_register rpi_words_at(const bool native, const real *from, int64_t count) {
-  if (count >= 2 * RPI_LANES) {
-    return rpi_words_of(native, rpi_load(from), rpi_load(from + RPI_LANES));
-  }
+/* Words of the numbers in a row from `from` on, times the factor, zeros beyond `count`. */
+RPI_INLINE rpi_register rpi_words_at(const bool native, const real factor, const real *from,
+                                     int64_t count) {
   real whole[2 * RPI_LANES] = {0};
-  for (int64_t i = 0; i < count; i++) whole[i] = from[i];
-  return rpi_words_of(native, rpi_load(whole), rpi_load(whole + RPI_LANES));
+  if (count < 2 * RPI_LANES) {
+    for (int64_t i = 0; i < count; i++) whole[i] = from[i];
+    from = whole;
+  }
+  return rpi_words_of(native, factor * rpi_load(from), factor * rpi_load(from + RPI_LANES));
 }
 
 /* A half of every word, as a number. */

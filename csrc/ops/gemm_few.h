@@ -75,7 +75,7 @@ RPI_INLINE gemm_read gemm_few_b(const int how, const real *row, int64_t k, int64
 #if RPI_REAL_BYTES == 4
   if (how != RPI_NUMBERS) {
     const bool native = GEMM_IS_NATIVE(how), stored = GEMM_IS_STORED(how);
-    return gemm_read_words(how, gemm_words_from(native, stored, row, k, left));
+    return gemm_read_words(how, gemm_words_from(native, stored, 1, row, k, left));
   }
 #endif
   (void)how;

@@ -30,7 +30,7 @@ RPI_INLINE void gemm_words_rows(const bool native, const real *from, int64_t fro
                                 int64_t rows, int64_t depth, real *to, int64_t stride) {
   for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
     for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
-      const rpi_register words = rpi_words_at(native, from + k, depth - k);
+      const rpi_register words = rpi_words_at(native, 1, from + k, depth - k);
       if (native) {
         rpi_store(to + k / 2, words);
       } else {
@@ -47,7 +47,7 @@ RPI_INLINE void gemm_words_word_rows(const bool native, const real *from, int64_
                                      int64_t rows, int64_t depth, real *to, int64_t stride) {
   for (int64_t r = 0; r < rows; r++, from += from_stride, to += stride) {
     for (int64_t k = 0; k < depth; k += 2 * RPI_LANES) {
-      const rpi_register words = rpi_words_at(native, from + k, depth - k);
+      const rpi_register words = rpi_words_at(native, 1, from + k, depth - k);
       const int64_t left = stride - k / 2;
       if (left >= RPI_LANES) rpi_store(to + k / 2, words);
       else memcpy(to + k / 2, &words, (size_t)left * sizeof(real));
@@ -87,19 +87,20 @@ RPI_INLINE void gemm_words_strips(const bool native, const real *from, int64_t f
   }
 }
 
-/* Words of a row from number k on, of which there are so many: of numbers, or of words. */
-RPI_INLINE rpi_register gemm_words_from(const bool native, const bool stored, const real *row,
-                                        int64_t k, int64_t count) {
-  if (!stored) return rpi_words_at(native, row + k, count);
+/* Words of a row from number k on, of which there are so many: of numbers, times the factor, or of
+ * words. */
+RPI_INLINE rpi_register gemm_words_from(const bool native, const bool stored, const real factor,
+                                        const real *row, int64_t k, int64_t count) {
+  if (!stored) return rpi_words_at(native, factor, row + k, count);
   const int64_t words = rpi_divide_up(count, 2);
   return rpi_load_left(row + k / 2, words);
 }
 
-/* panel[words or numbers][stride] = B given as [columns, inner], its columns filled up with zeros
- * to whole vectors. */
-RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const real *from,
-                                     int64_t from_stride, int64_t width, int64_t depth, real *panel,
-                                     int64_t stride) {
+/* panel[words or numbers][stride] = B given as [columns, inner], times the factor, its columns
+ * filled up with zeros to whole vectors. */
+RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const real factor,
+                                     const real *from, int64_t from_stride, int64_t width,
+                                     int64_t depth, real *panel, int64_t stride) {
   const int64_t words = rpi_divide_up(depth, 2);
   for (int64_t j = 0; j < width; j += RPI_LANES, from += RPI_LANES * from_stride) {
     const int64_t present = rpi_min(width - j, RPI_LANES);
@@ -108,13 +109,15 @@ RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const
       if (present == RPI_LANES && k + 2 * RPI_LANES <= depth) {
         RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
           const real *const row = from + i * from_stride;
-          square[i] = gemm_words_from(native, stored, row, k, 2 * RPI_LANES);
+          rpi_prefetch(row + (stored ? k / 2 : k), RPI_LANES * from_stride);
+          if (!stored) rpi_prefetch(row + k + RPI_LANES, RPI_LANES * from_stride);
+          square[i] = gemm_words_from(native, stored, factor, row, k, 2 * RPI_LANES);
         }
       } else {
         for (int i = 0; i < RPI_LANES; i++) {
           const real *const row = from + i * from_stride;
-          square[i] =
-              i < present ? gemm_words_from(native, stored, row, k, depth - k) : (rpi_register){0};
+          square[i] = i < present ? gemm_words_from(native, stored, factor, row, k, depth - k)
+                                  : (rpi_register){0};
         }
       }
       rpi_transpose(square);
@@ -133,11 +136,11 @@ RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const
 
 RPI_INLINE void gemm_words_turned(const bool native, const real *from, int64_t from_stride,
                                   int64_t width, int64_t depth, real *panel, int64_t stride) {
-  gemm_words_turned_of(native, false, from, from_stride, width, depth, panel, stride);
+  gemm_words_turned_of(native, false, 1, from, from_stride, width, depth, panel, stride);
 }
 RPI_INLINE void gemm_words_stored(const bool native, const real *from, int64_t from_stride,
                                   int64_t width, int64_t depth, real *panel, int64_t stride) {
-  gemm_words_turned_of(native, true, from, from_stride, width, depth, panel, stride);
+  gemm_words_turned_of(native, true, 1, from, from_stride, width, depth, panel, stride);
 }
 
 /* The same of B as it lies. */

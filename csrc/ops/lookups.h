@@ -63,10 +63,21 @@ typedef struct pair_terms {
   int64_t head, b;
 } pair_terms;
 
-/* Columns of a tile's packed keys that are read: with scores of pairs all, else whole vectors that
- * have keys. */
-static int64_t packed_columns(const pair_terms *p, int64_t keys) {
-  return p->scores ? RPI_TILE : rpi_min(rpi_round_up(keys, RPI_LANES), RPI_TILE);
+/* Packs the tile at key j of so many keys, turned and times a factor: as numbers, where somebody
+ * reads them, and as words. Read are, with scores of pairs, the columns of a whole tile, else whole
+ * vectors that have keys. */
+static void pack_tile(const bounds *n, const pair_terms *p, dense from, int64_t j, int64_t keys,
+                      int64_t width, real factor, real *numbers, real *words) {
+  const int64_t present = rpi_min(RPI_TILE, keys - j);
+  const int64_t columns = p->scores ? RPI_TILE : rpi_round_up(present, RPI_LANES);
+  from.data += j * from.stride;
+  if (n->how == RPI_NUMBERS || n->tiles || p->queries) {
+    rpi_pack_transposed(from.data, from.stride, present, width, factor, numbers + j * width,
+                        RPI_TILE, columns);
+  }
+  if (n->how != RPI_NUMBERS) {
+    turn_words(n->how, from, present, width, factor, words + j * inner_of(n->how, width), columns);
+  }
 }
 
 /* Do two terms look the same things up? */

@@ -5,10 +5,11 @@
  * set, cuda/ one for all GPUs.
  *
  * Dimension letters: B batch, H heads, N queries, M keys, D head width, Dv value
- * width, T relations, C model width, K clip distance, V vocabulary.
+ * width, T relations, C model width, k clip distance, V vocabulary.
  *
  * Rules of every entry:
- *   - It returns a status, because a device can fail. CPU entries return RP_OK.
+ *   - It returns a status, because a device can fail. On a CPU only attention can, whose workspace
+ *     may be too small, or too large for a number, and whoever takes memory.
  *   - Arguments have been checked (api*.c, or the model): entries only assert.
  *   - Parameter gradients accumulate, activation gradients overwrite.
  *   - The caller provides the workspace, sized by the entry's own query; nothing

@@ -27,11 +27,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from relpos import _core, library
 from relpos.cli import aligning, decoding, evaluating, inspecting, training
-from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command, flush
+from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command, complain, flush
 
 _DESCRIPTION = """\
 Transformers with relative positions: trains them, translates, and says how to link with libcore.
@@ -55,11 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
     except SystemExit as left:  # after --help, or what cannot be read
-        if not _flushed(tell=not left.code) and not left.code:
+        flushed = _flushed(tell=not left.code)
+        _flush_errors()
+        if not flushed and not left.code:
             return FAILED
         raise
     status = _run(options)
-    return status if _flushed(tell=status == 0) else status or FAILED
+    flushed = _flushed(tell=status == 0)
+    _flush_errors()
+    return status if flushed else status or FAILED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -69,12 +73,12 @@ def _run(options: argparse.Namespace) -> int:
         try:
             return run(options)
         except KeyboardInterrupt:
-            print("relpos: interrupted", file=sys.stderr)
+            complain("relpos: interrupted")
             return INTERRUPTED
         except BrokenPipeError:  # whoever read the output has gone
             return FAILED
         except (OSError, ValueError, TypeError, RuntimeError, ImportError, MemoryError) as error:
-            print(f"relpos: {_sentence(error, options)}", file=sys.stderr)
+            complain(f"relpos: {_sentence(error, options)}")
             return FAILED
 
 
@@ -86,10 +90,22 @@ def _flushed(*, tell: bool) -> bool:
         return True
     except OSError as error:
         if tell and not isinstance(error, BrokenPipeError):
-            print(f"relpos: standard output: {error.strerror}", file=sys.stderr)
-        with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            complain(f"relpos: standard output: {error.strerror}")
+        _abandon(sys.stdout)
         return False
+
+
+def _flush_errors() -> None:
+    """A standard error that is full, or has lost its reader, changes no status either."""
+    try:
+        flush(sys.stderr)
+    except OSError:
+        _abandon(sys.stderr)
+
+
+def _abandon(stream: IO[str]) -> None:
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _prepare_streams() -> None:
@@ -139,7 +155,7 @@ def _values(options: argparse.Namespace) -> set[str]:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"relpos: warning: {message}", file=sys.stderr)
+    complain(f"relpos: warning: {message}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +167,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; what a command does not know is told with that command's usage."""
     parser = _make_parser()
     options, unknown = parser.parse_known_args(arguments)
-    if not any(word.startswith("-") and word != "-" for word in unknown):
+    words = unknown[: unknown.index("--")] if "--" in unknown else unknown
+    if not any(word.startswith("-") and word != "-" for word in words):
+        unknown = [*words, *unknown[len(words) + 1 :]]
         # Of models and files argparse takes those alone that stand together: `run --beam 1 test.en`.
         for name in ("paths", "models", "runs"):
             if hasattr(options, name):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from relpos.cli.arguments import FAILED, USAGE, add_command, add_output
+from relpos.cli.arguments import FAILED, USAGE, add_command, add_output, complain
 from relpos.cli.decoding import add_running, files_of, load, shown
 
 _NEXT = """\
@@ -85,7 +85,7 @@ def _align(options: argparse.Namespace) -> int:
     )
     missing = [name for name, given in there if not given]
     if missing:
-        print(_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
+        complain(_NEXT.format(missing=" and ".join(missing)))
         return USAGE
     from relpos.cli.lines import STANDARD, written
 

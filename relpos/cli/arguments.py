@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import select
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -130,6 +132,12 @@ def add_device(command: Any) -> None:
 def use_threads(options: argparse.Namespace) -> None:
     if options.threads is not None:
         library.set_threads(options.threads)
+
+
+def complain(line: str) -> None:
+    """A line on standard error, whose full disk or lost reader ends nothing."""
+    with suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def flush(stream: IO[Any]) -> None:

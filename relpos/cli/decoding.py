@@ -24,6 +24,7 @@ from relpos.cli.arguments import (
     add_progress,
     add_threads,
     add_unpickle,
+    complain,
     count,
     use_threads,
 )
@@ -142,8 +143,9 @@ def search_of(options: argparse.Namespace, translator: Translator) -> Search:
         for field, name in _FIELDS.items()
         if (value := getattr(options, name, None)) is not None
     }
-    if options.no_unknown and translator.subwords.unknown >= 0:
-        given["suppressed"] = (translator.subwords.unknown,)
+    unknown, end = translator.subwords.unknown, translator.subwords.eos
+    if options.no_unknown and unknown >= 0 and unknown != end:  # of some vocabularies one token
+        given["suppressed"] = (unknown,)
     return Search(**given)
 
 
@@ -231,16 +233,16 @@ def shown(kind: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
             kind = "lines"
     told = time.monotonic()
 
-    def tell(done: int) -> None:
+    def show(done: int) -> None:
         nonlocal told
         if bar is not None:
             bar.update(done - bar.n)
         elif kind == "lines" and time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
             told = time.monotonic()
-            print(f"{done:,} lines", file=sys.stderr, flush=True)
+            complain(f"{done:,} lines")
 
     try:
-        yield tell
+        yield show
     finally:
         if bar is not None:
             bar.close()
@@ -258,7 +260,7 @@ def _asks(files: Sequence[str]) -> bool:
 
 def _say_if_it_asks(options: argparse.Namespace, files: Sequence[str]) -> None:
     if _asks(files) and options.progress != "none":
-        print("reading lines from the terminal, to Ctrl-D", file=sys.stderr)
+        complain("reading lines from the terminal, to Ctrl-D")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ def _add_translate(commands: Any) -> None:
 
 def _translate(options: argparse.Namespace) -> int:
     if not options.paths:
-        print(_TRANSLATE_NEXT, file=sys.stderr)
+        complain(_TRANSLATE_NEXT)
         return USAGE
     from relpos.cli.lines import STANDARD, lines_in, windows_of, written
     from relpos.translator import WINDOW
@@ -467,7 +469,7 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     if not options.paths:
-        print(_GENERATE_NEXT, file=sys.stderr)
+        complain(_GENERATE_NEXT)
         return USAGE
     from relpos.cli.lines import STANDARD, windows_of, written
     from relpos.translation import Translation

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relpos.cli.arguments import FAILED, USAGE, add_command
+from relpos.cli.arguments import FAILED, USAGE, add_command, complain
 from relpos.cli.decoding import (
     SAYING,
     add_running,
@@ -112,7 +111,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if options.text is not None:
         return _evaluate_text(options)
     if options.models and options.hypothesis is not None:
-        print("relpos evaluate: give a model or --hypothesis, not both", file=sys.stderr)
+        complain("relpos evaluate: give a model or --hypothesis, not both")
         return USAGE
     missing = []
     if not options.models and options.hypothesis is None:
@@ -122,7 +121,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not options.reference:
         missing.append("--reference")
     if missing:
-        print(_EVALUATE_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
+        complain(_EVALUATE_NEXT.format(missing=" and ".join(missing)))
         return USAGE
     if options.hypothesis is not None:
         refuse(options, (*SAYING, *_OF_MODELS, "output"), "--hypothesis says what is said")
@@ -175,7 +174,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 def _evaluate_text(options: argparse.Namespace) -> int:
     """A language model, on text that is there."""
     if not options.models:
-        print(_EVALUATE_NEXT.format(missing="a model"), file=sys.stderr)
+        complain(_EVALUATE_NEXT.format(missing="a model"))
         return USAGE
     others = ("source", "reference", "hypothesis", *SAYING, "lowercase", "tokenize", "output")
     refuse(options, others, "is of translations, --text of what a language model thinks")

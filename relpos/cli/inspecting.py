@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from relpos.cli.arguments import (
     add_device,
     add_threads,
     add_unpickle,
+    complain,
     count,
     use_threads,
 )
@@ -99,7 +99,7 @@ def _inspect(options: argparse.Namespace) -> int:
         if given is None
     ]
     if missing:
-        print(_INSPECT_NEXT.format(missing=" and ".join(missing)), file=sys.stderr)
+        complain(_INSPECT_NEXT.format(missing=" and ".join(missing)))
         return USAGE
     ending = options.output.suffix.lower()
     if ending not in PAGES + PICTURES:

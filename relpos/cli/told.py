@@ -130,23 +130,23 @@ def told(options: argparse.Namespace) -> Told:
         wheres = [each.where for each in layers if "preset" in each.model]
         with _said_in(wheres[-1] if wheres else ""):
             config = Config.preset(preset or by_itself)
+    fields: dict[str, Any] = {}
     data: dict[str, Any] = {}
     loop: dict[str, Any] = {}
     for each in layers:
-        with _said_in(each.where):
-            config = config.replace(each.fields)
         if "steps" in each.fields:
             loop.pop("steps", None)  # of a layer below
+        fields |= each.fields
         data |= each.data
         loop |= each.train
     loop.pop("output", None)
     if "steps" in loop:
-        config = config.replace({"steps": loop["steps"]})
+        fields["steps"] = loop["steps"]
     if data.get("separate"):
-        shared = _last([each.fields for each in layers], "share_embeddings")
-        if shared in (True, "true"):
+        if fields.get("share_embeddings") in (True, "true", "1"):
             raise ValueError("share_embeddings: expected false with --separate, got true")
-        config = config.replace({"share_embeddings": False})
+        fields["share_embeddings"] = False
+    config = _replaced(config, fields, layers)
     begun_with = before.model.get("preset") if before is not None else None
     paper = (preset or begun_with or by_itself).startswith(_PAPER)
     sized = loop.keys() & {"tokens", "accumulate_tokens"}
@@ -157,6 +157,21 @@ def told(options: argparse.Namespace) -> Told:
     if goes_on is not None and before is not None:
         return _as_begun(found, before)
     return found
+
+
+def _replaced(config: Config, fields: dict[str, Any], layers: list[_Layer]) -> Config:
+    """With all that was said, checked together: what one layer says another may mend. The message
+    names the layer that is wrong by itself, if one is."""
+    try:
+        return config.replace(fields)
+    except (ValueError, TypeError) as error:
+        for each in layers:
+            try:
+                config.replace(each.fields)
+            except (ValueError, TypeError) as alone:
+                if str(alone) == str(error):
+                    raise ValueError(f"{each.where}{error}") from None
+        raise ValueError(str(error)) from None
 
 
 def keep(what: Told) -> None:
@@ -423,11 +438,11 @@ def _before(resume: bool, output: Path, start: str | None) -> Path | None:
 
 
 def _newest(output: Path) -> Path:
-    from relpos.saved import find_model
+    from relpos.saved import find_run
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
-        return find_model(output).weights[-1]
+        return find_run(output).weights[-1]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

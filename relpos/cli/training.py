@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from relpos.cli.arguments import (
     add_device,
     add_progress,
     add_threads,
+    complain,
     count,
     seed,
     use_threads,
@@ -219,17 +219,17 @@ def _train(options: argparse.Namespace) -> int:
     what = told(options)
     if ("source" in what.data) != ("target" in what.data):
         missing = "--target" if "source" in what.data else "--source"
-        print(f"relpos train: {missing} is missing: a file of translations", file=sys.stderr)
+        complain(f"relpos train: {missing} is missing: a file of translations")
         return USAGE
     if what.pairs and "text" in what.data:
-        print("relpos train: give --source and --target, or --text", file=sys.stderr)
+        complain("relpos train: give --source and --target, or --text")
         return USAGE
     if not what.pairs and "text" not in what.data:
         if options.resume:
             own = what.output / RUN_FILE
             why = f"{own}: names no text" if own.is_file() else f"{what.output}: no {RUN_FILE} here"
-            print(f"relpos train: {why} to go on with", file=sys.stderr)
-        print(_TRAIN_NEXT, file=sys.stderr)
+            complain(f"relpos train: {why} to go on with")
+        complain(_TRAIN_NEXT)
         return USAGE
     return _train_on(options, what)
 
@@ -441,11 +441,12 @@ def _average(options: argparse.Namespace) -> int:
     found: list[checkpoint.Checkpoint] = []
     seen = checkpoint.checkpoints(options.run_folder)
     for each in reversed(seen):
-        taken = len(found) < options.last
-        if (why := checkpoint.flaw(each.folder, thorough=taken)) is not None:
-            print(f"relpos: warning: {each.folder}: passed over: {why}", file=sys.stderr)
-        elif taken:
+        if len(found) == options.last:
+            break
+        if (why := checkpoint.flaw(each.folder)) is None:
             found.append(each)
+        else:
+            complain(f"relpos: warning: {each.folder}: passed over: {why}")
     if not found:
         why = "none of its checkpoints is whole" if seen else "no checkpoint here"
         raise ValueError(f"{options.run_folder}: {why}")

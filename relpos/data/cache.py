@@ -29,10 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
-from relpos.data.pieces import SentencePiece
-from relpos.data.subwords import Side, Words, Wrapped, of_side
+from relpos.data.subwords import Side, encode_texts, of_side
 from relpos.data.text import Item, Lines, Pairs, Report, check_text, has_sides
-from relpos.data.vocabulary import Subwords, integers, is_subwords
+from relpos.data.vocabulary import Subwords, is_subwords
 
 FORMAT = 1
 META = "meta.json"
@@ -312,7 +311,7 @@ class _Writer:
     def add(self, block: Sequence[Item]) -> None:
         sides = self._texts(block)
         subwords = self._subwords[-len(sides) :]
-        encoded = [_encoded(own, texts) for own, texts in zip(subwords, sides, strict=True)]
+        encoded = [encode_texts(own, texts) for own, texts in zip(subwords, sides, strict=True)]
         lengths = np.array([[len(tokens) for tokens in side] for side in encoded], np.int64)
         kept = np.asarray((lengths > 0).all(axis=0))
         if not kept.all():
@@ -364,18 +363,6 @@ class _Writer:
         if self.sides == 1:
             return [[str(item) for item in block]]
         return [[item[side] for item in block] for side in range(2)]
-
-
-def _encoded(subwords: Subwords, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of texts; those of a vocabulary of the user's are looked at."""
-    encoded = subwords.encode_many(texts)
-    if type(subwords) not in (SentencePiece, Words, Wrapped):
-        encoded = [integers("subwords: encode_many()", tokens) for tokens in encoded]
-    if len(encoded) != len(texts):
-        raise ValueError(
-            f"subwords: encode_many(): expected {len(texts)} lists, got {len(encoded)}"
-        )
-    return encoded
 
 
 def _of_each(lengths: Integers, values: Sequence[int]) -> Integers:

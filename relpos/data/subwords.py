@@ -34,6 +34,7 @@ from relpos.data.vocabulary import (
     Folder,
     Subwords,
     description_of,
+    integers,
     is_subwords,
     save_vocabulary,
     within,
@@ -419,6 +420,18 @@ class Sides:
 
     def __repr__(self) -> str:
         return f"<Sides: {self.source!r} and {self.target!r}>"
+
+
+def encode_texts(subwords: Subwords, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of texts; those of a vocabulary of the user's are looked at."""
+    encoded = subwords.encode_many(texts)
+    if type(subwords) not in (SentencePiece, Words, Wrapped):
+        encoded = [integers("subwords: encode_many()", tokens) for tokens in encoded]
+    if len(encoded) != len(texts):
+        raise ValueError(
+            f"subwords: encode_many(): expected {len(texts)} lists, got {len(encoded)}"
+        )
+    return encoded
 
 
 def of_side(subwords: Subwords, side: Side) -> Subwords:

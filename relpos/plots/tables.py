@@ -202,12 +202,16 @@ def _read(table: Any, offsets: Any) -> tuple[Any, Any]:
     rows = each.shape[1]
     if offsets is None:
         if rows % 2 == 0:
-            raise ValueError(f"offsets: expected for a table of {rows} rows, which is even")
+            raise ValueError(
+                f"offsets: expected {rows} whole numbers, got None: an even number of rows has "
+                "no middle"
+            )
         offsets = np.arange(rows) - rows // 2
     places = np.asarray(offsets)
     if places.shape != (rows,) or (np.diff(places) != 1).any():
+        got = f"{places.tolist()!r:.80}"
         raise ValueError(
-            f"offsets: expected {rows} whole numbers, each one more than that before it"
+            f"offsets: expected {rows} whole numbers, each one more than that before it, got {got}"
         )
     return each, places
 

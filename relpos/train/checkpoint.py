@@ -170,13 +170,19 @@ def newest(run: str | os.PathLike[str]) -> Checkpoint | None:
 
 def flaw(folder: Path, *, thorough: bool = True) -> str | None:
     """Why a folder is no whole checkpoint; None if it is. thorough: also by SHA-256."""
-    if not folder.is_dir():
-        return "there is no such folder"
-    if not (folder / MANIFEST).is_file():
-        return f"no checkpoint: {MANIFEST}, which is written last, is not there"
     try:
-        manifest = read_json(folder / MANIFEST)
-    except CheckpointError:
+        if not folder.is_dir():
+            return "there is no such folder"
+        if not (folder / MANIFEST).is_file():
+            return f"no checkpoint: {MANIFEST}, which is written last, is not there"
+        content = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):
+        manifest = None
+    if not isinstance(manifest, dict):
         return f"{MANIFEST} is no JSON object"
     files = manifest.get("files")
     if manifest.get("format") != _FORMAT or not isinstance(files, dict):

@@ -49,7 +49,7 @@ from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import check_tokenizer, find_model
 from relpos.train import checkpoint
 from relpos.train.average import HOW
-from relpos.train.checkpoint import TOKENIZER, Checkpoint
+from relpos.train.checkpoint import MODEL, STATE, TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
 from relpos.train.inputs import Text, called, check_path, check_sides, look_at
 from relpos.train.log import Log, Sums
@@ -181,6 +181,12 @@ class Trainer:
                 "config: decoder.layers=0: an encoder alone labels tokens, which text cannot say: "
                 "Transformer.step trains it, with Batch.from_labels"
             )
+        for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+            if stack.layers and stack.relations:
+                raise ValueError(
+                    f"config: {side}.relations={stack.relations}: labels of pairs of tokens, which "
+                    "text does not have: Transformer.step trains them, with graphs in its Batch"
+                )
         made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
         if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
             raise TypeError(
@@ -222,6 +228,12 @@ class Trainer:
         if validation is not None:
             validation = look_at("validation", validation, config, once=True, throughout=True)
 
+        theirs = [x for x in (MODEL, STATE) if not self._seen and (self.folder / x).exists()]
+        if theirs:
+            raise ValueError(
+                f"folder: {self.folder} has a model of its own, {theirs[0]}, whose vocabulary would be "
+                "lost; a run wants a folder of its own"
+            )
         if not resume and self._seen:
             raise ValueError(
                 f"folder: {self.folder} has checkpoints already: resume=True, or --resume, goes on "
@@ -368,7 +380,9 @@ class Trainer:
         try:
             state = restore(self.model)
         except OSError as error:
-            other = [changed[name] for name in changed if name not in (*HOW, "seed")]
+            averaged = (self.config.ema != 0) != (then.ema != 0)  # what one of them lacks
+            may = {*HOW, "seed"} - ({"ema"} if averaged else set())
+            other = [changed[name] for name in changed if name not in may]
             if other:
                 raise ValueError(
                     f"config: not that of {whose}: {'; '.join(other)}: {error}"

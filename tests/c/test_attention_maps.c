@@ -353,12 +353,12 @@ static void test_refusals(void) {
   REFUSED(RP_ERROR_SHAPE, "attention: k: its size overflows", m.k.head_stride = INT64_MAX / 4);
   static const int unknown[] = {-1, -10, 3, 9, 12, 19, 22, 32, 40, 41, INT_MAX, INT_MIN};
   for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
-    REFUSED(RP_ERROR_ARGUMENT, "must be one of RP_SHOW_...", m.what = unknown[i]);
+    REFUSED(RP_ERROR_ARGUMENT, "must be RP_SHOW_PROBABILITIES=0, ", m.what = unknown[i]);
   }
   REFUSED(RP_ERROR_ARGUMENT, "attention: what=3,", m.what = 3);
   REFUSED(RP_ERROR_ARGUMENT, "attention: b=2, must be from 0 to 1", m.b = B);
   REFUSED(RP_ERROR_ARGUMENT, "attention: b=-1", m.b = -1);
-  REFUSED(RP_ERROR_ARGUMENT, "attention: b=0, must be from 0 to -1", m.b = m.a.B = 0);
+  REFUSED(RP_ERROR_SHAPE, "attention: B=0 and H=3, must be at least 1", m.b = m.a.B = 0);
   REFUSED(RP_ERROR_ARGUMENT, "attention: head=3, must be from 0 to 2", m.head = H);
   REFUSED(RP_ERROR_ARGUMENT, "attention: head=-1", m.head = -1);
   REFUSED(RP_ERROR_SHAPE, "attention: rows=6 from row=0, but sequence 1 has 5 queries",

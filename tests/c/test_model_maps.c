@@ -351,7 +351,7 @@ static void test_maps_refused(void) {
       {map_of(0, 0, -1, 0, 0, to[1]), RP_ERROR_ARGUMENT, "maps[1].head=-1"},
       {map_of(0, 0, 0, 3, 0, to[1]), RP_ERROR_ARGUMENT, "maps[1].sentence=3"},
       {map_of(0, 0, 0, -1, 0, to[1]), RP_ERROR_ARGUMENT, "maps[1].sentence=-1"},
-      {map_of(0, 0, 0, 0, 3, to[1]), RP_ERROR_ARGUMENT, "maps[1].show=3, must be one of"},
+      {map_of(0, 0, 0, 0, 3, to[1]), RP_ERROR_ARGUMENT, "maps[1].show=3, must be RP_SHOW_PROBABILITIES=0"},
       {map_of(0, 0, 0, 0, RP_SHOW_KEY + 2, to[1]), RP_ERROR_ARGUMENT, "maps[1].show=12"},
       {map_of(0, 0, 0, 0, -1, to[1]), RP_ERROR_ARGUMENT, "maps[1].show=-1"},
       {map_of(0, 0, 0, 0, 0, NULL), RP_ERROR_ARGUMENT, "maps[1].to is NULL"},
