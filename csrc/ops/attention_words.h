@@ -58,12 +58,18 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 }
 
 /* The keys of a tile, which run along inner, turned across it and times the factor: lines of
- * `columns`, whole vectors, those beyond the keys being zeros. */
+ * `columns`, whole vectors, those beyond the keys being zeros. The next ones are asked for: fresh
+ * keys lie in no cache. */
 #define RPI_TURN_WORDS(how, target)                                                                \
   target RPI_NOINLINE void gemm_scaled_##how(dense from, int64_t keys, int64_t numbers,            \
                                              real factor, real *to) {                              \
-    gemm_words_turned_of(RPI_##how == RPI_NATIVE, false, factor, from.data, from.stride, keys,     \
-                         numbers, to, RPI_TILE);                                                   \
+    for (int64_t j = 0; j < keys; j += RPI_LANES, from.data += RPI_LANES * from.stride) {          \
+      for (int64_t i = RPI_LANES; i < 2 * RPI_LANES; i++) {                                        \
+        rpi_prefetch_row(from.data, i *from.stride, numbers);                                      \
+      }                                                                                            \
+      gemm_words_turned_of(RPI_##how == RPI_NATIVE, false, factor, from.data, from.stride,         \
+                           rpi_min(keys - j, RPI_LANES), numbers, to + j, RPI_TILE);               \
+    }                                                                                              \
   }
 RPI_TURN_WORDS(TWIN, )
 #ifdef RPI_BF16_NATIVE

@@ -104,12 +104,12 @@ RPI_INLINE rpi_register rpi_words_across(const bool native, rpi_register first,
 /* Words of the numbers in a row from `from` on, times the factor, zeros beyond `count`. */
 RPI_INLINE rpi_register rpi_words_at(const bool native, const real factor, const real *from,
                                      int64_t count) {
-  real whole[2 * RPI_LANES] = {0};
-  if (count < 2 * RPI_LANES) {
-    for (int64_t i = 0; i < count; i++) whole[i] = from[i];
-    from = whole;
+  if (count >= 2 * RPI_LANES) {
+    return rpi_words_of(native, factor * rpi_load(from), factor * rpi_load(from + RPI_LANES));
   }
-  return rpi_words_of(native, factor * rpi_load(from), factor * rpi_load(from + RPI_LANES));
+  real whole[2 * RPI_LANES] = {0};
+  for (int64_t i = 0; i < count; i++) whole[i] = factor * from[i];
+  return rpi_words_of(native, rpi_load(whole), rpi_load(whole + RPI_LANES));
 }
 
 /* A half of every word, as a number. */

@@ -109,8 +109,6 @@ RPI_INLINE void gemm_words_turned_of(const bool native, const bool stored, const
       if (present == RPI_LANES && k + 2 * RPI_LANES <= depth) {
         RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
           const real *const row = from + i * from_stride;
-          rpi_prefetch(row + (stored ? k / 2 : k), RPI_LANES * from_stride);
-          if (!stored) rpi_prefetch(row + k + RPI_LANES, RPI_LANES * from_stride);
           square[i] = gemm_words_from(native, stored, factor, row, k, 2 * RPI_LANES);
         }
       } else {
