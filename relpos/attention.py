@@ -201,7 +201,8 @@ def attention(
     offsets: int (B + 1,). The arrays are packed: q is (tokens, H, D), k and v likewise, and
         sequence b owns the rows offsets[b] to offsets[b + 1] - 1. `offsets` alone serves
         queries and keys.
-    key_offsets: int (B + 1,). The same for the keys alone.
+    key_offsets: int (B + 1,). The same for the keys alone, of queries that are packed or not; packed
+        queries want packed keys.
     query_start: int or int (B,). Absolute position of query 0, key 0 standing at 0.
         None: keys - queries of the sequence, so that the last query meets the last key.
     mask: bool (N, M), (B, N, M) or (B|1, H|1, N, M), True: visible. For packed arrays a list of

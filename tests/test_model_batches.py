@@ -49,6 +49,9 @@ def test_other_batches() -> None:
     assert alone.source is None and alone.source_offsets is None
     assert alone.target.tolist() == [1, 1, 6, 8] and alone.labels.tolist() == [2, 6, 8, 2]
     assert alone.target_offsets.tolist() == [0, 1, 4]
+    graphs = [np.zeros((1, 1), np.int8), np.arange(9, dtype=np.int8).reshape(3, 3)]
+    related = Batch.from_sentences([[], [6, 8]], bos=1, eos=2, graphs=graphs)
+    assert [x.tolist() for x in related.target_graphs] == [x.tolist() for x in graphs]
     labelled = Batch.from_labels([[3, 4], [], [5]], [[1, -1], [], [0]])
     assert labelled.target is None and labelled.sentences == 3
     assert labelled.source.tolist() == [3, 4, 5] and labelled.labels.tolist() == [1, -1, 0]

@@ -321,6 +321,9 @@ def test_all_by_offset(maps: ModelMaps) -> None:
     np.testing.assert_array_equal(drawn(ax), mass[:, N - 3 : N + 2])
     assert ax.images[0].get_extent()[:2] == [-2.5, 2.5]
     assert labels(ax.yaxis) == ["1.0", "1.2", "1.3", "2.0", "2.2", "2.3"]
+    ax = plots.all_by_offset(maps, show="relation", reach=N - 1)
+    line = plots.by_offset(maps, layer=1, show="relation", reach=N - 1).lines[1]
+    np.testing.assert_array_equal(drawn(ax)[0], line.get_ydata())
 
 
 def test_axes_may_hold_an_image_already(maps: ModelMaps) -> None:

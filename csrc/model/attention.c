@@ -235,38 +235,26 @@ static rp_status attend_backward(const rpi_run *run, const rpi_stored *stored, i
   return RP_OK;
 }
 
-static rpi_layer_linear qkv_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
-  const rpi_self_params *const at = &rpi_layer_params_of(run, run->layer)->self;
+/* What reads a sublayer's normed rows n: queries, with keys and values where it is self-attention.
+ */
+static rpi_layer_linear reads_of(const rpi_run *run, const rpi_stored *stored, const real *n,
+                                 int part) {
+  const rpi_layer_params *const at = rpi_layer_params_of(run, run->layer);
   const int64_t C = run->model->config.width;
-  return (rpi_layer_linear){.name = "attention.qkv",
-                            .rows = run->side[run->stack].rows,
-                            .in = C,
-                            .out = rpi_qkv_columns(run->model),
-                            .weight = at->qkv,
-                            .bias = at->qkv_bias,
-                            .x = n,
-                            .x_stride = C,
-                            .kept = stored->kept_n,
-                            .given = rpi_is_given(stored, n),
-                            .y_element = element_of(run, RPI_SELF),
-                            .dy_element = element_of(run, RPI_SELF)};
-}
-
-static rpi_layer_linear cross_q_of(const rpi_run *run, const rpi_stored *stored, const real *n) {
-  const rpi_cross_params *const at = &rpi_layer_params_of(run, run->layer)->cross;
-  const int64_t C = run->model->config.width;
-  return (rpi_layer_linear){.name = "cross.q",
-                            .rows = run->side[run->stack].rows,
-                            .in = C,
-                            .out = rpi_head_columns(run->model),
-                            .weight = at->q,
-                            .bias = at->q_bias,
-                            .x = n,
-                            .x_stride = C,
-                            .kept = stored->kept_n,
-                            .given = rpi_is_given(stored, n),
-                            .y_element = element_of(run, RPI_CROSS),
-                            .dy_element = element_of(run, RPI_CROSS)};
+  const bool self = part == RPI_SELF;
+  return (rpi_layer_linear){
+      .name = self ? "attention.qkv" : "cross.q",
+      .rows = run->side[run->stack].rows,
+      .in = C,
+      .out = self ? rpi_qkv_columns(run->model) : rpi_head_columns(run->model),
+      .weight = self ? at->self.qkv : at->cross.q,
+      .bias = self ? at->self.qkv_bias : at->cross.q_bias,
+      .x = n,
+      .x_stride = C,
+      .kept = stored->kept_n,
+      .given = rpi_is_given(stored, n),
+      .y_element = element_of(run, part),
+      .dy_element = element_of(run, part)};
 }
 
 static rpi_layer_linear cross_kv_of(const rpi_run *run) {
@@ -337,12 +325,12 @@ rp_status rpi_sublayer_attend(rpi_run *run, const rpi_stored *stored, int part, 
   const bool step = run->kept && run->kept->step;
   real *const to = qkv_at(run, stored);
   if (part == RPI_SELF) {
-    const rpi_layer_linear qkv = qkv_of(run, stored, n);
+    const rpi_layer_linear qkv = reads_of(run, stored, n, RPI_SELF);
     RPI_TRY(rpi_layer_linear_forward(run, &qkv, to, rpi_qkv_columns(m)));
     RPI_TRY(rotate(run, step ? run->kept->places : NULL, to, false));
     if (run->kept) RPI_TRY(keep_keys(run, stored));
   } else {
-    const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
+    const rpi_layer_linear q = reads_of(run, stored, n, RPI_CROSS), kv = cross_kv_of(run);
     RPI_TRY(rpi_layer_linear_forward(run, &q, to, HD));
     if (!run->kept) RPI_TRY(rpi_layer_linear_forward(run, &kv, stored->kv, 2 * rpi_key_columns(m)));
   }
@@ -359,10 +347,10 @@ rp_status rpi_sublayer_attend_backward(rpi_run *run, const rpi_stored *stored, i
   RPI_TRY(attend_backward(run, stored, part, dkv));
   if (part == RPI_SELF) {
     RPI_TRY(rotate(run, NULL, dq, true));
-    const rpi_layer_linear qkv = qkv_of(run, stored, n);
+    const rpi_layer_linear qkv = reads_of(run, stored, n, RPI_SELF);
     return rpi_layer_linear_backward(run, &qkv, dq, rpi_qkv_columns(m), dn, add);
   }
-  const rpi_layer_linear q = cross_q_of(run, stored, n), kv = cross_kv_of(run);
+  const rpi_layer_linear q = reads_of(run, stored, n, RPI_CROSS), kv = cross_kv_of(run);
   const bool adds = run->layer < m->config.decoder.layers - 1; /* the last comes first */
   const int64_t columns = 2 * rpi_key_columns(m);
   RPI_TRY(rpi_layer_linear_backward(run, &kv, dkv, columns, m->stack[RPI_ENCODER].dstream, adds));

@@ -465,7 +465,7 @@ typedef struct rp_ops {
   rp_status (*activation_backward)(const rpi_activation_backward_args *args);
   rp_status (*cross_entropy)(const rpi_cross_entropy_args *args);
   rp_status (*losses)(const rpi_losses_args *args);
-  rp_status (*column_sums)(const rpi_column_sums_args *args);
+  rp_status (*column_sums)(const rpi_column_sums_args *args); /* of other entries, and of tests */
   /* *sum, in memory of the table = the squares of x[count], added up in double, NaN where one of
    * them is not finite; workspace: [rpi_square_blocks(count)] doubles */
   rp_status (*square_sum)(const real *x, int64_t count, double *workspace, double *sum);
