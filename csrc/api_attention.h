@@ -70,7 +70,7 @@ rp_status rpi_check_terms(const rp_attention *a);
 /* What they hold, which takes a pass over all of it. */
 rp_status rpi_check_labels(const rp_attention *a);
 
-/* Is it one of RP_SHOW_...? */
+/* Is it one of RP_SHOW_...? And what it must be. */
 #define RPI_SHOWS                                                                                  \
   "RP_SHOW_PROBABILITIES=0, RP_SHOW_SCORES=1, RP_SHOW_CONTENT=2, or RP_SHOW_KEY=10, "              \
   "RP_SHOW_QUERY=20 or RP_SHOW_BIAS=30, plus 1 for a second term"

@@ -183,8 +183,7 @@ typedef struct bounds {
   int64_t key_columns, value_columns, query_columns;
   int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
-  int tiles;  /* parts of a number that tiles of bf16 multiply, where an item is large enough; or 0
-               */
+  int tiles;  /* parts of a number, where tiles of bf16 multiply; 0: they do not pay */
   int how;    /* strips multiply (bf16.h): all, or what tiles do not */
   bool moved; /* moves_queries */
   bool folds; /* some sequence has more than RPI_FOLDED_KEYS */

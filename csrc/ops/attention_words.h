@@ -64,8 +64,9 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
   target RPI_NOINLINE void gemm_scaled_##how(dense from, int64_t keys, int64_t numbers,            \
                                              real factor, real *to) {                              \
     for (int64_t j = 0; j < keys; j += RPI_LANES, from.data += RPI_LANES * from.stride) {          \
-      for (int64_t i = RPI_LANES; i < 2 * RPI_LANES; i++) {                                        \
-        rpi_prefetch_row(from.data, i *from.stride, numbers);                                      \
+      int64_t next = RPI_LANES * from.stride;                                                      \
+      for (int i = 0; i < RPI_LANES; i++, next += from.stride) {                                   \
+        rpi_prefetch_row(from.data, next, numbers);                                                \
       }                                                                                            \
       gemm_words_turned_of(RPI_##how == RPI_NATIVE, false, factor, from.data, from.stride,         \
                            rpi_min(keys - j, RPI_LANES), numbers, to + j, RPI_TILE);               \
