@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from relpos.train.checkpoint import (
     MODEL,
     STATE,
     TOKENIZER,
+    Checkpoint,
     CheckpointError,
     CheckpointWarning,
     checkpoints,
@@ -61,7 +63,7 @@ def find_model(
             raise ValueError("best: average is given, the mean of the last checkpoints")
     in_run = checkpoints(where) if where.is_dir() else []
     if in_run and (best or average is not None or not (where / MODEL).exists()):
-        found = find_run(where, average)
+        found = find_run(in_run, average)
         if best:
             return find_model(_best_step(where, found.weights[-1].parent))
         return found
@@ -85,11 +87,12 @@ def find_model(
     return Saved((_best_of(where),), where / TOKENIZER)
 
 
-def find_run(run: Path, average: int | None = None) -> Saved:
-    """The newest whole checkpoint of a run, or so many of the last; a warning tells of each that is
-    passed over."""
+def find_run(found: Sequence[Checkpoint], average: int | None = None) -> Saved:
+    """The newest that is whole of a run's checkpoints, or so many of the last; a warning tells of each
+    that is passed over."""
     weights: tuple[Path, ...] = ()
-    for each in reversed(checkpoints(run)):
+    run = found[0].folder.parent
+    for each in reversed(found):
         if len(weights) == (average or 1):
             break
         if (why := flaw(each.folder, thorough=False)) is None:

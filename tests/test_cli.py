@@ -22,7 +22,7 @@ import pytest
 import no_matplotlib
 import relpos
 import text_files
-from commands import Capture, relpos_says
+from commands import Capture, relpos_prints, relpos_says
 from relpos import cli
 from relpos.train import checkpoint, newest
 from relpos.train.average import average
@@ -37,8 +37,7 @@ SMALL = (
 
 def relpos_warns(capture: Capture, *arguments: Any) -> list[str]:
     """What a command that does its work warns of."""
-    assert cli.main([str(each) for each in arguments]) == 0
-    lines = capture.readouterr().err.splitlines()
+    lines = relpos_prints(capture, *arguments).error.splitlines()
     begin = "relpos: warning: "
     return [line.removeprefix(begin) for line in lines if line.startswith(begin)]
 

@@ -55,15 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parse(arguments)
     except SystemExit as left:  # after --help, or what cannot be read
-        flushed = _flushed(tell=not left.code)
-        _flush_errors()
-        if not flushed and not left.code:
+        if not _flushed(tell=not left.code) and not left.code:
             return FAILED
         raise
     status = _run(options)
-    flushed = _flushed(tell=status == 0)
-    _flush_errors()
-    return status if flushed else status or FAILED
+    return status if _flushed(tell=status == 0) else status or FAILED
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -83,29 +79,25 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _flushed(*, tell: bool) -> bool:
-    """Whether all that was printed is written. What is not is not tried again at exit, where Python
+    """Whether all that was printed is written. A standard error that is full, or has lost its reader,
+    is no failure."""
+    error = _drained(sys.stdout)
+    if error and tell and not isinstance(error, BrokenPipeError):
+        complain(f"relpos: standard output: {error.strerror}")
+    _drained(sys.stderr)
+    return error is None
+
+
+def _drained(stream: IO[str]) -> OSError | None:
+    """Why not all that is buffered is written. What is not is not tried again at exit, where Python
     would tell of it in words of its own, and with another status."""
     try:
-        flush(sys.stdout)
-        return True
+        flush(stream)
     except OSError as error:
-        if tell and not isinstance(error, BrokenPipeError):
-            complain(f"relpos: standard output: {error.strerror}")
-        _abandon(sys.stdout)
-        return False
-
-
-def _flush_errors() -> None:
-    """A standard error that is full, or has lost its reader, changes no status either."""
-    try:
-        flush(sys.stderr)
-    except OSError:
-        _abandon(sys.stderr)
-
-
-def _abandon(stream: IO[str]) -> None:
-    with suppress(OSError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        return error
+    return None
 
 
 def _prepare_streams() -> None:

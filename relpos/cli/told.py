@@ -439,10 +439,11 @@ def _before(resume: bool, output: Path, start: str | None) -> Path | None:
 
 def _newest(output: Path) -> Path:
     from relpos.saved import find_run
+    from relpos.train.checkpoint import checkpoints
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainer looks closer, and says what it finds
-        return find_run(output).weights[-1]
+        return find_run(checkpoints(output)).weights[-1]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -228,12 +228,12 @@ class Trainer:
         if validation is not None:
             validation = look_at("validation", validation, config, once=True, throughout=True)
 
-        theirs = [x for x in (MODEL, STATE) if not self._seen and (self.folder / x).exists()]
-        if theirs:
-            raise ValueError(
-                f"folder: {self.folder} has a model of its own, {theirs[0]}, whose vocabulary would be "
-                "lost; a run wants a folder of its own"
-            )
+        for name in () if self._seen else (MODEL, STATE):
+            if (self.folder / name).exists():
+                raise ValueError(
+                    f"folder: {self.folder} has a model of its own, {name}, whose vocabulary would be "
+                    "lost; a run wants a folder of its own"
+                )
         if not resume and self._seen:
             raise ValueError(
                 f"folder: {self.folder} has checkpoints already: resume=True, or --resume, goes on "
