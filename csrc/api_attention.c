@@ -125,7 +125,9 @@ static rp_status check_numbers(const rp_attention *a) {
             RP_ERROR_SHAPE,
             "attention: position_bias_stride=%lld, must be at least the row's width D=%lld",
             (rpi_wide)a->position_bias_stride, (rpi_wide)a->D);
-  return RP_OK;
+  const axis heads = {a->position_bias ? a->H : 0, a->position_bias_stride};
+  return rpi_check_rows("attention", "position_bias", a->position_bias, (axis){1, 0}, heads,
+                        (axis){1, 0}, a->D, false);
 }
 
 /* Everything that the shape alone decides, of a copy that has all fields. */
@@ -237,35 +239,51 @@ static rp_status check_inputs(const rp_attention *a, rp_rows q, rp_rows k, rp_ro
 }
 
 static rpi_array dense(const char *name, const rp_real *data, int64_t count) {
-  return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data};
+  return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data, false};
 }
 
 static rpi_array array_of_lse(const rp_attention *a, const rp_real *lse) {
   return dense("lse", lse, a->H * (a->offsets ? a->offsets[a->B] : a->B * a->N));
 }
 
+static rpi_array array_of_workspace(const void *workspace, int64_t bytes) {
+  return (rpi_array){"workspace", workspace, {{1, 0}, {1, 0}, {1, 0}}, bytes, 1, false};
+}
+
 static rp_status check_forward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
-                                     rp_rows_out out, const rp_real *lse) {
-  const rpi_array arrays[] = {array_of(a, "q", q, QUERIES, a->D), array_of(a, "k", k, KEYS, a->D),
-                              array_of(a, "v", v, KEYS, a->Dv),
-                              array_of(a, "out", read_again(out), QUERIES, a->Dv),
-                              array_of_lse(a, lse)};
-  return rpi_check_apart("attention", arrays, 3, 5);
+                                     rp_rows_out out, const rp_real *lse, const void *workspace,
+                                     int64_t bytes) {
+  rpi_array arrays[RPI_TABLES + 6];
+  int count = rpi_tables(a, NULL, arrays);
+  arrays[count++] = array_of(a, "q", q, QUERIES, a->D);
+  arrays[count++] = array_of(a, "k", k, KEYS, a->D);
+  arrays[count++] = array_of(a, "v", v, KEYS, a->Dv);
+  const int inputs = count;
+  arrays[count++] = array_of(a, "out", read_again(out), QUERIES, a->Dv);
+  arrays[count++] = array_of_lse(a, lse);
+  arrays[count++] = array_of_workspace(workspace, bytes);
+  return rpi_check_apart(arrays, inputs, count);
 }
 
 static rp_status check_backward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
                                       rp_rows out, const rp_real *lse, rp_rows dout,
-                                      const rp_attention_gradients *g) {
-  const rpi_array arrays[] = {array_of(a, "q", q, QUERIES, a->D),
-                              array_of(a, "k", k, KEYS, a->D),
-                              array_of(a, "v", v, KEYS, a->Dv),
-                              array_of(a, "out", out, QUERIES, a->Dv),
-                              array_of(a, "dout", dout, QUERIES, a->Dv),
-                              array_of_lse(a, lse),
-                              array_of(a, "gradients.q", read_again(g->q), QUERIES, a->D),
-                              array_of(a, "gradients.k", read_again(g->k), KEYS, a->D),
-                              array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv)};
-  return rpi_check_apart("attention", arrays, 6, 9);
+                                      const rp_attention_gradients *g, const void *workspace,
+                                      int64_t bytes) {
+  rpi_array arrays[2 * RPI_TABLES + 10];
+  int count = rpi_tables(a, NULL, arrays);
+  arrays[count++] = array_of(a, "q", q, QUERIES, a->D);
+  arrays[count++] = array_of(a, "k", k, KEYS, a->D);
+  arrays[count++] = array_of(a, "v", v, KEYS, a->Dv);
+  arrays[count++] = array_of(a, "out", out, QUERIES, a->Dv);
+  arrays[count++] = array_of(a, "dout", dout, QUERIES, a->Dv);
+  arrays[count++] = array_of_lse(a, lse);
+  const int inputs = count;
+  arrays[count++] = array_of(a, "gradients.q", read_again(g->q), QUERIES, a->D);
+  arrays[count++] = array_of(a, "gradients.k", read_again(g->k), KEYS, a->D);
+  arrays[count++] = array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv);
+  count += rpi_tables(a, g, arrays + count);
+  arrays[count++] = array_of_workspace(workspace, bytes);
+  return rpi_check_apart(arrays, inputs, count);
 }
 
 static rp_status check_workspace(const void *workspace, int64_t given, int64_t needed) {
@@ -316,7 +334,7 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
   RPI_TRY(workspace_of(&a, workers, &needed, NULL));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
   if (a.B == 0 || a.H == 0) return RP_OK;
-  RPI_TRY(check_forward_apart(&a, q, k, v, out, lse));
+  RPI_TRY(check_forward_apart(&a, q, k, v, out, lse, workspace, needed));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
@@ -369,7 +387,7 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_CHECK(lse || (a.offsets ? a.offsets[a.B] : a.N) == 0, RP_ERROR_ARGUMENT,
             "attention: lse is NULL; backward needs the one that forward wrote");
-  RPI_TRY(check_backward_apart(&a, q, k, v, out, lse, dout, gradients));
+  RPI_TRY(check_backward_apart(&a, q, k, v, out, lse, dout, gradients, workspace, needed));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
@@ -480,9 +498,14 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   RPI_CHECK(keys || all == 0, RP_ERROR_ARGUMENT, "attention: keys is NULL");
   RPI_CHECK(values || all == 0, RP_ERROR_ARGUMENT, "attention: values is NULL");
   RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
-  const rpi_array arrays[] = {dense("q", q, all), dense("keys", keys, all),
-                              dense("values", values, all), dense("out", out, all)};
-  RPI_TRY(rpi_check_apart("attention", arrays, 3, 4)); /* by the names they have here */
+  const int64_t table = (2 * k + 1) * D;
+  const rpi_array arrays[] = {dense("q", q, all),
+                              dense("keys", keys, all),
+                              dense("values", values, all),
+                              dense("key_table", key_table, table),
+                              dense("value_table", value_table, table),
+                              dense("out", out, all)};
+  RPI_TRY(rpi_check_apart(arrays, 5, 6)); /* by the names they have here */
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {

@@ -54,11 +54,17 @@ typedef struct rpi_array {
   const void *data;
   axis axes[3];
   int64_t width, element; /* numbers in a row, bytes in a number */
+  bool added_to;          /* and may be one with others that are: gradients of tied tables */
 } rpi_array;
 
 /* None of the arrays after the inputs, which are written, shares a number with any other. Each is
  * checked already. */
-rp_status rpi_check_apart(const char *call, const rpi_array *arrays, int inputs, int count);
+rp_status rpi_check_apart(const rpi_array *arrays, int inputs, int count);
+
+/* The tables of all terms and position_bias, or their gradients where `gradients` is not NULL.
+ * Returns how many there are: RPI_TABLES at most. */
+#define RPI_TABLES (4 * RP_TERMS + 1)
+int rpi_tables(const rp_attention *a, const rp_attention_gradients *gradients, rpi_array *to);
 
 /* The operations of where a call's arrays lie; `call` begins the sentence. */
 rp_status rpi_placement_ops(const char *call, const rp_placement *placement, const rp_ops **ops);

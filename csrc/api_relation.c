@@ -19,23 +19,29 @@
 #define POSITION_LIMIT ((int32_t)1 << 30)
 #define SCAN_LABELS 65536 /* of one task: some microseconds */
 
-/* A term that is there, and its name in messages. */
+/* A term that is there, and what messages call it, its table and the table's gradient. */
 typedef struct term {
   const rp_relation *relation;
   int64_t width; /* of a row of its table */
-  char name[16];
+  const char *name, *table, *gradient;
 } term;
 
 enum { TERMS = 4 * RP_TERMS };
 
 static term term_at(const rp_attention *a, int i) {
-  static const char *const kinds[] = {"key", "query", "bias", "value"};
+#define NAMES(name) {name, name ".table", "gradients." name}
+  static const char *const names[TERMS][3] = {
+      NAMES("key[0]"),  NAMES("key[1]"),  NAMES("query[0]"), NAMES("query[1]"),
+      NAMES("bias[0]"), NAMES("bias[1]"), NAMES("value[0]"), NAMES("value[1]")};
+#undef NAMES
   const rp_relation *const relations[] = {a->key, a->query, a->bias, a->value};
   const int64_t widths[] = {a->D, a->D, 1, a->Dv};
-  const int kind = i / RP_TERMS, index = i % RP_TERMS;
-  term t = {.relation = relations[kind] + index, .width = widths[kind]};
-  snprintf(t.name, sizeof t.name, "%s[%d]", kinds[kind], index);
-  return t;
+  const int kind = i / RP_TERMS;
+  return (term){.relation = relations[kind] + i % RP_TERMS,
+                .width = widths[kind],
+                .name = names[i][0],
+                .table = names[i][1],
+                .gradient = names[i][2]};
 }
 
 /* ---- tables ------------------------------------------------------------------ */
@@ -58,6 +64,37 @@ static rp_status check_table(const rp_attention *a, const term *t, int64_t T) {
       "numbers",
       t->name, (rpi_wide)r->head_stride, (rpi_wide)least);
   return RP_OK;
+}
+
+static const rp_real *gradient_at(const rp_attention_gradients *g, int i) {
+  rp_real *const *const kinds[] = {g->key, g->query, g->bias, g->value};
+  return kinds[i / RP_TERMS][i % RP_TERMS];
+}
+
+int rpi_tables(const rp_attention *a, const rp_attention_gradients *g, rpi_array *to) {
+  int count = 0;
+  for (int i = 0; i < TERMS; i++) {
+    const term t = term_at(a, i);
+    const rp_relation *const r = t.relation;
+    if (!r->table) continue;
+    const int64_t T = r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows;
+    to[count++] = (rpi_array){
+        .name = g ? t.gradient : t.table,
+        .data = g ? gradient_at(g, i) : r->table,
+        .axes = {{1, 0}, {r->head_stride ? a->H : 1, r->head_stride}, {T, r->row_stride}},
+        .width = t.width,
+        .element = (int64_t)sizeof *r->table,
+        .added_to = g != NULL};
+  }
+  if (a->position_bias) {
+    to[count++] = (rpi_array){.name = g ? "gradients.position_bias" : "position_bias",
+                              .data = g ? g->position_bias : a->position_bias,
+                              .axes = {{1, 0}, {a->H, a->position_bias_stride}, {1, 0}},
+                              .width = a->D,
+                              .element = (int64_t)sizeof *a->position_bias,
+                              .added_to = g != NULL};
+  }
+  return count;
 }
 
 /* ---- bands --------------------------------------------------------------------- */

@@ -209,6 +209,8 @@ static void test_position_bias(void) {
           a.position_bias = bias, a.position_bias_stride = D - 1);
   REFUSED(RP_ERROR_SHAPE, "attention: position_bias_stride=", a.position_bias = bias,
           a.position_bias_stride = BEYOND);
+  REFUSED(RP_ERROR_SHAPE, "attention: position_bias: its size overflows", a.position_bias = bias,
+          a.B = 0, a.H = a.position_bias_stride = BEYOND - 1);
   TAKEN(a.position_bias = bias, a.position_bias_stride = D);
   TAKEN(a.position_bias = bias, a.H = 1);
   TAKEN(a.position_bias = NULL, a.position_bias_stride = -1);
@@ -276,6 +278,7 @@ static void test_output_strides(void) {
 
 /* What is written has numbers of its own; columns of one packed array have. */
 static void test_overlap(void) {
+  static rp_real table[H * T * D];
   FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with q; give it an array of its",
                   c.a.Dv = D, c.out = rows_out(q_data, N, D));
   FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with k",
@@ -292,6 +295,27 @@ static void test_overlap(void) {
                    c.g.q.data = dk_data);
   BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.v shares memory with out",
                    c.out_in.data = dv_data + 1);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with key[0].table",
+                  c.a.key[0].table = out_data);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: lse shares memory with value[0].table",
+                  c.a.value[0].table = c.lse);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: out shares memory with position_bias",
+                  c.a.position_bias = out_data, c.a.position_bias_stride = D);
+  FORWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: workspace shares memory with q",
+                  c.q.data = c.workspace);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: workspace shares memory with gradients.value[0]",
+                   c.g.value[0] = c.workspace);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.q shares memory with key[0].table",
+                   c.a.key[0].table = dq_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.key[0] shares memory with k",
+                   c.g.key[0] = k_data);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.key[0] shares memory with key[0].table",
+                   c.a.key[0].table = c.g.key[0] = table);
+  BACKWARD_REFUSED(RP_ERROR_ARGUMENT, "attention: gradients.key[0] shares memory with gradients.v",
+                   c.g.key[0] = dv_data);
+  call tied = valid(); /* gradients of tables add up: any may be one */
+  tied.g.key[0] = tied.g.value[0] = table;
+  CHECK_INT(backward(&tied), RP_OK);
   /* [B, N, 7, H, D]: q, k, v, out and the gradients of the first three side by side. */
   enum { WIDE = 7 * H * D };
   static rp_real packed[B * N * WIDE];
