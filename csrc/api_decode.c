@@ -200,12 +200,7 @@ static rp_status check_room(const rp_decoder *d, const rp_search *q) {
 
 /* The models have their averages for weights, or what were their weights again. */
 static void swap_averages(const rp_decoder *d) {
-  for (int64_t k = 0; k < d->count; k++) {
-    rp_model *const m = d->models[k];
-    real *const weights = m->weights;
-    m->weights = m->average;
-    m->average = weights;
-  }
+  for (int64_t k = 0; k < d->count; k++) rpi_model_swap_average(d->models[k]);
 }
 
 static rp_status search(rp_decoder *d, const rp_batch *batch, const rp_search *q) {

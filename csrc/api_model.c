@@ -368,10 +368,9 @@ rp_status rp_model_forward(rp_model *m, const rp_batch *batch, int dropout, rp_r
 static rp_status forward_average(rp_model *m, const rp_batch *batch, rp_result *result) {
   RPI_CHECK(m->average, RP_ERROR_ORDER,
             "model: it keeps no average; ema is 0, or it was made without training");
-  real *const weights = m->weights;
-  m->weights = m->average;
+  rpi_model_swap_average(m);
   const rp_status status = forward(m, batch, 0, result);
-  m->weights = weights;
+  rpi_model_swap_average(m);
   return status;
 }
 

@@ -107,7 +107,7 @@ int axes_of(PyObject *object) {
   return PyTuple_Check(shape) ? (int)PyTuple_Size(shape) : -1;
 }
 
-/* Elements; 0 where an axis is empty. */
+/* Is there an axis without an element? */
 static int is_empty(const header *h) {
   for (int i = 0; i < h->axes; i++) {
     if (h->shape[i] == 0) return 1;
@@ -360,10 +360,9 @@ int take(PyObject *object, const char *name, const char *axes, int flags, sizes 
   return 1;
 }
 
-int take_rows(PyObject *object, const char *name, const char *axes, int flags, sizes *s,
-              rp_rows *to) {
+int take_rows(PyObject *object, const char *name, const char *axes, sizes *s, rp_rows *to) {
   view v = {0};
-  if (!take(object, name, axes, flags | TAKE_ELEMENT, s, &v)) return 0;
+  if (!take(object, name, axes, TAKE_ELEMENT, s, &v)) return 0;
   *to = (rp_rows){v.data, v.batch_stride, v.head_stride, v.row_stride};
   return 1;
 }

@@ -199,9 +199,9 @@ PyObject *attention_backward(PyObject *module, PyObject *args) {
                         &table_gradients, &dposition_bias, &PyTuple_Type, &call, &dq, &dk, &dv)) {
     return NULL;
   }
-  if (!take_call(&j, call, q, k, v) || !take_rows(out, "out", j.axes.out, 0, &j.sizes, &j.out_in) ||
+  if (!take_call(&j, call, q, k, v) || !take_rows(out, "out", j.axes.out, &j.sizes, &j.out_in) ||
       !take(lse, "lse", j.axes.lse, TAKE_CONTIGUOUS, &j.sizes, &lse_view) ||
-      !take_rows(dout, "dout", j.axes.out, 0, &j.sizes, &j.dout) ||
+      !take_rows(dout, "dout", j.axes.out, &j.sizes, &j.dout) ||
       !take_table_gradients(&j, table_gradients) ||
       !take_position_bias_gradient(&j, dposition_bias)) {
     return NULL;

@@ -125,11 +125,10 @@ int take_call(job *j, PyObject *call, PyObject *q, PyObject *k, PyObject *v) {
   if (!choose_axes(&j->axes, layout, offsets != Py_None, key_offsets != Py_None) ||
       !take_offsets(offsets, "offsets", s, &a->offsets) ||
       !take_offsets(key_offsets, "key_offsets", s, &a->key_offsets) ||
-      !take_rows(q, "q", j->axes.q, 0, s, &j->q) ||
-      !offsets_end(a->offsets, "offsets", s, 'X', "q") ||
-      !take_rows(k, "k", j->axes.k, 0, s, &j->k) ||
+      !take_rows(q, "q", j->axes.q, s, &j->q) || !offsets_end(a->offsets, "offsets", s, 'X', "q") ||
+      !take_rows(k, "k", j->axes.k, s, &j->k) ||
       !offsets_end(a->key_offsets, "key_offsets", s, 'Y', "k") ||
-      !take_rows(v, "v", j->axes.v, 0, s, &j->v) ||
+      !take_rows(v, "v", j->axes.v, s, &j->v) ||
       !take_int64(lengths, "lengths", "B", s, &a->lengths) ||
       !take_int64(key_lengths, "key_lengths", "B", s, &a->key_lengths) ||
       !take_int64(query_start, "query_start", "B", s, &a->query_start)) {

@@ -53,6 +53,13 @@ static PyObject *renamed(PyObject *sentence, const renaming *names, int count) {
 
 void raise_status(PyObject *module, rp_status status) { raise_renamed(module, status, NULL, 0); }
 
+PyObject *made_or_raised(PyObject *module, PyObject *made, rp_status status) {
+  if (status == RP_OK) return made;
+  Py_DECREF(made);
+  raise_status(module, status);
+  return NULL;
+}
+
 void raise_renamed(PyObject *module, rp_status status, const renaming *names, int count) {
   const module_state *state = PyModule_GetState(module);
   PyObject *type = PyExc_SystemError;

@@ -49,6 +49,9 @@
  * otherwise in Python has its name there. */
 void raise_status(PyObject *module, rp_status status);
 
+/* What a call made, which is the caller's, or NULL with the exception of its status. */
+PyObject *made_or_raised(PyObject *module, PyObject *made, rp_status status);
+
 typedef struct renaming {
   const char *from, *to;
 } renaming;
@@ -116,9 +119,8 @@ typedef struct view {
  * of which nobody reads what lies at the address. */
 int take(PyObject *object, const char *name, const char *axes, int flags, sizes *s, view *to);
 
-/* The same for rows of float32. */
-int take_rows(PyObject *object, const char *name, const char *axes, int flags, sizes *s,
-              rp_rows *to);
+/* The same for rows of an operation's numbers. */
+int take_rows(PyObject *object, const char *name, const char *axes, sizes *s, rp_rows *to);
 int take_rows_out(PyObject *object, const char *name, const char *axes, sizes *s, rp_rows_out *to);
 
 /* None, or integers without gaps: *to NULL, or where they are. */
@@ -155,7 +157,7 @@ enum { RELPOS_KEY, RELPOS_QUERY, RELPOS_BIAS, RELPOS_VALUE, RELPOS_KINDS };
  * other way, every field of a configuration. */
 int take_config(PyObject *module, PyObject *pairs, rp_config *to);
 
-/* (tokens, sentences, training, recompute) */
+/* (tokens, sentences, training, recompute, device, precision) */
 int take_limits(PyObject *object, rp_limits *to);
 
 /* _batch.c: the tuple

@@ -223,12 +223,6 @@ static PyObject *logits_new(PyObject *self, int64_t rows) {
   return PyArray_SimpleNew(2, shape, NPY_FLOAT32);
 }
 
-static PyObject *logits_or_error(PyObject *self, rp_status status, PyObject *logits) {
-  if (status == RP_OK) return logits;
-  Py_DECREF(logits);
-  return raise_from(self, status);
-}
-
 /* begin(batch, most_rows) -> float32 (sentences, vocabulary) */
 static PyObject *decoder_begin(PyObject *self, PyObject *args) {
   rp_decoder *const core = ((decoder *)self)->core;
@@ -250,7 +244,7 @@ static PyObject *decoder_begin(PyObject *self, PyObject *args) {
   status = rp_decoder_begin(core, &batch, most_rows, to);
   Py_END_ALLOW_THREADS
   leave(self);
-  return logits_or_error(self, status, logits);
+  return made_or_raised_from(self, logits, status);
 }
 
 /* step(parents or None, tokens) -> float32 (rows, vocabulary) */
@@ -280,7 +274,7 @@ static PyObject *decoder_step(PyObject *self, PyObject *args) {
   status = rp_decoder_step(core, rows, parents, tokens, to);
   Py_END_ALLOW_THREADS
   leave(self);
-  return logits_or_error(self, status, logits);
+  return made_or_raised_from(self, logits, status);
 }
 
 /* ---- the type ------------------------------------------------------------------------------ */

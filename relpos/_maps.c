@@ -61,8 +61,5 @@ PyObject *map_sums(PyObject *module, PyObject *args) {
   status = rp_map_sums(p.data, queries, keys, 0, queries, mass ? to : NULL, entropy ? to : NULL,
                        mass || entropy ? NULL : to);
   Py_END_ALLOW_THREADS
-  if (status == RP_OK) return sums;
-  Py_DECREF(sums);
-  raise_status(module, status);
-  return NULL;
+  return made_or_raised(module, sums, status);
 }

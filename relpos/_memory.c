@@ -71,12 +71,6 @@ static int take_bytes(PyObject *object, int is_written, void **data, int64_t *by
   return 1;
 }
 
-static PyObject *none_or_error(PyObject *module, rp_status status) {
-  if (status == RP_OK) return Py_NewRef(Py_None);
-  raise_status(module, status);
-  return NULL;
-}
-
 /* device_read(device, address, array) -> None: fills the array; waits for the device. */
 PyObject *device_read(PyObject *module, PyObject *args) {
   const char *device;
@@ -92,7 +86,7 @@ PyObject *device_read(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_device_read(device, to, (const void *)(uintptr_t)address, bytes);
   Py_END_ALLOW_THREADS
-  return none_or_error(module, status);
+  return made_or_raised(module, Py_NewRef(Py_None), status);
 }
 
 /* device_write(device, address, array) -> None: what the array holds is there. */
@@ -110,7 +104,7 @@ PyObject *device_write(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_device_write(device, (void *)(uintptr_t)address, from, bytes);
   Py_END_ALLOW_THREADS
-  return none_or_error(module, status);
+  return made_or_raised(module, Py_NewRef(Py_None), status);
 }
 
 /* device_wait(device) -> None: all that libcore has asked of the device is done. */
@@ -121,5 +115,5 @@ PyObject *device_wait(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_device_read(device, NULL, NULL, 0);
   Py_END_ALLOW_THREADS
-  return none_or_error(module, status);
+  return made_or_raised(module, Py_NewRef(Py_None), status);
 }

@@ -13,12 +13,12 @@ void *raise_from(PyObject *self, rp_status status) {
   return NULL;
 }
 
-int batch_of(PyObject *self, PyObject *object, rp_batch *to, int64_t *places) {
-  return take_batch(object, ((model *)self)->has_decoder, to, places);
+PyObject *made_or_raised_from(PyObject *self, PyObject *made, rp_status status) {
+  return made_or_raised(PyType_GetModule(Py_TYPE(self)), made, status);
 }
 
-static PyObject *none_or_error(PyObject *self, rp_status status) {
-  return status == RP_OK ? Py_NewRef(Py_None) : raise_from(self, status);
+int batch_of(PyObject *self, PyObject *object, rp_batch *to, int64_t *places) {
+  return take_batch(object, ((model *)self)->has_decoder, to, places);
 }
 
 /* In the order of relpos.StepResult. */
@@ -222,7 +222,7 @@ static PyObject *model_zero_gradients(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_zero_gradients(core);
   Py_END_ALLOW_THREADS
-  return none_or_error(self, status);
+  return made_or_raised_from(self, Py_NewRef(Py_None), status);
 }
 
 /* counters() -> (step, attempt) */
@@ -246,7 +246,7 @@ static PyObject *model_set_counters(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_set_counters(core, step, attempt);
   Py_END_ALLOW_THREADS
-  return none_or_error(self, status);
+  return made_or_raised_from(self, Py_NewRef(Py_None), status);
 }
 
 /* ---- files -------------------------------------------------------------------------------- */
@@ -264,7 +264,7 @@ static PyObject *with_file(PyObject *self, PyObject *args, const char *format,
   status = rp_file_call(core, bytes, what);
   Py_END_ALLOW_THREADS
   Py_DECREF(path);
-  return none_or_error(self, status);
+  return made_or_raised_from(self, Py_NewRef(Py_None), status);
 }
 
 /* save(path, what) */
@@ -288,7 +288,7 @@ static PyObject *model_profile(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_profile(core, on);
   Py_END_ALLOW_THREADS
-  return none_or_error(self, status);
+  return made_or_raised_from(self, Py_NewRef(Py_None), status);
 }
 
 static PyObject *profile_line(PyObject *self, int64_t index) {

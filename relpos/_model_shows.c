@@ -66,13 +66,6 @@ PyObject *model_parameters(PyObject *self, PyObject *args) {
 
 /* ---- what it computed ---------------------------------------------------------------------- */
 
-/* A new array that a call has filled, or its failure. */
-static PyObject *array_or_error(PyObject *self, rp_status status, PyObject *array) {
-  if (status == RP_OK) return array;
-  Py_DECREF(array);
-  return raise_from(self, status);
-}
-
 /* score(batch) -> float32 (places,), bool (places,) */
 PyObject *model_score(PyObject *self, PyObject *object) {
   rp_model *const core = core_of(self);
@@ -92,7 +85,7 @@ PyObject *model_score(PyObject *self, PyObject *object) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_score(core, &batch, to, hit);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, both);
+  return made_or_raised_from(self, both, status);
 }
 
 /* hidden(batch) -> float32 (places, C) */
@@ -109,7 +102,7 @@ PyObject *model_hidden(PyObject *self, PyObject *object) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_hidden(core, &batch, to);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, hidden);
+  return made_or_raised_from(self, hidden, status);
 }
 
 /* One parameter as libcore describes it; false, with an exception, where there is none. */
@@ -152,7 +145,7 @@ PyObject *model_read(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_read(core, index, array, to);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, copy);
+  return made_or_raised_from(self, copy, status);
 }
 
 /* place(index, array) -> (address, shape): where it lies itself, on a GPU too */
@@ -194,8 +187,7 @@ PyObject *model_write(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_write(core, index, array, from.data);
   Py_END_ALLOW_THREADS
-  if (status == RP_OK) return Py_NewRef(Py_None);
-  return raise_from(self, status);
+  return made_or_raised_from(self, Py_NewRef(Py_None), status);
 }
 
 /* ---- attention maps ------------------------------------------------------------------------ */
@@ -250,7 +242,7 @@ PyObject *model_attention_map(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_attention_map(core, &batch, kind, layer, head, sentence, show, to);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, map);
+  return made_or_raised_from(self, map, status);
 }
 
 typedef struct map_list {
@@ -339,7 +331,7 @@ PyObject *model_attention_maps(PyObject *self, PyObject *args) {
   status = rp_model_attention_maps(core, &batch, dropout, list.maps, list.count);
   Py_END_ALLOW_THREADS
   PyMem_Free(list.maps);
-  return array_or_error(self, status, found);
+  return made_or_raised_from(self, found, status);
 }
 
 /* attention_parts(kind) -> ((name, show), ...), none where the model has no such attention */
@@ -396,5 +388,5 @@ PyObject *model_alignments(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_alignments(core, &batch, layer, layer_count, head, head_count, to);
   Py_END_ALLOW_THREADS
-  return array_or_error(self, status, weights);
+  return made_or_raised_from(self, weights, status);
 }

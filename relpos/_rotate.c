@@ -60,7 +60,7 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   }
   if (!choose_axes(&words, layout, offsets != Py_None, 0) ||
       !take_offsets(offsets, "offsets", &s, &r.offsets) ||
-      !take_rows(x, name, words.q, 0, &s, &from) ||
+      !take_rows(x, name, words.q, &s, &from) ||
       !offsets_end(r.offsets, "offsets", &s, 'X', name) ||
       !take_int64(lengths, "lengths", "B", &s, &r.lengths) ||
       !take_int64(start, "start", "B", &s, &r.start) || !take_positions(positions, &s, &r) ||
@@ -79,27 +79,14 @@ PyObject *rotate(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_rotate(&r, from, to);
   Py_END_ALLOW_THREADS
-  if (status == RP_OK) return out;
-  raise_status(module, status);
-  Py_DECREF(out);
-  return NULL;
+  return made_or_raised(module, out, status);
 }
 
 /* ---- frequencies, sinusoids -------------------------------------------------------- */
 
-/* The result, or the exception of a status. */
-static PyObject *result_of(PyObject *module, PyObject *made, rp_status status) {
-  if (status == RP_OK) return made;
-  raise_status(module, status);
-  Py_DECREF(made);
-  return NULL;
-}
-
-static int check_counts(const char *name, long long count, const char *other, long long second) {
-  if (count >= 0 && second >= 0) return 1;
-  const int first = count < 0;
-  PyErr_Format(PyExc_ValueError, "%s: expected 0 or more, got %lld", first ? name : other,
-               first ? count : second);
+static int check_count(const char *name, long long count) {
+  if (count >= 0) return 1;
+  PyErr_Format(PyExc_ValueError, "%s: expected 0 or more, got %lld", name, count);
   return 0;
 }
 
@@ -109,7 +96,7 @@ PyObject *frequencies(PyObject *module, PyObject *args) {
   double base;
   int closed;
   if (!PyArg_ParseTuple(args, "Ldp:frequencies", &pairs, &base, &closed) ||
-      !check_counts("pairs", pairs, "pairs", pairs)) {
+      !check_count("pairs", pairs)) {
     return NULL;
   }
   npy_intp shape[1] = {(npy_intp)pairs};
@@ -120,7 +107,7 @@ PyObject *frequencies(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_frequencies(pairs, base, closed ? RP_FREQUENCIES_CLOSED : RP_FREQUENCIES_OPEN, to);
   Py_END_ALLOW_THREADS
-  return result_of(module, made, status);
+  return made_or_raised(module, made, status);
 }
 
 /* sinusoid(rows, width, first, interleaved, frequencies) -> float32 (rows, width) */
@@ -132,7 +119,8 @@ PyObject *sinusoid(PyObject *module, PyObject *args) {
   int64_t pairs;
   rp_status status;
   if (!PyArg_ParseTuple(args, "LLLpO:sinusoid", &rows, &width, &first, &interleaved, &object) ||
-      !check_counts("rows", rows, "width", width) || !take_frequencies(object, &angles, &pairs)) {
+      !check_count("rows", rows) || !check_count("width", width) ||
+      !take_frequencies(object, &angles, &pairs)) {
     return NULL;
   }
   if (pairs < width / 2) {
@@ -147,17 +135,17 @@ PyObject *sinusoid(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_sinusoid(rows, width, first, interleaved, angles, to);
   Py_END_ALLOW_THREADS
-  return result_of(module, made, status);
+  return made_or_raised(module, made, status);
 }
 
 /* What the next two share: the sinusoids reach as far as the distances; or their width alone, for
  * which the core makes them. */
 static int take_waves(PyObject *object, long long left, long long right, sizes *s, view *to) {
-  if (!check_counts("left", left, "right", right)) return 0;
+  if (!check_count("left", left) || !check_count("right", right)) return 0;
   if (PyLong_Check(object)) {
     const long long width = PyLong_AsLongLong(object);
     if (width == -1 && PyErr_Occurred()) return 0;
-    if (!check_counts("waves", width, "waves", width)) return 0;
+    if (!check_count("waves", width)) return 0;
     if (s->of['W'] < 0) s->of['W'] = width;
     if (s->of['W'] == width) return 1;
     PyErr_Format(PyExc_ValueError, "waves: expected the weight's width %lld, got %lld",
@@ -202,7 +190,7 @@ PyObject *wave_table(PyObject *module, PyObject *args) {
   status =
       rp_wave_table(heads, s.of['D'], s.of['W'], left, right, of_waves.data, of_weight.data, to);
   Py_END_ALLOW_THREADS
-  return result_of(module, made, status);
+  return made_or_raised(module, made, status);
 }
 
 /* wave_gradient(dtable, waves or width, left, right) -> float32 (heads * D, d_model) */
@@ -227,5 +215,5 @@ PyObject *wave_gradient(PyObject *module, PyObject *args) {
   status = rp_wave_gradient(s.of['H'], s.of['D'], s.of['W'], left, right, of_waves.data,
                             of_table.data, to);
   Py_END_ALLOW_THREADS
-  return result_of(module, made, status);
+  return made_or_raised(module, made, status);
 }

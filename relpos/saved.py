@@ -7,6 +7,7 @@ reading them finds, not by their SHA-256 as training does.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from relpos.train.checkpoint import (
     checkpoints,
     flaw,
     read_json,
+    whole,
 )
 
 SENTENCES = 512  # the most of a batch
@@ -90,18 +92,11 @@ def find_model(
 def find_run(found: Sequence[Checkpoint], average: int | None = None) -> Saved:
     """The newest that is whole of a run's checkpoints, or so many of the last; a warning tells of each
     that is passed over."""
-    weights: tuple[Path, ...] = ()
     run = found[0].folder.parent
-    for each in reversed(found):
-        if len(weights) == (average or 1):
-            break
-        if (why := flaw(each.folder, thorough=False)) is None:
-            weights = (each.folder / MODEL, *weights)
-        else:
-            message = f"{each.folder}: passed over: {why}"
-            warnings.warn(message, CheckpointWarning, stacklevel=3)
-    if not weights:
+    newest_first = list(itertools.islice(whole(found, thorough=False), average or 1))
+    if not newest_first:
         raise CheckpointError(f"{run}: none of its checkpoints is whole")
+    weights = tuple(each.folder / MODEL for each in reversed(newest_first))
     if average is not None and len(weights) < average:
         message = f"{run}: a mean of {len(weights)}, not of average={average}: it has no more"
         warnings.warn(message, CheckpointWarning, stacklevel=3)

@@ -335,9 +335,27 @@ static rp_status encode(rpi_cache *c, rpi_run *run) {
   return RP_OK;
 }
 
+/* What targets begin with: the tokens of each without its last, then the last of all. */
+typedef struct beginnings {
+  int64_t *offsets; /* [sentences + 1] */
+  int32_t *ids;     /* [tokens] */
+  real **to;        /* [tokens]: where their keys and values go */
+} beginnings;
+
+static beginnings carve_beginnings(rpi_arena *arena, int64_t sentences, int64_t tokens) {
+  beginnings all;
+  all.offsets = rpi_arena_take(arena, sentences + 1, sizeof *all.offsets);
+  all.ids = rpi_arena_take(arena, tokens, sizeof *all.ids);
+  all.to = rpi_arena_take(arena, tokens, sizeof *all.to);
+  return all;
+}
+
 /* Reads all but the last token of every beginning in one pass. */
-static rp_status read_ahead(rpi_cache *c, rpi_run *run, int64_t *offsets, int32_t *ids, real **to) {
+static rp_status read_ahead(rpi_cache *c, rpi_run *run, const beginnings *all) {
   const rpi_side target = run->side[RPI_DECODER];
+  int64_t *const offsets = all->offsets;
+  int32_t *const ids = all->ids;
+  real **const to = all->to;
   offsets[0] = 0;
   for (int64_t b = 0; b < c->sentences; b++) {
     const int64_t count = target.offsets[b + 1] - target.offsets[b] - 1;
@@ -371,19 +389,15 @@ static rp_status read_last(rpi_cache *c, const rpi_side *target, int32_t *ids) {
 static rp_status read_beginnings(rpi_cache *c, rpi_run *run) {
   const rpi_side *const target = &run->side[RPI_DECODER];
   rpi_arena counting = rpi_arena_counting();
-  rpi_arena_take(&counting, c->sentences + 1, sizeof(int64_t));
-  rpi_arena_take(&counting, target->rows, sizeof(int32_t));
-  rpi_arena_take(&counting, target->rows, sizeof(real *));
+  carve_beginnings(&counting, c->sentences, target->rows);
   void *const memory = rpi_allocate((size_t)counting.used);
   RPI_CHECK(memory, RP_ERROR_MEMORY, "decoder: no memory for %lld bytes of what targets begin with",
             (rpi_wide)counting.used);
   rpi_arena arena = rpi_arena_over(memory, counting.used);
-  int64_t *const offsets = rpi_arena_take(&arena, c->sentences + 1, sizeof(int64_t));
-  int32_t *const ids = rpi_arena_take(&arena, target->rows, sizeof(int32_t));
-  real **const to = rpi_arena_take(&arena, target->rows, sizeof(real *));
+  const beginnings all = carve_beginnings(&arena, c->sentences, target->rows);
   rp_status status = RP_OK;
-  if (target->rows > c->sentences) status = read_ahead(c, run, offsets, ids, to);
-  if (status == RP_OK) status = read_last(c, target, ids);
+  if (target->rows > c->sentences) status = read_ahead(c, run, &all);
+  if (status == RP_OK) status = read_last(c, target, all.ids);
   rpi_release(memory);
   return status;
 }

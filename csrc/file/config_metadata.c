@@ -8,11 +8,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#define FORMAT_KEY "format"
-#define FORMAT "relpos 1"
-
 rp_status rpi_config_pairs_of(const rp_config *config, rpi_config_pairs *to) {
-  to->pairs[0] = (rpi_text_pair){FORMAT_KEY, FORMAT};
+  to->pairs[0] = (rpi_text_pair){RPI_FORMAT_KEY, RPI_FORMAT};
   for (int i = 0; i < RPI_CONFIG_FIELDS; i++) {
     const char *const name = rpi_config_field(i);
     RPI_TRY(rpi_config_get(config, name, to->texts[i], sizeof to->texts[i]));
@@ -33,7 +30,7 @@ typedef struct loading {
 /* Fails of no pair: what the file is comes first, and may be said by the last. */
 static rp_status take_pair(void *context, const char *key, const char *value) {
   loading *const l = context;
-  if (strcmp(key, FORMAT_KEY) == 0) {
+  if (strcmp(key, RPI_FORMAT_KEY) == 0) {
     rpi_quote(value, l->format);
     return RP_OK;
   }
@@ -49,9 +46,9 @@ static rp_status take_pair(void *context, const char *key, const char *value) {
 
 static rp_status check_complete(const loading *l) {
   RPI_CHECK(l->format[0], RP_ERROR_FILE,
-            "its metadata have no '" FORMAT_KEY "', must have '" FORMAT "'");
-  RPI_CHECK(strcmp(l->format, "'" FORMAT "'") == 0, RP_ERROR_FILE,
-            "its format is %s, must be '" FORMAT "'", l->format);
+            "its metadata have no '" RPI_FORMAT_KEY "', must have '" RPI_FORMAT "'");
+  RPI_CHECK(strcmp(l->format, "'" RPI_FORMAT "'") == 0, RP_ERROR_FILE,
+            "its format is %s, must be '" RPI_FORMAT "'", l->format);
   RPI_CHECK(l->counters < 2, RP_ERROR_FILE, "it is optimizer state, no weights");
   RPI_CHECK(!l->problem[0], RP_ERROR_FILE, "%s", l->problem);
   for (int i = 0; i < RPI_CONFIG_FIELDS; i++) {

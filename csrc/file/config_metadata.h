@@ -12,6 +12,9 @@
 #include "file/safetensors.h"
 #include "model/config.h"
 
+#define RPI_FORMAT_KEY "format"
+#define RPI_FORMAT "relpos 1"
+
 enum { RPI_CONFIG_PAIRS = RPI_CONFIG_FIELDS + 1 };
 
 typedef struct rpi_config_pairs {

@@ -4,14 +4,10 @@
  */
 #include "file/model_file.h"
 
-#include <errno.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "file/config_metadata.h"
-
-#define FORMAT "relpos 1"
 
 /* The tensors of one file, and the memory of their names. */
 typedef struct listing {
@@ -77,7 +73,8 @@ static rp_status save_optimizer(rp_model *m, const char *path, const listing *l)
   RPI_TRY(rpi_model_settle(m));
   snprintf(step, sizeof step, "%lld", (rpi_wide)m->step);
   snprintf(attempt, sizeof attempt, "%lld", (rpi_wide)m->attempt);
-  const rpi_text_pair pairs[] = {{"format", FORMAT}, {"step", step}, {"attempt", attempt}};
+  const rpi_text_pair pairs[] = {
+      {RPI_FORMAT_KEY, RPI_FORMAT}, {"step", step}, {"attempt", attempt}};
   return rpi_safetensors_write(path, pairs, 3, l->tensors, l->count);
 }
 
@@ -155,13 +152,8 @@ typedef struct counters {
 } counters;
 
 static rp_status read_counter(const char *path, const char *key, const char *value, int64_t *to) {
-  char *end;
-  errno = 0;
-  const long long number = strtoll(value, &end, 10);
-  const bool digits = *value >= '0' && *value <= '9'; /* strtoll takes a space and a sign, too */
-  RPI_CHECK(digits && !*end && errno == 0 && number <= RPI_MOST_STEPS, RP_ERROR_FILE,
+  RPI_CHECK(rpi_read_integer(value, to) && *to >= 0 && *to <= RPI_MOST_STEPS, RP_ERROR_FILE,
             "model: %s has %s='%.40s', expected a whole number from 0 to 2^40", path, key, value);
-  *to = number;
   return RP_OK;
 }
 

@@ -206,8 +206,7 @@ static rp_status find_field(const char *name, const field **found) {
 
 enum { DIGITS = 17, NUMBER_TEXT = 100 }; /* 17 significant digits tell any two doubles apart */
 
-/* Digits alone, an optional sign first; false: it is not such a text, or does not fit. */
-static bool read_integer(const char *text, int64_t *value) {
+bool rpi_read_integer(const char *text, int64_t *value) {
   const bool negative = text[0] == '-';
   const char *digit = text + negative;
   int64_t sum = 0; /* negative: there is one more of those */
@@ -253,7 +252,7 @@ static bool read_number(const char *text, double *value) {
   int64_t power = 0;
   if (digits && (*text == 'e' || *text == 'E')) {
     text += text[1] == '+' && text[2] != '-' ? 2 : 1;
-    if (!read_integer(text, &power)) return false;
+    if (!rpi_read_integer(text, &power)) return false;
     text += strlen(text);
   }
   if (!digits || *text != '\0') return false;
@@ -375,7 +374,7 @@ static void write_field(const field *f, content value, char text[RPI_CONFIG_TEXT
 static bool read_field(const field *f, const char *text, content *value) {
   memset(value, 0, sizeof *value);
   switch (f->kind) {
-    case INTEGER: return read_integer(text, &value->integer);
+    case INTEGER: return rpi_read_integer(text, &value->integer);
     case NUMBER: return read_number(text, &value->number);
     case UNSIGNED: return read_unsigned(text, &value->natural);
     case SWITCH:

@@ -21,6 +21,9 @@ rp_status rpi_config_preset(const char *name, rp_config *config);
 rp_status rpi_config_set(rp_config *config, const char *name, const char *value);
 rp_status rpi_config_get(const rp_config *config, const char *name, char *text, size_t size);
 
+/* Digits alone, an optional sign first; false: it is not such a text, or does not fit. */
+bool rpi_read_integer(const char *text, int64_t *value);
+
 /* NULL before the first and after the last. */
 const char *rpi_config_field(int index);
 

@@ -233,6 +233,13 @@ void rpi_model_free(rp_model *model);
 /* From here on weights may be others: none is rounded yet. */
 static inline void rpi_model_weights_changed(rp_model *m) { m->is_rounded = false; }
 
+/* The average of the weights serves for them, or, a second time, no longer. */
+static inline void rpi_model_swap_average(rp_model *m) {
+  real *const weights = m->weights;
+  m->weights = m->average;
+  m->average = weights;
+}
+
 /* Makes attention's workspace as large as this batch needs it. */
 rp_status rpi_model_reserve(rpi_run *run);
 

@@ -13,31 +13,28 @@ static int64_t sublayers_of(const rp_model *m, int stack) {
 
 /* ---- embeddings ------------------------------------------------------------ */
 
+/* Where the table of the stack's tokens lies among the parameters. */
+static int64_t embedding_at(const rpi_run *run) {
+  const rpi_layout *const layout = &run->model->layout;
+  return run->stack == RPI_ENCODER ? layout->source_embedding : layout->target_embedding;
+}
+
 static rpi_embed_args embed_args(const rpi_run *run) {
   const rp_model *const m = run->model;
   const rp_config *const config = &m->config;
   const rpi_side *const side = &run->side[run->stack];
-  const rpi_layout *const layout = &m->layout;
-  const int64_t learned = layout->stack[run->stack].positions;
-  const int64_t table =
-      run->stack == RPI_ENCODER ? layout->source_embedding : layout->target_embedding;
-  const uint32_t site = rpi_site_of(run->stack, 0, RPI_SITE_EMBEDDING);
+  const int64_t learned = m->layout.stack[run->stack].positions;
   const rpi_note note = rpi_note_of(run, 0);
   return (rpi_embed_args){.rows = side->rows,
                           .columns = config->width,
                           .ids = side->ids,
-                          .table = m->weights + table,
+                          .table = m->weights + embedding_at(run),
                           .scale = config->scale_embeddings ? (real)sqrt((double)config->width) : 1,
                           .positions = learned != RPI_ABSENT
                                            ? m->weights + learned
                                            : m->stack[run->stack].positions.absolute,
                           .places = run->kept && run->kept->step ? run->kept->places : NULL,
-                          .dropout = {.rate = run->dropout ? config->dropout : 0,
-                                      .key = {run->key[0], run->key[1]},
-                                      .site = site,
-                                      .sentences = run->sentences,
-                                      .offsets = side->offsets,
-                                      .ordinals = run->ordinals},
+                          .dropout = rpi_dropout_at(run, 0, config->dropout, RPI_SITE_EMBEDDING),
                           .out = m->stack[run->stack].stored[0].stream,
                           .note = {.at = note.at, .out = note.in}};
 }
@@ -63,8 +60,7 @@ static rp_status embed_backward(rpi_run *run) {
   const rpi_embed_backward_args args = {
       .forward = embed_args(run),
       .dout = m->stack[run->stack].dstream,
-      .dtable = m->gradients + (run->stack == RPI_ENCODER ? m->layout.source_embedding
-                                                          : m->layout.target_embedding),
+      .dtable = m->gradients + embedding_at(run),
       .dpositions = learned != RPI_ABSENT ? m->gradients + learned : NULL};
   const double began = rpi_profile_now(&m->profile);
   RPI_TRY(m->ops->embed_backward(&args));

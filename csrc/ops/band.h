@@ -84,8 +84,8 @@ static bool known_end(const band_e *e, unsigned char end) {
   return known;
 }
 
-static void forget_end(const band_e *e, unsigned char end) {
-  if (e->known) *e->known &= (unsigned char)~end;
+static void forget_tail(const band_e *e) {
+  if (e->known) *e->known &= (unsigned char)~BAND_TAIL;
 }
 
 /* What rows meet of one vector, times the factor: as words that is what the columns beside it have,
@@ -110,7 +110,7 @@ static void column_scores(const term *t, const window *w, const packed_term *pac
                           const band_e *to) {
   const int64_t stride = window_stride(1), padded_width = rpi_round_up(t->width, RPI_LANES);
   const real *const vector = packed->down + packed_column(packed, w) * padded_width;
-  if (!w->tail) forget_end(to, BAND_TAIL);
+  if (!w->tail) forget_tail(to);
   if (!w->tail || !known_end(to, BAND_TAIL)) {
     vector_scores(packed, vector, t->width, x, rows, factor, to->tail);
     for (int64_t r = 0; numbers && r < rows; r++) to->tail[r] += numbers[0];
@@ -179,7 +179,7 @@ static void close_scores(const term *t, const window *w, const packed_term *pack
     to->head[r] = (t->vector_count ? to->head[r] : 0) + packed->head_number;
   }
   /* the last column, of a strip that does not come near it maybe nothing */
-  if (across && w->columns != 1) forget_end(to, BAND_TAIL);
+  if (across && w->columns != 1) forget_tail(to);
   for (int64_t r = 0; across && r < rows; r++) {
     real *const row = to->at + r * stride, *const end = row + RPI_LANES + w->columns;
     const real before = w->head ? to->head[r] : 0, beyond = w->tail ? end[-1] : (real)0;

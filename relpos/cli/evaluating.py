@@ -143,7 +143,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     failed, translator, search = False, None, None
     if options.hypothesis is None:
         assert sources is not None
-        evaluation.check_counts(references, **({} if sources is None else {"sources": sources}))
+        evaluation.check_counts(references, sources=sources)
         translator = load(options.models, options)
         if translator.generates:
             raise ValueError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -438,15 +439,8 @@ def _add_average(commands: Any) -> None:
 def _average(options: argparse.Namespace) -> int:
     from relpos.train import average, checkpoint
 
-    found: list[checkpoint.Checkpoint] = []
     seen = checkpoint.checkpoints(options.run_folder)
-    for each in reversed(seen):
-        if len(found) == options.last:
-            break
-        if (why := checkpoint.flaw(each.folder)) is None:
-            found.append(each)
-        else:
-            complain(f"relpos: warning: {each.folder}: passed over: {why}")
+    found = list(itertools.islice(checkpoint.whole(seen), options.last))
     if not found:
         why = "none of its checkpoints is whole" if seen else "no checkpoint here"
         raise ValueError(f"{options.run_folder}: {why}")

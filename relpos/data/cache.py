@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_folder, write_json
+from relpos.data.files import locked, named, read_json, sha256_of, sync, sync_path, write_json
 from relpos.data.subwords import Side, encode_texts, of_side
 from relpos.data.text import Item, Lines, Pairs, Report, check_text, has_sides
 from relpos.data.vocabulary import Subwords, is_subwords
@@ -252,7 +252,7 @@ def _build(
             "files": names,
             "identity": identity,
         }
-        sync_folder(folder)
+        sync_path(folder)
         write_json(folder / META, content)
     finally:
         _clear(folder)

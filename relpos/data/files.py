@@ -27,7 +27,7 @@ def write_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise named(error, path) from error
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
 def write_output(path: Path, content: bytes) -> None:
@@ -73,9 +73,9 @@ def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """So that names survive a crash of the machine as well."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """A file's content, or a folder's names: they survive a crash of the machine as well."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)
     finally:

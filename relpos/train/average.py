@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from relpos.config import Config
-from relpos.data.files import sync_folder
+from relpos.data.files import sync_path
 from relpos.model import Transformer
 from relpos.train.checkpoint import (
     CONFIG,
@@ -66,12 +66,12 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
         if (tokenizer := checked[-1].tokenizer) is not None:
             shutil.copytree(tokenizer, partial / TOKENIZER)
         sync_files(partial)
-        sync_folder(partial)
+        sync_path(partial)
         os.rename(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
     return path / MODEL
 
 

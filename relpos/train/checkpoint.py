@@ -26,14 +26,15 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from relpos.config import Config
-from relpos.data.files import named, sha256_of, sync_folder
+from relpos.data import files
+from relpos.data.files import named, sha256_of, sync_path
 from relpos.data.subwords import save_subwords
 from relpos.library import build_info, devices
 from relpos.model import Transformer
@@ -159,13 +160,17 @@ def checkpoints(run: str | os.PathLike[str]) -> list[Checkpoint]:
 
 def newest(run: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint of a run that is whole; a warning tells of each that is not."""
-    for checkpoint in reversed(checkpoints(run)):
-        why = flaw(checkpoint.folder)
-        if why is None:
-            return checkpoint
-        message = f"{checkpoint.folder}: passed over: {why}"
-        warnings.warn(message, CheckpointWarning, stacklevel=2)
-    return None
+    return next(whole(checkpoints(run)), None)
+
+
+def whole(found: Sequence[Checkpoint], *, thorough: bool = True) -> Iterator[Checkpoint]:
+    """From the last to the first those that are whole; a warning tells of each that is not."""
+    for checkpoint in reversed(found):
+        if (why := flaw(checkpoint.folder, thorough=thorough)) is None:
+            yield checkpoint
+        else:
+            message = f"{checkpoint.folder}: passed over: {why}"
+            warnings.warn(message, CheckpointWarning, stacklevel=3)
 
 
 def flaw(folder: Path, *, thorough: bool = True) -> str | None:
@@ -175,22 +180,18 @@ def flaw(folder: Path, *, thorough: bool = True) -> str | None:
             return "there is no such folder"
         if not (folder / MANIFEST).is_file():
             return f"no checkpoint: {MANIFEST}, which is written last, is not there"
-        content = (folder / MANIFEST).read_bytes()
+        manifest = files.read_json(folder / MANIFEST)
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
-    try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError):
-        manifest = None
-    if not isinstance(manifest, dict):
+    except ValueError:
         return f"{MANIFEST} is no JSON object"
-    files = manifest.get("files")
-    if manifest.get("format") != _FORMAT or not isinstance(files, dict):
+    listed = manifest.get("files")
+    if manifest.get("format") != _FORMAT or not isinstance(listed, dict):
         return f"{MANIFEST} is not of relpos, or of a later version"
     for name in (MODEL, OPTIMIZER, CONFIG, STATE):
-        if name not in files:
+        if name not in listed:
             return f"{MANIFEST} does not list {name}"
-    for name, entry in files.items():
+    for name, entry in listed.items():
         if why := _file_flaw(folder, name, entry, thorough):
             return why
     return None
@@ -275,7 +276,7 @@ def _save(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    sync_folder(folder)
+    sync_path(folder)
     return Checkpoint(step, ordinal, folder / name)
 
 
@@ -290,12 +291,12 @@ def _write(
     write_json(partial / STATE, state)
     if tokenizer is not None:
         save_subwords(partial / TOKENIZER, tokenizer)
-    files = {}
+    listed = {}
     for path in sync_files(partial):
         name = path.relative_to(partial).as_posix()
-        files[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(str(path))}
-    write_json(partial / MANIFEST, {"format": _FORMAT, "files": files})
-    sync_folder(partial)
+        listed[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(str(path))}
+    write_json(partial / MANIFEST, {"format": _FORMAT, "files": listed})
+    sync_path(partial)
 
 
 def sync_files(partial: Path) -> list[Path]:
@@ -304,15 +305,15 @@ def sync_files(partial: Path) -> list[Path]:
     def stop(error: OSError) -> None:
         raise error  # a folder that cannot be listed would be left out in silence
 
-    files = []
+    synced = []
     for folder, _, names in os.walk(partial, onerror=stop):
         for name in names:
             # The model's files are synced already, those of subwords may not be.
-            _sync_file(Path(folder) / name)
-            files.append(Path(folder) / name)
+            sync_path(Path(folder) / name)
+            synced.append(Path(folder) / name)
         if Path(folder) != partial:
-            sync_folder(Path(folder))
-    return sorted(files)
+            sync_path(Path(folder))
+    return sorted(synced)
 
 
 def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
@@ -364,7 +365,7 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         os.makedirs(path, exist_ok=True)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def _build(model: Transformer) -> dict[str, str]:
@@ -398,21 +399,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """The JSON object in a checkpoint's file."""
     try:
-        content = json.loads(path.read_bytes())
+        return files.read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
