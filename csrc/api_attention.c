@@ -262,7 +262,7 @@ static rp_status check_forward_apart(const rp_attention *a, rp_rows q, rp_rows k
   arrays[count++] = array_of(a, "out", read_again(out), QUERIES, a->Dv);
   arrays[count++] = array_of_lse(a, lse);
   arrays[count++] = array_of_workspace(workspace, bytes);
-  return rpi_check_apart(arrays, inputs, count);
+  return rpi_check_apart("attention", arrays, inputs, count);
 }
 
 static rp_status check_backward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
@@ -283,7 +283,7 @@ static rp_status check_backward_apart(const rp_attention *a, rp_rows q, rp_rows 
   arrays[count++] = array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv);
   count += rpi_tables(a, g, arrays + count);
   arrays[count++] = array_of_workspace(workspace, bytes);
-  return rpi_check_apart(arrays, inputs, count);
+  return rpi_check_apart("attention", arrays, inputs, count);
 }
 
 static rp_status check_workspace(const void *workspace, int64_t given, int64_t needed) {
@@ -505,7 +505,7 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
                               dense("key_table", key_table, table),
                               dense("value_table", value_table, table),
                               dense("out", out, all)};
-  RPI_TRY(rpi_check_apart(arrays, 5, 6)); /* by the names they have here */
+  RPI_TRY(rpi_check_apart("attention", arrays, 5, 6)); /* by the names they have here */
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {

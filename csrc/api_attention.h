@@ -59,7 +59,7 @@ typedef struct rpi_array {
 
 /* None of the arrays after the inputs, which are written, shares a number with any other. Each is
  * checked already. */
-rp_status rpi_check_apart(const rpi_array *arrays, int inputs, int count);
+rp_status rpi_check_apart(const char *call, const rpi_array *arrays, int inputs, int count);
 
 /* The tables of all terms and position_bias, or their gradients where `gradients` is not NULL.
  * Returns how many there are: RPI_TABLES at most. */

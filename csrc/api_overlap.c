@@ -55,12 +55,12 @@ static bool overlap(const rpi_array *x, const rpi_array *y) {
   return reaches(axes, count, from, -y->width * y->element, x->width * x->element);
 }
 
-rp_status rpi_check_apart(const rpi_array *arrays, int inputs, int count) {
+rp_status rpi_check_apart(const char *call, const rpi_array *arrays, int inputs, int count) {
   for (int i = inputs; i < count; i++) {
     for (int j = 0; j < i; j++) {
       if (arrays[i].added_to && arrays[j].added_to) continue;
       RPI_CHECK(!overlap(&arrays[j], &arrays[i]), RP_ERROR_ARGUMENT,
-                "attention: %s shares memory with %s; give it an array of its own", arrays[i].name,
+                "%s: %s shares memory with %s; give it an array of its own", call, arrays[i].name,
                 arrays[j].name);
     }
   }

@@ -75,17 +75,30 @@ static rp_status rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
   RPI_TRY(check_rotation(r));
   const int64_t rows = r->offsets ? r->offsets[r->B] : r->N;
   const int64_t batches = r->offsets ? 1 : r->B;
-  const axis x_batch = {batches, r->offsets ? 0 : x.batch_stride};
-  const axis out_batch = {batches, r->offsets ? 0 : out.batch_stride};
-  RPI_TRY(rpi_check_rows("rotate", "x", x.data, x_batch, (axis){r->H, x.head_stride},
-                         (axis){rows, x.row_stride}, r->D, false));
-  RPI_TRY(rpi_check_rows("rotate", "out", out.data, out_batch, (axis){r->H, out.head_stride},
-                         (axis){rows, out.row_stride}, r->D, true));
+  const bool half = r->placement && r->placement->element == RP_BF16;
+  rpi_array arrays[2] = {{.name = "x",
+                          .data = x.data,
+                          .axes = {{batches, r->offsets ? 0 : x.batch_stride},
+                                   {r->H, x.head_stride},
+                                   {rows, x.row_stride}}},
+                         {.name = "out",
+                          .data = out.data,
+                          .axes = {{batches, r->offsets ? 0 : out.batch_stride},
+                                   {r->H, out.head_stride},
+                                   {rows, out.row_stride}}}};
+  for (int i = 0; i < 2; i++) {
+    rpi_array *const own = &arrays[i];
+    own->width = r->D;
+    own->element = half ? 2 : (int64_t)sizeof(rp_real);
+    RPI_TRY(rpi_check_rows("rotate", own->name, own->data, own->axes[0], own->axes[1], own->axes[2],
+                           r->D, i > 0));
+  }
   if (r->B == 0 || r->H == 0 || rows == 0) return RP_OK;
   RPI_CHECK(x.data != out.data || ((batches == 1 || x.batch_stride == out.batch_stride) &&
                                    (r->H == 1 || x.head_stride == out.head_stride) &&
                                    (rows == 1 || x.row_stride == out.row_stride)),
             RP_ERROR_SHAPE, "rotate: out is x, but their strides differ");
+  if (x.data != out.data) RPI_TRY(rpi_check_apart("rotate", arrays, 1, 2));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("rotate", r->placement, &ops));
   return ops->rotate(r, x, out);

@@ -97,7 +97,7 @@ __device__ void store_loss(const CrossRows &a, int64_t row, double sum, double f
   if (more != 0) loss -= more * x_label;
   a.loss[row] = static_cast<float>(loss);
   a.nll[row] = static_cast<float>(log_sum - x_label);
-  a.hit[row] = hit;
+  a.hit[row] = hit && isfinite(sum); /* NaN hits nothing */
 }
 
 /* Of a row that does not count. */

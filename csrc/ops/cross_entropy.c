@@ -62,8 +62,8 @@ RPI_NOINLINE cross_sums cross_sum_replace(real *logits, int64_t classes, real hi
   return cross_sum(logits, classes, highest, true);
 }
 
-/* Is the label the first class with the highest logit? Without an early end the loop over those
- * before it is made of vectors. */
+/* Is the label the first class with the highest logit, which passes over NaN? Without an early end
+ * the loop over those before it is made of vectors. */
 RPI_NOINLINE bool cross_hit(const real *logits, int64_t label, real highest) {
   if (!(logits[label] == highest)) return false;
   int32_t before = 0;
@@ -85,9 +85,10 @@ static void cross_entropy_row(const cross_job *job, int64_t row) {
   }
   const real highest = highest_of(logits, classes);
   const double x_label = (double)(logits[label] - highest);
-  a->hit[row] = cross_hit(logits, label, highest);
+  const bool hit = cross_hit(logits, label, highest);
   const cross_sums sums = a->gradient ? cross_sum_replace(logits, classes, highest)
                                       : cross_sum_keep(logits, classes, highest);
+  a->hit[row] = hit && isfinite(sums.exponentials); /* as for choosing: NaN hits nothing */
   const double log_sum = log(sums.exponentials), more = job->right - job->wrong;
   double loss = log_sum;
   /* Where a class has no weight, its logit may be -infinity. */

@@ -327,6 +327,8 @@ static void test_refused(void) {
   REFUSED(RP_ERROR_SHAPE, "x has a stride of -1", c.x.row_stride = -1);
   REFUSED(RP_ERROR_SHAPE, "out has a stride of 7", c.out.row_stride = 7);
   REFUSED(RP_ERROR_SHAPE, "strides differ", c.x = (rp_rows){result, 120, 8, 24});
+  REFUSED(RP_ERROR_ARGUMENT, "rotate: out shares memory with x; give it an array of its own",
+          c.x.data = c.out.data + 1);
 
   double w[1];
   real table[4];

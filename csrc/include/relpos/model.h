@@ -195,7 +195,7 @@ typedef struct rp_limits {
   int training;       /* 0: no gradients and no moments; forward, scores, maps, decoding */
   int recompute;      /* activations are computed again in backward, layer by layer, not stored */
   const char *device; /* where the model lies and is computed (device.h); NULL: "cpu" */
-  int precision;      /* of products: RP_F32, or RP_BF16: operands rounded to that, sums in f32 */
+  int precision;      /* of products: RP_F32, or RP_BF16 (device.h): rounded operands, f32 sums */
 } rp_limits;
 
 static inline rp_limits rp_limits_default(void) {
@@ -444,7 +444,9 @@ RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
  * multiple of 64 bytes. Others are read. Mapped weights share memory with whatever else has read
  * the file and are not part of what the model takes: its rp_memory.parameters are 0, but for pages
  * that are written, which the file does not see. The file may be removed, or replaced as
- * rp_model_save does it, but not be written into or cut short while the model lives. */
+ * rp_model_save does it, but not be written into or cut short while the model lives. Constants grow
+ * with the max_length that a file says: of one from elsewhere ask rp_config_load and
+ * rp_model_memory first. */
 RP_API rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model);
 
 /* The configuration that a file of weights carries. RP_ERROR_FILE also where the file has other
