@@ -4,7 +4,8 @@
     python examples/train.py train.en train.de          into a new folder `run`
 
 Without files it learns to say lines backwards, in some ten seconds. The last hundredth of the lines
-is held out, for validation. `relpos train` does all of this and more.
+is held out, for validation. It ends when that gets no better; Ctrl-C ends it too, saves, and what it
+has learned is shown. `relpos train` does all of this and more.
 """
 
 import random
@@ -35,6 +36,8 @@ trainer = relpos.Trainer(
     validation=pairs[-held:],
     subwords=subwords,
     tokens=1024 if subwords else 4096,
+    validate_every=200,
+    patience=5,
     progress="auto",
 )
 print(trainer.train())

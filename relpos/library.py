@@ -133,7 +133,7 @@ def cflags() -> str:
 
 
 def libs() -> str:
-    """What its linker needs, too; the program then finds libcore.so where it lies."""
+    """What the linker of a C program needs; it then finds libcore.so where that lies."""
     folder = library_dir()
     return shlex.join([f"-L{folder}", "-lcore", f"-Wl,-rpath,{folder}"])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -699,4 +700,8 @@ def _warn_of_unknown(tokens: int, lines: int) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, TranslationWarning, stacklevel=2)
+    """At the line of whoever asked for the lines: some of relpos's own frames lie between."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("relpos."):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, TranslationWarning, stacklevel=depth)

@@ -217,14 +217,14 @@ def test_what_is_said_is_checked_together(
 ) -> None:
     """Of a schedule that the steps make long enough, of --separate, of what a later layer mends."""
     told = ("--set", "schedule=linear", "--set", "warmup=6000")
-    given = ("train", *run.files, *SMALL, *told, "--steps", 60_000, "--minutes", 0.001)
+    given = ("train", *run.files, *SMALL, *told, "--steps", 60_000, "--epochs", 1)
     relpos_says(capsys, *given, "--output", tmp_path / "long")
     on = ("train", "--resume", "--output", tmp_path / "long", "--progress", "none")
-    for more in (("--steps", 70_000, "--minutes", 0.002), ("--minutes", 0.003)):
+    for more in (("--steps", 70_000, "--epochs", 2), ("--epochs", 3)):
         relpos_says(capsys, *on, *more)  # the second reads what the first has kept
     found = newest(tmp_path / "long")
     assert found is not None and (found.config.warmup, found.config.steps) == (6000, 70_000)
-    again = ("--config", tmp_path / "long" / "run.toml", "--minutes", 0.001, "--progress", "none")
+    again = ("--config", tmp_path / "long" / "run.toml", "--epochs", 1, "--progress", "none")
     relpos_says(capsys, "train", *again, "--output", tmp_path / "again")
     late = ("--start", run.made, "--set", "schedule=linear", "--set", "warmup=31", "--steps", 32)
     relpos_says(capsys, "train", *run.files, *late, *again[2:], "--output", tmp_path / "tuned")
@@ -334,12 +334,13 @@ def test_a_share_of_unknown_tokens_is_told(capsys: Capture, tmp_path: Path) -> N
     said = relpos_says(capsys, *given)
     assert re.search(r"50 kept, 10 subwords, [1-9]\d\.\d\d% of all tokens unknown to them\n", said)
     assert relpos_warns(capsys, *given[:-4], "--output", tmp_path / "other") == [
-        "62% of all tokens are unknown: --vocabulary N takes more words, and --subwords bpe parts of "
-        "words"
+        "62% of all tokens are unknown: a larger vocabulary (--vocabulary N) knows more, and one of "
+        "parts of words (subwords=None, --subwords bpe) all"
     ]
     own = ("--subwords", tmp_path / "run" / "tokenizer", "--steps", 1, "--output", tmp_path / "own")
     assert relpos_warns(capsys, *given[:5], *own, "--preset", "tiny") == [
-        "62% of all tokens are unknown: this vocabulary is of another text"
+        "62% of all tokens are unknown: this vocabulary is of another text; subwords=None "
+        "(--subwords bpe) learns one of this"
     ]
 
 
@@ -612,8 +613,8 @@ def test_lines_that_are_too_long_are_told(
     found = re.match(r"200 read, (\d+) too long, (\d+) kept, ", said)
     assert found and 0 < int(found[1]) == 200 - int(found[2])
     for more, way in (
-        (("--set", "max_length=4"), "--set max_length=N"),
-        (("--tokens", 4), "--tokens N"),
+        (("--set", "max_length=4"), "max_length=N (--set max_length=N)"),
+        (("--tokens", 4), "tokens=N (--tokens N)"),
         (("--set", "max_length=8"), None),
     ):
         given = ("train", *run.files, *SMALL, *more, "--steps", "1")

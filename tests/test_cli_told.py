@@ -228,12 +228,12 @@ def parsed(*arguments: str) -> Any:
 
 def test_nothing_to_go_on_with(run: SimpleNamespace, capsys: Capture, tmp_path: Path) -> None:
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=2)
-    assert said.startswith(f"relpos train: {tmp_path}: no run.toml here to go on with\n")
+    assert said.startswith(f"relpos train: {tmp_path}: no run.toml here to go on with; a run ")
     assert "what to train on?" in said
     own = tmp_path / told.RUN_FILE
     own.write_text(f"{told._HEAD}\npreset = 'tiny'\n")
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=2)
-    assert said.startswith(f"relpos train: {own}: names no text to go on with\n")
+    assert said.startswith(f"relpos train: {own}: names no text to go on with; a run ")
     own.write_text(f"{told._HEAD}\n[data]\ntext = 5\n")
     said = relpos_says(capsys, "train", "--resume", "--output", tmp_path, status=1)
     assert said.startswith(f"relpos: {own}: data.text: expected a file")

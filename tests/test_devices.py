@@ -237,7 +237,7 @@ WHY = "tell([allocate(b'cuda', 1)[0], error(), devices()[1][4]])"
 def test_without_the_library(ask: Any, libraries: dict[str, Path]) -> None:
     status, error, problem = ask(WHY)
     beside = libraries["f32"].parent / "librelpos_cuda.so"
-    why = "relpos was built without CUDA, which takes nvcc (docs/cuda.md): there is no"
+    why = "relpos was built without CUDA, which takes nvcc and cuBLAS (docs/cuda.md): there is no"
     assert status == 50 and problem == f"{why} {beside}"
     assert error == f"device 'cuda': {problem}"
 

@@ -55,7 +55,8 @@ static void say_why(const char *path) {
   if (strstr(why, "libcublas") != NULL || strstr(why, "libcudart") != NULL) {
     say("CUDA's libraries cannot be loaded (%s); `pip install 'relpos[cuda]'` brings them", why);
   } else if (access(path, F_OK) != 0) {
-    say("relpos was built without CUDA, which takes nvcc (docs/cuda.md): there is no %s", path);
+    say("relpos was built without CUDA, which takes nvcc and cuBLAS (docs/cuda.md): there is no %s",
+        path);
   } else {
     say("%s cannot be loaded: %s", path, why);
   }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -134,7 +133,10 @@ def _add_train(commands: Any) -> None:
         "sentencepiece model (bpe)",
     )
     data.add_argument(
-        "--vocabulary", type=count, metavar="N", help="tokens of a new one (the preset's, at most)"
+        "--vocabulary",
+        type=count,
+        metavar="N",
+        help="tokens of a new one (the preset's, or as many as the text has)",
     )
     data.add_argument(
         "--separate",
@@ -229,7 +231,10 @@ def _train(options: argparse.Namespace) -> int:
         if options.resume:
             own = what.output / RUN_FILE
             why = f"{own}: names no text" if own.is_file() else f"{what.output}: no {RUN_FILE} here"
-            complain(f"relpos train: {why} to go on with")
+            complain(
+                f"relpos train: {why} to go on with; a run begun from Python goes on where the text "
+                "is named beside --resume"
+            )
         complain(_TRAIN_NEXT)
         return USAGE
     return _train_on(options, what)
@@ -262,14 +267,12 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     with trainer._alone():  # another run, at work there or ended, keeps its file
         keep(what)
     say = print if options.progress != "none" else lambda *_: None
-    unknown = trainer.cache.unknown_tokens / len(trainer.cache.tokens)
+    unknown = trainer.unknown
     strange = f", {unknown:.2%} of all tokens unknown to them" if unknown > 0 else ""
     both = isinstance(trainer.subwords, data.Sides)
     sizes = [data.of_side(trainer.subwords, "source").size] if both else []
     sizes.append(trainer.subwords.size)
     say(f"{trainer.report}, {' and '.join(f'{x:,}' for x in sizes)} subwords{strange}")
-    if trainer.resumed is None:
-        _warn_of_losses(trainer, what, unknown)
     if trainer.validation_report is not None:
         say(f"validation: {trainer.validation_report}")
     numbers = sum(array.size for array in trainer.model.parameters.values())
@@ -281,44 +284,10 @@ def _train_on(options: argparse.Namespace, what: Told) -> int:
     with profile(trainer.model) if options.profile else nullcontext() as profiled:
         with leaving_at_the_second_signal(quiet=options.progress == "none"):
             outcome = trainer.train()
-    best = ""
-    if outcome.best_step is not None:
-        best = f", best validation {outcome.best:.4f} at step {outcome.best_step:,}"
     if profiled is not None:
         print(profiled.table(profiled.over_layers()))
-    say(f"{_ENDED[outcome.reason]} at step {outcome.step:,}{best}: {outcome.checkpoint.folder}")
+    say(str(outcome))
     return INTERRUPTED if outcome.reason == "interrupted" else 0
-
-
-def _warn_of_losses(trainer: Any, what: Told, unknown: float) -> None:
-    """Training goes on, but of another text than the user has."""
-    lost = trainer.report.too_long / trainer.report.lines
-    if lost > _MUCH:
-        short = trainer.model.limits[0] < trainer.config.max_length
-        more = "--tokens N" if short else "--set max_length=N"
-        warnings.warn(
-            f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones",
-            stacklevel=2,
-        )
-    if unknown > _MUCH:
-        new = what.start is None and what.data.get("subwords", SUBWORDS) in KINDS
-        way = "--vocabulary N takes more words, and --subwords bpe parts of words"
-        warnings.warn(
-            f"{unknown:.0%} of all tokens are unknown: "
-            f"{way if new else 'this vocabulary is of another text'}",
-            stacklevel=2,
-        )
-
-
-_MUCH = 0.1  # of a text
-
-_ENDED = {
-    "steps": "all steps made,",
-    "epochs": "all epochs made,",
-    "time": "time is up",
-    "patience": "no better validation for long,",
-    "interrupted": "interrupted, and saved",
-}
 
 
 def _check_model(what: Told) -> None:

@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -89,8 +90,16 @@ class SentencePiece:
         try:
             return cls(_trained(sample, size, kind, byte_fallback, character_coverage))
         except RuntimeError as error:
-            fitting = _most(error) or _least(error)
+            least = _least(error)
+            fitting = _most(error) or least
             if fewer and fitting is not None:
+                if least is not None:
+                    warnings.warn(
+                        f"a vocabulary of {size:,} tokens has no room for parts of words: it is the "
+                        f"text's characters and bytes, {least:,}; a larger one (target_vocabulary=N, "
+                        "--vocabulary N) makes shorter sentences",
+                        stacklevel=2,
+                    )
                 return cls(_trained(sample, fitting, kind, byte_fallback, character_coverage))
             raise ValueError(_why_no_training(error, size)) from None
 

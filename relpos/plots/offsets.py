@@ -69,7 +69,7 @@ def all_by_offset(
     reach: int | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The same of every layer, a row of colours for each head.
+    """How far the heads of all layers look: a row of colours for each head.
 
     kind, show, reach: as of `by_offset`.
     """

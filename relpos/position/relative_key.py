@@ -73,7 +73,7 @@ class RelativeKey(Scheme):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RelativeKeyQuery(RelativeKey):
-    """relative_key_query: one row meets the query and the key (method 4 of the paper, all terms).
+    """relative_key_query: one row meets the query and the key (method 4 of Huang et al. 2020).
 
         s_ij = scale * ( q_i . k_j + (q_i + k_j) . distance_table[i - j + P - 1] )
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, tell
 from relpos.train.validation import Validation, check_bleu, validate
 
+_MUCH = 0.1  # of a text
 _NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
 
 
@@ -78,6 +80,21 @@ class Outcome:
     best: float | None
     best_step: int | None
     checkpoint: Checkpoint
+
+    def __str__(self) -> str:
+        best = ""
+        if self.best_step is not None:
+            best = f", best validation {self.best:.4f} at step {self.best_step:,}"
+        return f"{_ENDED[self.reason]} at step {self.step:,}{best}: {self.checkpoint.folder}"
+
+
+_ENDED = {
+    "steps": "all steps made,",
+    "epochs": "all epochs made,",
+    "time": "time is up",
+    "patience": "no better validation for long,",
+    "interrupted": "interrupted, and saved",
+}
 
 
 class Trainer:
@@ -294,6 +311,16 @@ class Trainer:
             [weights] = begin.weights
             self._restored(Config.load(weights), lambda m: m.restore(weights), weights, "start")
             self.started = weights
+        if found is None:
+            way = "this vocabulary is of another text"
+            if saved is None and isinstance(subwords, Subwords):
+                way += "; subwords=None (--subwords bpe) learns one of this"
+            elif saved is None:
+                way = (
+                    "a larger vocabulary (--vocabulary N) knows more, and one of parts of words "
+                    "(subwords=None, --subwords bpe) all"
+                )
+            self._warn_of_losses(way)
 
     @property
     def report(self) -> Report:
@@ -301,9 +328,27 @@ class Trainer:
         return self._batches.report
 
     @property
+    def unknown(self) -> float:
+        """The share of the data's tokens that the vocabulary does not know."""
+        return self.cache.unknown_tokens / len(self.cache.tokens)
+
+    @property
     def validation_report(self) -> Report | None:
         """The same of the validation data; None: there is none."""
         return None if self._validation is None else self._validation.report
+
+    def _warn_of_losses(self, way: str) -> None:
+        """Training goes on, but of another text than the user has. way: to fewer unknown tokens."""
+        lost = self.report.too_long / self.report.lines
+        if lost > _MUCH:
+            short = self.model.limits[0] < self.config.max_length
+            more = "tokens=N (--tokens N)" if short else "max_length=N (--set max_length=N)"
+            warnings.warn(
+                f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones",
+                stacklevel=3,
+            )
+        if self.unknown > _MUCH:
+            warnings.warn(f"{self.unknown:.0%} of all tokens are unknown: {way}", stacklevel=3)
 
     # ---- before ----------------------------------------------------------------------------------
 
