@@ -3,7 +3,7 @@
 `pip install '.[notebooks]'`.
 
     python notebooks/make.py                     all of them, executed, written beside the sources
-    python notebooks/make.py graphs --check      executed anew and compared, nothing is written
+    python notebooks/make.py graphs --check      executed anew, nothing is written
 
 A source is Python in percent format: "# %%" begins a cell of code, "# %% [markdown]" one of text,
 whose lines are comments. Nothing about the machine gets into an .ipynb: no paths, no times of
