@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * file.c: reading files, whole or in parts, mapping them, and replacing a file so that a crash at
- * any moment leaves either the old content or the new.
+ * file.c: reading files in parts, mapping them, and replacing a file so that a crash at any
+ * moment leaves either the old content or the new.
  *
  *   mode - open temporary (must not exist) - write - sync - close - rename - sync folder
  *          `----------- a failure here removes the temporary -----------'
@@ -28,7 +28,6 @@
 
 /* Above 2 GiB some systems refuse, others come up short. */
 #define LARGEST_TRANSFER ((int64_t)1 << 30)
-#define FIRST_READ ((int64_t)1 << 16)
 
 enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48, LONGEST_NAME = 255 };
 
@@ -170,58 +169,6 @@ static rp_status fail_file(const char *verb, const char *path, int error) {
 
 /* ---- reading --------------------------------------------------------------- */
 
-/* Another buffer of `capacity` bytes with the content of *buffer; frees that. */
-static bool grow(char **buffer, int64_t used, int64_t capacity) {
-  char *larger = rpi_allocate((size_t)capacity);
-  if (larger == NULL) return false;
-  if (used > 0) memcpy(larger, *buffer, (size_t)used);
-  rpi_release(*buffer);
-  *buffer = larger;
-  return true;
-}
-
-/* Into a buffer that doubles. One byte more than the content is always there: for
- * the zero behind it, and to notice a file longer than the limit. */
-static rp_status read_descriptor(int descriptor, const char *path, int64_t limit, char **buffer,
-                                 int64_t *used) {
-  int64_t capacity = 0;
-  for (;;) {
-    if (*used == capacity) {
-      RPI_CHECK(*used <= limit, RP_ERROR_FILE,
-                "cannot read '%s': it is longer than the %lld bytes allowed", path,
-                (long long)limit);
-      capacity = capacity == 0 ? FIRST_READ : capacity > limit / 2 ? limit + 1 : capacity * 2;
-      if (capacity > limit) capacity = limit + 1;
-      RPI_CHECK(grow(buffer, *used, capacity), RP_ERROR_MEMORY, "no memory for %lld bytes of '%s'",
-                (long long)capacity, path);
-    }
-    const int64_t part = read_fully(descriptor, *buffer + *used, capacity - *used);
-    if (part < 0) return fail_file("read", path, errno);
-    *used += part;
-    if (*used < capacity) break;
-  }
-  (*buffer)[*used] = '\0';
-  return RP_OK;
-}
-
-rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t *bytes) {
-  assert(path != NULL && content != NULL && bytes != NULL);
-  assert(limit >= 0 && limit < INT64_MAX);
-  const int descriptor = io_open(path, O_RDONLY);
-  if (descriptor < 0) return fail_file("open", path, errno);
-  char *buffer = NULL;
-  int64_t used = 0;
-  const rp_status status = read_descriptor(descriptor, path, limit, &buffer, &used);
-  io_close(descriptor); /* of a file only read: nothing can be lost */
-  if (status != RP_OK) {
-    rpi_release(buffer);
-    return status;
-  }
-  *content = buffer;
-  *bytes = used;
-  return RP_OK;
-}
-
 rp_status rpi_file_open(const char *path, rpi_file *file) {
   assert(path != NULL && file != NULL);
   const int descriptor = io_open(path, O_RDONLY);
@@ -320,11 +267,7 @@ static rp_status sync_folder(const char *path, char *folder) {
   return error == 0 ? RP_OK : fail_file("sync the folder", folder, error);
 }
 
-rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes) {
-  return rpi_file_replace_parts(path, &(rpi_file_part){content, bytes}, 1);
-}
-
-rp_status rpi_file_replace_parts(const char *path, const rpi_file_part *parts, int64_t count) {
+rp_status rpi_file_replace(const char *path, const rpi_file_part *parts, int64_t count) {
   assert(path != NULL && count >= 0 && (parts != NULL || count == 0));
   RPI_TRY(check_replaceable(path));
   const size_t name_bytes = strlen(path) + SUFFIX_BYTES;

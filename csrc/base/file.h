@@ -36,12 +36,6 @@ typedef struct rpi_io {
  * until then. */
 void rpi_set_io(const rpi_io *io);
 
-/* Reads a whole file into memory from rpi_allocate; the caller releases it. A zero
- * byte, not counted in bytes, follows the content. RP_ERROR_FILE names the path
- * and the system's reason. Files above limit bytes are refused. On failure
- * content and bytes are untouched. */
-rp_status rpi_file_read(const char *path, int64_t limit, void **content, int64_t *bytes);
-
 /* A file read in parts, from its start on. */
 typedef struct rpi_file {
   const char *path; /* the caller's, who keeps it */
@@ -71,19 +65,17 @@ typedef struct rpi_mapping {
 rp_status rpi_file_map(const rpi_file *file, rpi_mapping *mapping);
 void rpi_file_unmap(rpi_mapping *mapping); /* takes one that is none */
 
-/* Replaces the file at path by content, or leaves it as it was and removes the
- * temporary file. One exception: when nothing but the last step, syncing the
- * folder, fails, the new content is in place but may not survive a loss of power,
- * and RP_ERROR_FILE says so. The new file has the mode 0666 less the umask. What is
- * there must be a regular file or a link, which is replaced itself. */
-rp_status rpi_file_replace(const char *path, const void *content, int64_t bytes);
-
-/* The same with content that lies in several places, written one after the other. */
+/* A piece of what is written. */
 typedef struct rpi_file_part {
   const void *content;
   int64_t bytes;
 } rpi_file_part;
 
-rp_status rpi_file_replace_parts(const char *path, const rpi_file_part *parts, int64_t count);
+/* Replaces the file at path by the parts, one after the other, or leaves it as it was and removes
+ * the temporary file. One exception: when nothing but the last step, syncing the folder, fails, the
+ * new content is in place but may not survive a loss of power, and RP_ERROR_FILE says so. The new
+ * file has the mode 0666 less the umask. What is there must be a regular file or a link, which is
+ * replaced itself. */
+rp_status rpi_file_replace(const char *path, const rpi_file_part *parts, int64_t count);
 
 #endif

@@ -185,7 +185,7 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
     parts[i + 1].content = tensors[i].data;
     bytes_of(&tensors[i], &parts[i + 1].bytes);
   }
-  const rp_status status = rpi_file_replace_parts(path, parts, count + 1);
+  const rp_status status = rpi_file_replace(path, parts, count + 1);
   rpi_release(parts);
   return status;
 }

@@ -202,6 +202,18 @@ static inline bool file_is(const char *content, size_t bytes) {
   return same;
 }
 
+/* All of the file at path, which the caller frees; NULL: a check has failed. */
+static inline char *content_of(size_t *bytes) {
+  FILE *const file = fopen(path, "rb");
+  if (!CHECK(file != NULL && fseek(file, 0, SEEK_END) == 0)) return NULL;
+  *bytes = (size_t)ftell(file);
+  rewind(file);
+  char *const content = malloc(*bytes + 1);
+  CHECK(content != NULL && fread(content, 1, *bytes, file) == *bytes);
+  fclose(file);
+  return content;
+}
+
 static inline bool make_folder(void) {
   if (mkdtemp(folder) == NULL) return false;
   snprintf(path, sizeof path, "%s/file", folder);

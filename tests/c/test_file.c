@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_file.c: base/file.c, with every call of a read and of a replacement failing in
+ * test_file.c: base/file.c, with every call of taking and of replacing failing in
  * turn, coming up short, or being interrupted. After each: no memory held, no
  * descriptor open, no temporary file left, the old content whole or the new one in
  * its place.
@@ -24,16 +24,27 @@ static char *pattern(size_t bytes) {
 
 /* ---- tests ----------------------------------------------------------------- */
 
-static void check_read(const char *content, size_t bytes, int64_t limit) {
-  void *got = NULL;
-  int64_t got_bytes = -1;
-  if (!CHECK_INT(rpi_file_read(path, limit, &got, &got_bytes), RP_OK)) return;
-  CHECK_INT(got_bytes, (int64_t)bytes);
+static rp_status replace(const char *to, const void *content, int64_t bytes) {
+  return rpi_file_replace(to, &(rpi_file_part){content, bytes}, 1);
+}
+
+/* All of it, and its end. */
+static rp_status take_whole(char *to, int64_t bytes) {
+  rpi_file file;
+  RPI_TRY(rpi_file_open(path, &file));
+  rp_status status = rpi_file_take(&file, to, bytes);
+  if (status == RP_OK) status = rpi_file_expect_end(&file);
+  rpi_file_close(&file);
+  return status;
+}
+
+static void check_read(const char *content, size_t bytes) {
+  char *const got = malloc(bytes + 1);
+  CHECK_INT(take_whole(got, (int64_t)bytes), RP_OK);
   CHECK(memcmp(got, content, bytes) == 0);
-  CHECK_INT(((const char *)got)[bytes], 0);
   CHECK_INT(faults.opened, 0);
-  rpi_release(got);
   CHECK_INT(memory.held, 0);
+  free(got);
 }
 
 static void test_round_trip(void) {
@@ -41,30 +52,11 @@ static void test_round_trip(void) {
   for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
     char *content = pattern(sizes[i]);
     reset();
-    CHECK_INT(rpi_file_replace(path, content, (int64_t)sizes[i]), RP_OK);
+    CHECK_INT(replace(path, content, (int64_t)sizes[i]), RP_OK);
     CHECK(file_is(content, sizes[i]));
     CHECK_INT(count_entries(), 1);
     CHECK_INT(faults.opened, 0);
-    check_read(content, sizes[i], 1 << 30);
-    check_read(content, sizes[i], (int64_t)sizes[i]); /* the limit itself is allowed */
-    free(content);
-  }
-}
-
-static void test_limit(void) {
-  static const size_t sizes[] = {1, 2, 65536, 65537, 200000};
-  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
-    char *content = pattern(sizes[i]);
-    put(content, sizes[i]);
-    reset();
-    void *got = &got;
-    int64_t bytes = -7;
-    CHECK_INT(rpi_file_read(path, (int64_t)sizes[i] - 1, &got, &bytes), RP_ERROR_FILE);
-    CHECK_TEXT(rp_last_error(), "longer than the");
-    CHECK_TEXT(rp_last_error(), path);
-    CHECK(got == &got && bytes == -7);
-    CHECK_INT(faults.opened, 0);
-    CHECK_INT(memory.held, 0);
+    check_read(content, sizes[i]);
     free(content);
   }
 }
@@ -75,46 +67,12 @@ static void test_short_and_interrupted(void) {
     reset();
     faults.largest = 7777;
     faults.interrupt = interrupt != 0;
-    CHECK_INT(rpi_file_replace(path, content, 100000), RP_OK);
+    CHECK_INT(replace(path, content, 100000), RP_OK);
     CHECK(file_is(content, 100000));
     CHECK_INT(count_entries(), 1);
     CHECK_INT(faults.opened, 0);
-    check_read(content, 100000, 1 << 20);
+    check_read(content, 100000);
   }
-  free(content);
-}
-
-static void test_every_call_of_read_fails(void) {
-  char *content = pattern(100000);
-  put(content, 100000);
-  int failures = 0;
-  for (int n = 1; n < 100; n++) {
-    reset();
-    faults.fail_at = n;
-    faults.error = EIO;
-    faults.largest = 30000;
-    void *got = NULL;
-    int64_t bytes;
-    const rp_status status = rpi_file_read(path, 1 << 20, &got, &bytes);
-    CHECK_INT(faults.opened, 0);
-    if (faults.last == NULL) { /* n is beyond the last call */
-      CHECK_INT(status, RP_OK);
-      rpi_release(got);
-      break;
-    }
-    if (strcmp(faults.last, "close") == 0) { /* nothing can be lost by it */
-      CHECK_INT(status, RP_OK);
-      rpi_release(got);
-    } else {
-      CHECK_INT(status, RP_ERROR_FILE);
-      CHECK_TEXT(rp_last_error(), strerror(EIO));
-      CHECK_TEXT(rp_last_error(), path);
-      CHECK(got == NULL);
-    }
-    CHECK_INT(memory.held, 0);
-    failures++;
-  }
-  CHECK(failures >= 7);
   free(content);
 }
 
@@ -129,7 +87,7 @@ static bool replace_with_fault(int n, int error, const char *old, const char *co
   faults.largest = 40;
   if (old != NULL) put(old, strlen(old));
   else unlink(path);
-  const rp_status status = rpi_file_replace(path, content, (int64_t)strlen(content));
+  const rp_status status = replace(path, content, (int64_t)strlen(content));
   CHECK_INT(faults.opened, 0);
   CHECK_INT(memory.held, 0);
   const bool beyond = faults.last == NULL;
@@ -166,7 +124,7 @@ static void test_write_without_progress(void) {
   reset();
   put("old", 3);
   faults.no_progress = true;
-  CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_FILE);
+  CHECK_INT(replace(path, "new", 3), RP_ERROR_FILE);
   CHECK(file_is("old", 3));
   CHECK_INT(count_entries(), 1);
 }
@@ -179,7 +137,7 @@ static void test_the_longest_name(void) {
   char *const slash = strrchr(whole, '/');
   snprintf(slash == NULL ? whole : slash + 1, sizeof whole - NAME_MAX, "%s", longest);
   reset();
-  CHECK_INT(rpi_file_replace(whole, "new", 3), RP_OK);
+  CHECK_INT(replace(whole, "new", 3), RP_OK);
   CHECK_INT(remove(whole), 0);
 }
 
@@ -188,29 +146,18 @@ static void test_folder_that_cannot_be_synced(void) {
   reset();
   faults.error = EINVAL;
   faults.fail_at = 8; /* after mode, open, write, sync, close, rename, open of the folder */
-  CHECK_INT(rpi_file_replace(path, "new", 3), RP_OK);
+  CHECK_INT(replace(path, "new", 3), RP_OK);
   CHECK_TEXT(faults.last, "sync");
   CHECK(file_is("new", 3));
 }
 
-static void test_every_allocation_fails(void) {
+static void test_no_memory(void) {
   char *content = pattern(300000);
   reset();
-  CHECK_INT(rpi_file_replace(path, content, 300000), RP_OK);
-  for (int n = 1; n <= 10; n++) {
-    reset();
-    memory.fail_at = n;
-    void *got = NULL;
-    int64_t bytes;
-    const rp_status status = rpi_file_read(path, 1 << 20, &got, &bytes);
-    CHECK_INT(status, memory.calls < n ? RP_OK : RP_ERROR_MEMORY);
-    if (status == RP_OK) rpi_release(got);
-    CHECK_INT(memory.held, 0);
-    CHECK_INT(faults.opened, 0);
-  }
+  CHECK_INT(replace(path, content, 300000), RP_OK);
   reset();
   memory.fail_at = 1;
-  CHECK_INT(rpi_file_replace(path, "new", 3), RP_ERROR_MEMORY);
+  CHECK_INT(replace(path, "new", 3), RP_ERROR_MEMORY);
   CHECK_INT(faults.calls, 1); /* mode */
   CHECK(file_is(content, 300000));
   free(content);
@@ -223,9 +170,9 @@ static void test_replace_in_parts(void) {
       {content, 8}, {content + 8, 0}, {NULL, 0}, {content + 8, 70000}, {content + 70008, 129992}};
   reset();
   faults.largest = 7777;
-  CHECK_INT(rpi_file_replace_parts(path, parts, 5), RP_OK);
+  CHECK_INT(rpi_file_replace(path, parts, 5), RP_OK);
   CHECK(file_is(content, 200000));
-  CHECK_INT(rpi_file_replace_parts(path, parts, 0), RP_OK);
+  CHECK_INT(rpi_file_replace(path, parts, 0), RP_OK);
   CHECK(file_is("", 0));
   int n = 1;
   for (; n < 100; n++) {
@@ -233,7 +180,7 @@ static void test_replace_in_parts(void) {
     put("old", 3);
     faults.fail_at = n;
     faults.error = ENOSPC;
-    const rp_status status = rpi_file_replace_parts(path, parts, 5);
+    const rp_status status = rpi_file_replace(path, parts, 5);
     CHECK_INT(faults.opened, 0);
     CHECK_INT(memory.held, 0);
     CHECK_INT(count_entries(), 1);
@@ -279,24 +226,23 @@ static void test_take(void) {
 
 static void test_every_call_of_take_fails(void) {
   put("0123456789", 10);
-  for (int n = 1; n <= 4; n++) { /* open, read, read, read */
+  for (int n = 1; n <= 5; n++) { /* open, two reads and that of the end, close */
     reset();
     faults.fail_at = n;
     faults.error = EIO;
+    faults.largest = 6;
     char got[10];
-    rpi_file file;
-    rp_status status = rpi_file_open(path, &file);
-    if (status != RP_OK) {
-      CHECK_INT(n, 1);
-    } else {
-      status = rpi_file_take(&file, got, 4);
-      if (status == RP_OK) status = rpi_file_take(&file, got, 6);
-      if (status == RP_OK) status = rpi_file_expect_end(&file);
-      rpi_file_close(&file);
-    }
-    CHECK_INT(status, RP_ERROR_FILE);
-    CHECK_TEXT(rp_last_error(), strerror(EIO));
+    const rp_status status = take_whole(got, 10);
     CHECK_INT(faults.opened, 0);
+    CHECK_INT(memory.held, 0);
+    if (n == 5) { /* nothing can be lost by closing */
+      CHECK_TEXT(faults.last, "close");
+      CHECK_INT(status, RP_OK);
+    } else {
+      CHECK_INT(status, RP_ERROR_FILE);
+      CHECK_TEXT(rp_last_error(), strerror(EIO));
+      CHECK_TEXT(rp_last_error(), path);
+    }
   }
 }
 
@@ -313,7 +259,7 @@ static void test_map(void) {
   CHECK(memcmp(mapping.memory, "some content", 12) == 0);
   *(char *)mapping.memory = 'h';
   CHECK(file_is("some content", 12));
-  CHECK_INT(rpi_file_replace(path, "other", 5), RP_OK);
+  CHECK_INT(replace(path, "other", 5), RP_OK);
   CHECK(memcmp(mapping.memory, "home content", 12) == 0);
   rpi_file_unmap(&mapping);
   CHECK(mapping.memory == NULL && faults.mapped == 0);
@@ -334,22 +280,24 @@ static void test_map(void) {
 
 static void test_paths(void) {
   reset();
-  void *got = NULL;
-  int64_t bytes;
-  CHECK_INT(rpi_file_read("/no/such/file", 100, &got, &bytes), RP_ERROR_FILE);
+  char got;
+  rpi_file file;
+  CHECK_INT(rpi_file_open("/no/such/file", &file), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "cannot open '/no/such/file': No such file");
-  CHECK_INT(rpi_file_read(folder, 100, &got, &bytes), RP_ERROR_FILE);
+  if (!CHECK_INT(rpi_file_open(folder, &file), RP_OK)) return;
+  CHECK_INT(rpi_file_take(&file, &got, 1), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "directory");
-  CHECK_INT(rpi_file_replace("/no/such/file", "x", 1), RP_ERROR_FILE);
+  rpi_file_close(&file);
+  CHECK_INT(replace("/no/such/file", "x", 1), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "/no/such/file");
-  CHECK_INT(rpi_file_replace(folder, "x", 1), RP_ERROR_FILE);
+  CHECK_INT(replace(folder, "x", 1), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), strerror(EISDIR));
-  CHECK_INT(rpi_file_replace("", "x", 1), RP_ERROR_FILE);
+  CHECK_INT(replace("", "x", 1), RP_ERROR_FILE);
   CHECK_INT(count_entries(), 1);
 
   char before[512];
   if (!CHECK(getcwd(before, sizeof before) != NULL) || !CHECK_INT(chdir(folder), 0)) return;
-  CHECK_INT(rpi_file_replace("file", "relative", 8), RP_OK); /* the folder is "." */
+  CHECK_INT(replace("file", "relative", 8), RP_OK); /* the folder is "." */
   CHECK(file_is("relative", 8));
   CHECK_INT(chdir(before), 0);
 }
@@ -361,11 +309,11 @@ static void test_no_regular_file(void) {
   reset();
   snprintf(pipe, sizeof pipe, "%s.pipe", path);
   CHECK_INT(mkfifo(pipe, 0600), 0);
-  CHECK_INT(rpi_file_replace(pipe, "x", 1), RP_ERROR_FILE);
+  CHECK_INT(replace(pipe, "x", 1), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), ".pipe': it is no regular file");
   unlink(path);
   CHECK_INT(symlink(pipe, path), 0);
-  CHECK_INT(rpi_file_replace(path, "x", 1), RP_OK);
+  CHECK_INT(replace(path, "x", 1), RP_OK);
   CHECK(lstat(path, &about) == 0 && S_ISREG(about.st_mode));
   CHECK(lstat(pipe, &about) == 0 && S_ISFIFO(about.st_mode));
   CHECK_INT(count_entries(), 2);
@@ -380,7 +328,7 @@ static void test_stale_temporary(void) {
   const int descriptor = open(stale, O_WRONLY | O_CREAT, 0600);
   CHECK(descriptor >= 0);
   close(descriptor);
-  CHECK_INT(rpi_file_replace(path, "new", 3), RP_OK);
+  CHECK_INT(replace(path, "new", 3), RP_OK);
   CHECK(file_is("new", 3));
   CHECK_INT(count_entries(), 2);
   unlink(stale);
@@ -388,7 +336,7 @@ static void test_stale_temporary(void) {
 
 static void *replace_often(void *content) {
   intptr_t failures = 0;
-  for (int i = 0; i < 50; i++) failures += rpi_file_replace(path, content, 5000) != RP_OK;
+  for (int i = 0; i < 50; i++) failures += replace(path, content, 5000) != RP_OK;
   return (void *)failures;
 }
 
@@ -414,14 +362,12 @@ int main(void) {
   rpi_set_io(&faulty_io);
   rpi_set_allocator(&faulty_allocator);
   test_round_trip();
-  test_limit();
   test_short_and_interrupted();
-  test_every_call_of_read_fails();
   test_every_call_of_replace_fails();
   test_write_without_progress();
   test_the_longest_name();
   test_folder_that_cannot_be_synced();
-  test_every_allocation_fails();
+  test_no_memory();
   test_replace_in_parts();
   test_take();
   test_every_call_of_take_fails();
