@@ -251,8 +251,7 @@ def attention(
         return _forward(request, position, with_lse=False)[0]
     from relpos.maps import maps_of_call  # which needs this module
 
-    ragged = not all(x is None for x in (lengths, key_lengths, offsets, key_offsets))
-    maps = maps_of_call(request, position, return_maps, ragged)
+    maps = maps_of_call(request, position, return_maps)
     return _forward(request, position, with_lse=False)[0], maps
 
 

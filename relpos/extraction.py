@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from relpos import _core, maps
+from relpos import maps
 from relpos.attention import Integers
 from relpos.batch import Batch, packed
 from relpos.maps import AttentionMaps, Choice
@@ -327,9 +327,8 @@ class _Wanted:
     def read(
         cls, model: Transformer, kinds: Names | None, layers: Choice, heads: Choice, parts: Names
     ) -> _Wanted:
-        whole = {name: getattr(_core, what) for name, what in maps.WHOLE.items()}
         there = {
-            kind: whole | dict(named)
+            kind: maps.WHOLE | dict(named)
             for kind in KINDS
             if (named := model._core.attention_parts(ATTENTIONS[kind]))
         }

@@ -28,8 +28,12 @@ Choice = Integers | slice | None  # an int, ints, a slice, as an index of NumPy;
 Map = Any  # float32 array, or a list of one for each sequence
 
 # As _core calls them.
-WHOLE = {"probabilities": "SHOW_PROBABILITIES", "logits": "SHOW_SCORES", "content": "SHOW_CONTENT"}
-KINDS = {"key": "SHOW_KEY", "query": "SHOW_QUERY", "bias": "SHOW_BIAS"}
+WHOLE = {
+    "probabilities": _core.SHOW_PROBABILITIES,
+    "logits": _core.SHOW_SCORES,
+    "content": _core.SHOW_CONTENT,
+}
+KINDS = {"key": _core.SHOW_KEY, "query": _core.SHOW_QUERY, "bias": _core.SHOW_BIAS}
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -120,18 +124,15 @@ def attention_maps(
         given = _as_core(request, request.q, request.k)
         _core.attention_map(*given, 0, 0, 0, 0, nothing, call)
         raise RuntimeError("attention_maps: the core took arrays that this layer could not read")
-    ragged = not all(x is None for x in (lengths, key_lengths, offsets, key_offsets))
-    choice = _Choice.read(shape, ragged, sequences, heads, rows)
+    choice = _Choice.read(shape, request.ragged, sequences, heads, rows)
     return _shown(request, shape, position, parts, choice)
 
 
-def maps_of_call(
-    request: Request, position: Position, parts: str | Iterable[str], ragged: bool
-) -> AttentionMaps:
+def maps_of_call(request: Request, position: Position, parts: str | Iterable[str]) -> AttentionMaps:
     """All sequences and heads of a call of attention, which names its parts return_maps."""
     assert request.shape is not None
     combine.schemes_of(position)
-    choice = _Choice.read(request.shape, ragged, None, None, None)
+    choice = _Choice.read(request.shape, request.ragged, None, None, None)
     return _shown(request, request.shape, position, parts, choice, "return_maps")
 
 
@@ -200,14 +201,14 @@ def _terms_by_name(terms: Iterable[Term]) -> dict[str, int]:
     found: dict[str, int] = {}
     counts = dict.fromkeys(KINDS, 0)
     for i, term in enumerate(terms):
-        found[names[i]] = getattr(_core, KINDS[term.kind]) + counts[term.kind]
+        found[names[i]] = KINDS[term.kind] + counts[term.kind]
         counts[term.kind] += 1
     return found
 
 
 def _wanted(argument: str, parts: str | Iterable[str], terms: Iterable[Term]) -> dict[str, int]:
     """What is asked for, by name, as the core calls it."""
-    known = {name: getattr(_core, what) for name, what in WHOLE.items()} | _terms_by_name(terms)
+    known = WHOLE | _terms_by_name(terms)
     try:
         names = [parts] if isinstance(parts, str) else list(parts)
     except TypeError:

@@ -83,6 +83,12 @@ class Request:
         if self.mask is not None and self.shape is not None:
             self.mask.check("mask", self.shape)
 
+    @property
+    def ragged(self) -> bool:
+        """May sequences have different numbers of rows, or of keys?"""
+        own = (self.lengths, self.key_lengths, self.offsets, self.key_offsets)
+        return any(x is not None for x in own)
+
 
 def read_request(
     q: Any,

@@ -75,13 +75,18 @@ static void word_lines(int how, dense from, int64_t numbers, int64_t columns, re
 RPI_TURN_WORDS(TWIN, )
 #ifdef RPI_BF16_NATIVE
 RPI_TURN_WORDS(NATIVE, RPI_BF16_TARGET)
-#else
-#define gemm_scaled_NATIVE gemm_scaled_TWIN
 #endif
+
+static void (*const gemm_scaled[])(dense, int64_t, int64_t, real, real *) = {
+    [RPI_TWIN] = gemm_scaled_TWIN,
+#ifdef RPI_BF16_NATIVE
+    [RPI_NATIVE] = gemm_scaled_NATIVE,
+#endif
+};
 
 static void turn_words(int how, dense from, int64_t keys, int64_t numbers, real factor, real *to,
                        int64_t columns) {
-  (how == RPI_NATIVE ? gemm_scaled_NATIVE : gemm_scaled_TWIN)(from, keys, numbers, factor, to);
+  gemm_scaled[how](from, keys, numbers, factor, to);
   const int64_t lines = inner_of(how, numbers), filled = rpi_round_up(keys, RPI_LANES);
   for (int64_t line = 0; filled < columns && line < lines; line++, to += RPI_TILE) {
     memset(to + filled, 0, (size_t)(columns - filled) * sizeof *to);

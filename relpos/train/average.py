@@ -20,6 +20,7 @@ from relpos.train.checkpoint import (
     TOKENIZER,
     Checkpoint,
     make_folder,
+    new_folder,
     sync_files,
     write_json,
 )
@@ -57,8 +58,7 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
 
     make_folder(path.parent)
     partial = path.with_name(f".partial-mean-{path.name}-{os.getpid()}")
-    try:
-        partial.mkdir()
+    with new_folder(partial):
         model.save(partial / MODEL)
         write_json(partial / CONFIG, dataclasses.asdict(config))
         steps = [each.step for each in checked]
@@ -68,9 +68,6 @@ def average(checkpoints: Sequence[Checkpoint], folder: str | os.PathLike[str]) -
         sync_files(partial)
         sync_path(partial)
         os.rename(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     sync_path(path.parent)
     return path / MODEL
 

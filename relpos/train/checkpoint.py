@@ -27,7 +27,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,19 +265,26 @@ def _save(
     make_folder(folder)
     _remove_partial(folder)
     partial = folder / f"{_PARTIAL}{os.getpid()}-{next(_ordinals)}"
-    try:
-        os.mkdir(partial)
+    with new_folder(partial):
         _write(partial, model, state, tokenizer)
         step = state["step"]
         ordinals = [each.ordinal for each in checkpoints(folder) if each.step == step]
         ordinal = max(ordinals) + 1 if ordinals else 0
         name = f"step-{step:09}" + (f".{ordinal}" if ordinal else "")
         os.rename(partial, folder / name)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     sync_path(folder)
     return Checkpoint(step, ordinal, folder / name)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Makes one to be filled, which goes with all that is in it where that fails."""
+    try:
+        os.mkdir(folder)
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _write(
