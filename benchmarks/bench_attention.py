@@ -12,14 +12,15 @@ tables). Sides take turns in processes of their own (turns.py). README.md says w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import reports
 import turns
+from reports import key_of
 from turns import Job, Json, Rounds, Worker
 
 HERE = Path(__file__).parent
@@ -257,18 +258,8 @@ def _torch_nested(x: dict[str, Any], case: Json) -> Any:
 # ----------------------------------------------------------------------------------------- compare
 
 
-class Report:
-    """Lines for the reader, flat figures for the machine."""
-
-    def __init__(self) -> None:
-        self.figures: Json = {}
-        self.failures: dict[str, str] = {}
-        self.busy = 0.0  # of the rounds that count, where it exceeds what a quiet round allows
-
-    def __setitem__(self, name: str, value: float | str) -> None:
-        self.figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
-
-    def ratio(self, name: str, rounds: Rounds, side: str, to: str) -> None:
+class Report(reports.Report):
+    def compared(self, name: str, rounds: Rounds, side: str, to: str) -> None:
         """A ratio with its interval; the latter is a figure too where the ratio is near 1."""
         if side not in rounds.times or to not in rounds.times:
             return
@@ -309,16 +300,16 @@ def compare(report: Report, options: argparse.Namespace) -> None:
             worker.close()
         which = case["pass"]
         report.times(f"{title}, {which}", rounds)
-        report.ratio(f"{which}_noise_{suffix}", rounds, AGAIN, TORCH)
-        report.ratio(f"{which}_vs_torch_plain_{suffix}", rounds, OURS, TORCH)
-        report.ratio(f"{which}_rel_over_plain_{suffix}", rounds, OURS, OURS_PLAIN)
-        report.ratio(f"{which}_plain_vs_torch_plain_{suffix}", rounds, OURS_PLAIN, TORCH)
-        report.ratio(f"{which}_bf16_vs_f32_{suffix}", rounds, OURS_F32, OURS)
-        report.ratio(f"{which}_vs_torch_plain_f32_{suffix}", rounds, OURS, TORCH_F32)
+        report.compared(f"{which}_noise_{suffix}", rounds, AGAIN, TORCH)
+        report.compared(f"{which}_vs_torch_plain_{suffix}", rounds, OURS, TORCH)
+        report.compared(f"{which}_rel_over_plain_{suffix}", rounds, OURS, OURS_PLAIN)
+        report.compared(f"{which}_plain_vs_torch_plain_{suffix}", rounds, OURS_PLAIN, TORCH)
+        report.compared(f"{which}_bf16_vs_f32_{suffix}", rounds, OURS_F32, OURS)
+        report.compared(f"{which}_vs_torch_plain_f32_{suffix}", rounds, OURS, TORCH_F32)
         for side, times in rounds.times.items():
             if times:
-                report[f"{which}_ms_{_key(side)}_{suffix}"] = rounds.median(side) * 1e3
-                report[f"{which}_spread_{_key(side)}_{suffix}"] = rounds.spread(side)
+                report[f"{which}_ms_{key_of(side)}_{suffix}"] = rounds.median(side) * 1e3
+                report[f"{which}_spread_{key_of(side)}_{suffix}"] = rounds.spread(side)
         if options.peers:
             compare_peers(report, rounds, which, suffix, options.peers)
 
@@ -329,11 +320,11 @@ def compare_peers(
     """Every peer over torch plain, and the fastest peer over ours."""
     peers = [peer for peer in peers if peer in rounds.times]
     for peer in peers:
-        report.ratio(f"{which}_{_key(peer)}_over_torch_plain_{suffix}", rounds, peer, TORCH)
+        report.compared(f"{which}_{key_of(peer)}_over_torch_plain_{suffix}", rounds, peer, TORCH)
     if peers:
         best = min(peers, key=rounds.median)
         report[f"{which}_best_relative_torch_{suffix}"] = best
-        report.ratio(f"{which}_vs_best_relative_torch_{suffix}", rounds, best, OURS)
+        report.compared(f"{which}_vs_best_relative_torch_{suffix}", rounds, best, OURS)
 
 
 def chosen_cases(options: argparse.Namespace) -> Iterator[tuple[str, str, Json]]:
@@ -379,7 +370,7 @@ def measure_memory(report: Report, options: argparse.Namespace) -> None:
         try:
             mib = worker.once(case)
             print(f"  {side:20s} {mib:10.1f} MiB", flush=True)
-            name = "peak_mib" if side == OURS else f"peak_mib_{_key(side)}"
+            name = "peak_mib" if side == OURS else f"peak_mib_{key_of(side)}"
             report[f"{name}_n{n}"] = mib
         except turns.SideFailed as failure:
             report.failures.setdefault(side, str(failure))
@@ -435,29 +426,6 @@ def chosen_sides(options: argparse.Namespace) -> list[str]:
     return sides
 
 
-def versions(options: argparse.Namespace) -> Json:
-    """Versions of both sides, and what relpos chose to run on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found: Json = {"threads": options.threads}
-    for package in ("numpy", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    if not options.without_ours and not options.noise:
-        import relpos
-
-        tree = Path(relpos.__file__).parent == Path(__file__).parent.parent / "relpos"
-        found["relpos_from"] = "tree" if tree else "installed"
-        found |= {f"relpos_{name}": value for name, value in relpos.build_info().items()}
-    return found
-
-
-def _key(side: str) -> str:
-    return side.replace(" ", "_").replace("-", "_")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -494,20 +462,13 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def write_output(path: Path, document: Json) -> None:
-    if path.parent == Path("."):
-        path = HERE / "results" / path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
 def main() -> int:
     options = parse()
     if options.worker:
         turns.serve(build)
         return 0
-    report = Report()
-    place = turns.machine() | versions(options)
+    report, ours = Report(), not (options.without_ours or options.noise)
+    place = turns.machine() | reports.versions(options.threads, ours)
     if options.memory:
         measure_memory(report, options)
     else:
@@ -516,11 +477,7 @@ def main() -> int:
             compare_widths(report, options)
     names = ("k", "d", "causal", "per_head", "key_heads", "packed", "bf16")
     setting = {name: getattr(options, name) for name in names}
-    flat = report.figures | {"others_share": round(report.busy, 3)} | setting | place
-    if options.output:
-        write_output(options.output, flat | {"failures": report.failures})
-    if options.json:
-        print(json.dumps(flat))
+    report.finish(options, place, **setting)
     return 1 if set(report.failures) & {OURS, OURS_PLAIN, TORCH} else 0
 
 

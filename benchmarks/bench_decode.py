@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import turns
-from bench_attention import versions, write_output
-from bench_schemes import Counted, Report
+from reports import Counted, Report, key_of, versions
 from turns import Job, Json, SideFailed, Worker
 
 OURS, NARROW, PEER, INT8 = "ours", "ours bf16", "CTranslate2 f32", "CTranslate2 int8"
@@ -203,7 +202,7 @@ def measure(report: Report, options: argparse.Namespace, name: str, case: Json) 
     for side in rounds.times:
         rate = count / rounds.median(side)
         print(f"  {side}: {rounds.median(side) * 1e3:.1f} ms, {rate:.1f} sentences/s", flush=True)
-        report[f"{name}_sentences_per_second_{_key(side)}"] = rate
+        report[f"{name}_sentences_per_second_{key_of(side)}"] = rate
     goals = {"beam": FASTER, "single": 1 / SINGLE}
     if PEER in rounds.times:
         limit = goals.get(name)
@@ -220,7 +219,7 @@ def measure(report: Report, options: argparse.Namespace, name: str, case: Json) 
         worker.close()
         limit = PEAK_MB if (side, name) == (OURS, "beam") else None
         report.line(
-            f"{name}_peak_mb_{_key(side)}", f"{side}: {peak:.0f} MB", peak, limit, least=False
+            f"{name}_peak_mb_{key_of(side)}", f"{side}: {peak:.0f} MB", peak, limit, least=False
         )
 
 
@@ -278,10 +277,6 @@ def make_checkpoint(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------ running
 
 
-def _key(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -293,7 +288,6 @@ def parse() -> argparse.Namespace:
     add("--threads", type=int, default=2)
     add("--output", type=Path, help="write figures and machine as JSON, into results/ if bare")
     options = parser.parse_args()
-    options.without_ours = options.noise = False  # what versions() asks for
     return options
 
 
@@ -302,7 +296,7 @@ def main() -> int:
     if options.worker:
         turns.serve(build)
         return 0
-    place = turns.machine() | versions(options)
+    place = turns.machine() | versions(options.threads)
     report = Report(place["relpos_isa"])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -320,16 +314,7 @@ def main() -> int:
             case = {"folder": temporary, "beam": BEAM, "alpha": 1.0, "sentences": 0}
             measure(report, options, "real", case)
             same_answers(report, options, "real", case)
-    if report.rounds:
-        report["quiet_share"] = report.quiet / report.rounds
-        print(f"\nquiet: {report.quiet} of {report.rounds} rounds")
-    for text in report.missed:
-        print(f"NOT met: {text}")
-    flat = report.figures | {"others_share": round(report.busy, 3)} | place
-    if options.output:
-        write_output(options.output, flat | {"failures": report.failures})
-    if options.json:
-        print(json.dumps(flat))
+    report.finish(options, place)
     return 1 if report.failures else 0
 
 

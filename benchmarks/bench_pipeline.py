@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import turns
-from bench_attention import versions, write_output
+from reports import versions, write_output
 from turns import Job, Json, Rounds, SideFailed, Worker
 
 PIPELINE, ALONE, AGAIN, WAITED = "pipeline", "alone", "alone again", "waited"
@@ -164,7 +164,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"--presets: no {', '.join(unknown)}; there are {', '.join(UPDATES)}")
     if options.quick:
         options.seconds, options.presets = min(options.seconds, 10.0), ["tiny"]
-    options.without_ours = False  # what versions() asks for
     return options
 
 
@@ -173,7 +172,7 @@ def main() -> int:
     if options.worker:
         turns.serve(build)
         return 0
-    figures = turns.machine() | versions(options)
+    figures = turns.machine() | versions(options.threads)
     sides = [AGAIN, ALONE] if options.noise else [PIPELINE, ALONE]
     met = True
     with tempfile.TemporaryDirectory(prefix="relpos-pipeline-") as folder:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import sys
@@ -26,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import turns
-from bench_attention import MEMORY_N, PASSES, SHAPES, passes, versions, write_output
-from turns import Job, Json, Rounds, Worker
+from bench_attention import MEMORY_N, PASSES, SHAPES, passes
+from reports import Counted, Report, key_of, versions
+from turns import Job, Json, Worker
 
 OURS, PLAIN, TORCH, BUSY = "ours", "plain", "torch: ", "busy: "
 OURS_F32 = OURS + " f32"  # beside those in bf16
@@ -296,69 +296,6 @@ def build(side: str, case: Json) -> Job:
 # ----------------------------------------------------------------------------------------- compare
 
 
-class Counted(Worker):
-    """A worker that knows how many turns it had: rounds that did not count leave no other trace."""
-
-    bursts = 0
-
-    def burst(self, count: int) -> float:
-        self.bursts += 1
-        return super().burst(count)
-
-
-class Report:
-    """Lines for the reader, flat figures for the machine."""
-
-    def __init__(self, isa: str) -> None:
-        self.figures: Json = {}
-        self.failures: dict[str, str] = {}
-        self.busy = 0.0  # of the rounds that count, where it exceeds what a quiet round allows
-        self.rounds = self.quiet = 0
-        self.missed: list[str] = []
-        self.isa = isa
-
-    def __setitem__(self, name: str, value: float | str) -> None:
-        self.figures[name] = float(f"{value:.4g}") if isinstance(value, float) else value
-
-    def line(self, name: str, text: str, value: float, limit: float | None, least: bool) -> None:
-        """One figure beside its target."""
-        self[name] = value
-        verdict = ""
-        if limit is not None and math.isfinite(limit):
-            met = value >= limit if least else value <= limit
-            verdict = f"{'at least' if least else 'at most'} {limit:.2f}: " + (
-                "met" if met else "NOT met"
-            )
-            if not met:
-                self.missed.append(f"{name} = {value:.3f} ({verdict})")
-        print(f"    {text:62s} {verdict}", flush=True)
-
-    def ratio(
-        self,
-        name: str,
-        rounds: Rounds,
-        side: str,
-        to: str,
-        limit: float | None,
-        least: bool = False,
-    ) -> None:
-        if side not in rounds.times or to not in rounds.times:
-            return
-        value, (low, high) = rounds.ratio(side, to), rounds.interval(side, to)
-        self[f"{name}_low"], self[f"{name}_high"] = low, high
-        text = f"{side} / {to}: {value:.3f} [{low:.3f}, {high:.3f}]"
-        self.line(name, text, value, limit, least)
-
-    def count(self, rounds: Rounds, turns_taken: int) -> None:
-        quiet = sum(share <= turns.QUIET for share in rounds.others)
-        self.rounds += turns_taken
-        self.quiet += quiet
-        if quiet < len(rounds.others):
-            busy = max(rounds.others)
-            self.busy = max(self.busy, busy)
-            print(f"    NOT QUIET: others took up to {busy:.0%} of the machine")
-
-
 def compare(report: Report, options: argparse.Namespace) -> None:
     """Every length, pass and scheme; fresh processes for each."""
     for n in options.shapes:
@@ -371,7 +308,7 @@ def compare(report: Report, options: argparse.Namespace) -> None:
 
 def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> None:
     scheme, n, which = case["scheme"], case["n"], case["pass"]
-    key, end = f"{which}_{_key(scheme)}", f"n{n}"
+    key, end = f"{which}_{key_of(scheme)}", f"n{n}"
     sides = [OURS, PLAIN, *([OURS_F32] if options.bf16 else [])]
     if options.peers:
         best = fastest_peer(report, options, case)
@@ -387,7 +324,7 @@ def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> N
     print(f"  {scheme}: {times}; {len(rounds.others)} rounds", flush=True)
     report.count(rounds, max(worker.bursts for worker in workers))
     for side in rounds.times:
-        name = "torch" if side.startswith(TORCH) else _key(side)
+        name = "torch" if side.startswith(TORCH) else key_of(side)
         report[f"{key}_ms_{name}_{end}"] = rounds.median(side) * 1e3
     report.ratio(f"{key}_over_plain_{end}", rounds, OURS, PLAIN, target(report, case))
     report.ratio(f"{key}_bf16_vs_f32_{end}", rounds, OURS_F32, OURS, None)
@@ -428,7 +365,7 @@ def fastest_peer(report: Report, options: argparse.Namespace, case: Json) -> str
         worker.close()
     for name, seconds in found.items():
         print(f"    {TORCH}{name}: {seconds * 1e3:.2f} ms", flush=True)
-        key = f"{case['pass']}_{_key(case['scheme'])}_try_ms_{_key(name)}_n{case['n']}"
+        key = f"{case['pass']}_{key_of(case['scheme'])}_try_ms_{key_of(name)}_n{case['n']}"
         report[key] = seconds * 1e3
     return TORCH + min(found, key=found.__getitem__) if found else None
 
@@ -451,7 +388,7 @@ def compare_busy(report: Report, options: argparse.Namespace) -> None:
 
 def busy_scheme(report: Report, options: argparse.Namespace, case: Json) -> None:
     scheme, end = case["scheme"], f"n{case['n']}"
-    key = f"cpu_{case['pass']}_{_key(scheme)}"
+    key = f"cpu_{case['pass']}_{key_of(scheme)}"
     sides = [OURS, PLAIN]
     if options.peers:
         from peers.torch_schemes import PEERS
@@ -470,7 +407,7 @@ def busy_scheme(report: Report, options: argparse.Namespace, case: Json) -> None
         return
     print("  " + ", ".join(f"{side} {seconds * 1e3:.2f} ms" for side, seconds in found.items()))
     for side, seconds in found.items():
-        report[f"{key}_ms_{_key(side)}_{end}"] = seconds * 1e3
+        report[f"{key}_ms_{key_of(side)}_{end}"] = seconds * 1e3
     limit = target(report, case)
     ratio = found[OURS] / found[PLAIN]
     report.line(f"{key}_over_plain_{end}", f"{scheme} / plain: {ratio:.3f}", ratio, limit, False)
@@ -511,7 +448,7 @@ def measure_memory(report: Report, options: argparse.Namespace) -> None:
     for scheme in options.schemes:
         case = make_case(options, scheme, n, "fwdbwd") | {"B": 1, "H": 1}
         worker = Worker(Path(__file__), "memory", options.threads)
-        name = f"peak_mib_{_key(scheme)}_n{n}"
+        name = f"peak_mib_{key_of(scheme)}_n{n}"
         try:
             mib = float(worker.once(case))
             report.line(name, f"{scheme}: {mib:.1f} MiB", mib, MEMORY_MIB, least=False)
@@ -537,10 +474,6 @@ def peak_mib(case: Json) -> float:
 
 
 # ------------------------------------------------------------------------------------------ running
-
-
-def _key(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
 
 
 def parse() -> argparse.Namespace:
@@ -577,7 +510,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"--schemes: no {', '.join(sorted(unknown))}; there are {', '.join(BENCHES)}")
     if options.bf16 and (options.peers or options.busy or options.memory):
         parser.error("--bf16: times ours alone; not with --peers, --busy or --memory")
-    options.without_ours = options.noise = False  # what versions() asks for
     return options
 
 
@@ -586,7 +518,7 @@ def main() -> int:
     if options.worker:
         turns.serve(build)
         return 0
-    place = turns.machine() | versions(options)
+    place = turns.machine() | versions(options.threads)
     report = Report(place["relpos_isa"])
     if options.memory:
         measure_memory(report, options)
@@ -594,16 +526,7 @@ def main() -> int:
         compare_busy(report, options)
     else:
         compare(report, options)
-        share = report.quiet / max(report.rounds, 1)
-        report["quiet_share"] = share
-        print(f"\nquiet: {report.quiet} of {report.rounds} rounds")
-    for text in report.missed:
-        print(f"NOT met: {text}")
-    flat = report.figures | {"others_share": round(report.busy, 3), "d": options.d} | place
-    if options.output:
-        write_output(options.output, flat | {"failures": report.failures})
-    if options.json:
-        print(json.dumps(flat))
+    report.finish(options, place, d=options.d)
     return 1 if any(TORCH not in key for key in report.failures) else 0
 
 

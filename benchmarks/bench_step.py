@@ -14,15 +14,14 @@ and Adam. Sides take turns in processes of their own (turns.py). README.md says 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import turns
-from bench_attention import versions, write_output
-from bench_schemes import BUSY, Counted, Report, least_cpu_seconds
+from bench_schemes import BUSY, least_cpu_seconds
+from reports import Counted, Report, key_of, versions
 from turns import Job, Json, Rounds, SideFailed, Worker
 
 OURS, ABSOLUTE, TORCH, TWIN = "ours", "ours absolute", "torch: ", "twin"
@@ -263,8 +262,10 @@ def measure_speed(report: Report, options: argparse.Namespace, model: str) -> No
     best = [min(group, key=group.__getitem__) for group in (found, written) if group]
     rounds = take_turns(report, options, [OURS, *dict.fromkeys(best)], case)
     for side in rounds.times:
-        report[f"{model}_tokens_per_second_{_key(side)}"] = TOKENS / rounds.median(side)
-        report[f"{model}_ms_{_key(side)}"] = rounds.median(side) * 1e3
+        report[f"{model}_tokens_per_second_{key_of(side.replace(TORCH, 'torch '))}"] = (
+            TOKENS / rounds.median(side)
+        )
+        report[f"{model}_ms_{key_of(side.replace(TORCH, 'torch '))}"] = rounds.median(side) * 1e3
     for side, end in zip(best, ("", "_as_written"), strict=False):
         name = f"{model}_f32_vs_best_torch{end}"
         report[f"{name}_is"] = side.removeprefix(TORCH)
@@ -281,7 +282,9 @@ def measure_bf16(report: Report, options: argparse.Namespace, model: str) -> Non
     best = min(found, key=found.__getitem__) if found else None
     rounds = take_turns(report, options, [OURS + BF16, OURS, *([best] if best else [])], case)
     for side in rounds.times:
-        report[f"{model}_bf16_tokens_per_second_{_key(side)}"] = TOKENS / rounds.median(side)
+        report[f"{model}_bf16_tokens_per_second_{key_of(side.replace(TORCH, 'torch '))}"] = (
+            TOKENS / rounds.median(side)
+        )
     report.ratio(f"{model}_bf16_vs_f32", rounds, OURS, OURS + BF16, None, least=True)
     if best:
         report[f"{model}_bf16_vs_best_torch_is"] = best.removeprefix(TORCH)
@@ -303,7 +306,9 @@ def try_peers(
         worker.close()
     for side, seconds in found.items():
         print(f"    {side}: {TOKENS / seconds:.0f} target tokens a second", flush=True)
-        report[f"{case['model']}_try_tokens_per_second_{_key(side)}"] = TOKENS / seconds
+        report[f"{case['model']}_try_tokens_per_second_{key_of(side.replace(TORCH, 'torch '))}"] = (
+            TOKENS / seconds
+        )
     return found
 
 
@@ -343,7 +348,7 @@ def measure_busy(report: Report, options: argparse.Namespace, model: str) -> Non
         if side in found:
             over = f", {found[side] / found[OURS]:.3f} of ours" if OURS in found else ""
             print(f"    {side}: {found[side] * 1e3:.1f} ms of CPU{over}", flush=True)
-            report[f"cpu_{model}_ms_{_key(side)}"] = found[side] * 1e3
+            report[f"cpu_{model}_ms_{key_of(side.replace(TORCH, 'torch '))}"] = found[side] * 1e3
 
 
 # --------------------------------------------------------------------------- relative over absolute
@@ -367,7 +372,9 @@ def measure_memory(report: Report, options: argparse.Namespace, model: str) -> N
     sides = [OURS, *(TORCH + name for name in options.peers if name in REMEMBERED)]
     for side in sides:
         worker = Worker(Path(__file__), MEMORY + side, options.threads)
-        name = f"{model}_peak_gb" + ("" if side == OURS else f"_{_key(side)}")
+        name = f"{model}_peak_gb" + (
+            "" if side == OURS else f"_{key_of(side.replace(TORCH, 'torch '))}"
+        )
         try:
             peak = float(worker.once(make_case(options, model)))
             limit = PEAK_GB if (side, model) == (OURS, "base") else None
@@ -468,7 +475,9 @@ def measure_lengths(report: Report, options: argparse.Namespace, model: str) -> 
 def report_real_tokens(report: Report, name: str, case: Json, rounds: Rounds) -> None:
     real = sum(m + 1 for lengths in lengths_of(case) for _, m in lengths)
     for side in rounds.times:
-        report[f"{name}_tokens_per_second_{_key(side)}"] = real / rounds.median(side)
+        report[f"{name}_tokens_per_second_{key_of(side.replace(TORCH, 'torch '))}"] = (
+            real / rounds.median(side)
+        )
 
 
 def measure_real(report: Report, options: argparse.Namespace, model: str) -> None:
@@ -488,10 +497,6 @@ def measure_real(report: Report, options: argparse.Namespace, model: str) -> Non
 
 
 # ------------------------------------------------------------------------------------------ running
-
-
-def _key(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name.replace(TORCH, "torch "))
 
 
 def parse() -> argparse.Namespace:
@@ -514,7 +519,6 @@ def parse() -> argparse.Namespace:
     for name, allowed in (("models", MODELS), ("only", SECTIONS)):
         if unknown := set(getattr(options, name)) - set(allowed):
             parser.error(f"--{name}: no {', '.join(unknown)}; there are {', '.join(allowed)}")
-    options.without_ours = options.noise = False  # what versions() asks for
     return options
 
 
@@ -548,7 +552,7 @@ def main() -> int:
         turns.serve(build)
         return 0
     options.peers = peers_of(options)
-    place = turns.machine() | versions(options)
+    place = turns.machine() | versions(options.threads)
     report = Report(place["relpos_isa"])
     for model in options.models:
         for section in [] if options.busy else options.only:
@@ -557,16 +561,7 @@ def main() -> int:
         if options.busy:
             print(f"\n{model}: CPU time of one thread", flush=True)
             measure_busy(report, options, model)
-    if report.rounds:
-        report["quiet_share"] = report.quiet / report.rounds
-        print(f"\nquiet: {report.quiet} of {report.rounds} rounds")
-    for text in report.missed:
-        print(f"NOT met: {text}")
-    flat = report.figures | {"others_share": round(report.busy, 3)} | place
-    if options.output:
-        write_output(options.output, flat | {"failures": report.failures})
-    if options.json:
-        print(json.dumps(flat))
+    report.finish(options, place)
     return 1 if report.failures else 0
 
 
