@@ -8,9 +8,8 @@
  * width, T relations, C model width, k clip distance, V vocabulary.
  *
  * Rules of every entry:
- *   - It returns a status, because a device can fail, unless there is nothing to tell. On a CPU
- * only attention can fail, whose workspace may be too small, or too large for a number, and whoever
- *     takes memory.
+ *   - It returns a status, unless nothing can fail, because a device can. On a CPU only attention
+ *     does, whose workspace may be too small, or too large for a number, and whoever takes memory.
  *   - Arguments have been checked (api*.c, or the model): entries only assert.
  *   - Parameter gradients accumulate, activation gradients overwrite.
  *   - The caller provides the workspace, sized by the entry's own query; nothing
