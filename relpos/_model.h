@@ -20,6 +20,8 @@ static inline rp_model *core_of(PyObject *self) { return ((model *)self)->core; 
 
 /* Raises the exception for a status; returns NULL. */
 void *raise_from(PyObject *self, rp_status status);
+
+/* made_or_raised, of a method. */
 PyObject *made_or_raised_from(PyObject *self, PyObject *made, rp_status status);
 
 /* take_batch, for this model. */

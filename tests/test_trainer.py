@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -26,7 +27,7 @@ import pytest
 
 import relpos
 import text_files
-from relpos.data import TokenCache
+from relpos.data import TokenCache, Words
 from relpos.saved import find_model
 from relpos.train import checkpoint, newest
 from relpos.train import trainer as trainer_module
@@ -76,6 +77,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert trainer.validate().nll == outcome.validation
     assert outcome.nll < before.nll
     assert outcome.checkpoint == newest(tmp_path / "run")
+    best = f"all steps made, at step 60, best validation {outcome.best:.4f} at step 60: "
+    assert str(outcome) == f"{best}{outcome.checkpoint.folder}"
     assert steps_in(tmp_path / "run") == [20, 25, 40, 50, 60]  # best ones, and every 25
     folder = outcome.checkpoint.folder
     assert relpos.data.load_subwords(folder / "tokenizer").size == trainer.subwords.size
@@ -173,6 +176,24 @@ def test_a_cache_of_ones_own(tmp_path: Path) -> None:
         make(tmp_path / "other", data=cache, subwords=None)
     with pytest.raises(ValueError, match="subwords: expected the 28 tokens that .* was made with"):
         make(tmp_path / "third", data=cache, subwords=relpos.data.Words(["a"]))
+
+
+def test_text_of_which_much_is_lost_is_told(tmp_path: Path) -> None:
+    """With the vocabulary of another text, or lines that are longer than a model of it takes."""
+    with pytest.warns(UserWarning) as told:
+        make(tmp_path / "words", subwords=Words(["no", "word", "of", "these"]))
+        make(tmp_path / "long", config=text_files.config().replace({"max_length": 4}))
+    words, long = (str(each.message) for each in told)
+    assert words == (
+        "100% of all tokens are unknown: this vocabulary is of another text; subwords=None "
+        "(--subwords bpe) learns one of this"
+    )
+    assert re.fullmatch(
+        r"\d\d% of the lines are too long, and left out: max_length=N \(--set max_length=N\) takes "
+        "longer ones",
+        long,
+    )
+    assert {each.filename for each in told} == {__file__}  # where Trainer is called
 
 
 def test_subwords_are_made_where_there_are_none(tmp_path: Path, capsys: Any) -> None:

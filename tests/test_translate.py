@@ -122,6 +122,7 @@ def test_what_is_too_long_is_cut(translator: Translator) -> None:
     assert [str(each.message) for each in told] == [
         "line 2: 18 tokens, of which the model takes 16: the rest is left out"
     ]
+    assert told[0].filename == __file__  # not a line of relpos
     assert [each.cut for each in found] == [0, 2, 0]
     whole = " ".join(long.split()[:LONGEST])
     assert [each.text for each in found] == one_by_one(["do", whole, "ba be"])
