@@ -55,6 +55,39 @@ static bool bytes_of(const rpi_tensor *tensor, int64_t *bytes) {
   return true;
 }
 
+/* ---- tensors by name ------------------------------------------------------- */
+
+/* A table of hashes, half of it empty: the names of a deep model are tens of thousands, and a file
+ * may have them in any order. */
+typedef struct name_table {
+  const rpi_tensor *tensors;
+  int64_t *slots; /* each a tensor, or -1 */
+  int64_t count;  /* of slots, a power of two */
+} name_table;
+
+static rp_status names_make(const rpi_tensor *tensors, int64_t count, const char *path,
+                            name_table *to) {
+  int64_t slots = 16;
+  while (slots < 2 * count) slots *= 2;
+  *to = (name_table){.tensors = tensors, .slots = rpi_allocate((size_t)slots * sizeof *to->slots)};
+  RPI_CHECK(to->slots != NULL, RP_ERROR_MEMORY, "no memory for the names in '%s'", path);
+  to->count = slots;
+  for (int64_t i = 0; i < slots; i++) to->slots[i] = -1;
+  return RP_OK;
+}
+
+/* The slot of the tensor with this name, or the empty one where it would be. */
+static int64_t *slot_of(const name_table *x, const char *name) {
+  uint64_t at = 0;
+  for (const char *letter = name; *letter != '\0'; letter++) {
+    at = (at ^ (unsigned char)*letter) * UINT64_C(0x100000001B3);
+  }
+  for (at ^= at >> 32;; at++) {
+    int64_t *const slot = &x->slots[at & (uint64_t)(x->count - 1)];
+    if (*slot < 0 || strcmp(x->tensors[*slot].name, name) == 0) return slot;
+  }
+}
+
 /* ---- writing ------------------------------------------------------------- */
 
 /* Text that grows; where at is NULL it is only counted. */
@@ -142,17 +175,19 @@ static rp_status check_texts(const char *path, const rpi_text_pair *metadata, in
   return RP_OK;
 }
 
-static rp_status check_tensors(const char *path, const rpi_tensor *tensors, int64_t count) {
+/* `names` is empty, and has them after. */
+static rp_status check_tensors(const char *path, const rpi_tensor *tensors, int64_t count,
+                               const name_table *names) {
   char quoted[RPI_QUOTE];
   int64_t all = 0;
   for (int64_t i = 0; i < count; i++) {
     const char *const name = tensors[i].name;
     RPI_CHECK(rpi_is_utf8(name) && strcmp(name, METADATA) != 0, RP_ERROR_ARGUMENT,
               "cannot write '%s': a tensor cannot be called %s", path, rpi_quote(name, quoted));
-    for (int64_t j = 0; j < i; j++) {
-      RPI_CHECK(strcmp(name, tensors[j].name) != 0, RP_ERROR_ARGUMENT,
-                "cannot write '%s': tensor %s is given twice", path, rpi_quote(name, quoted));
-    }
+    int64_t *const slot = slot_of(names, name);
+    RPI_CHECK(*slot < 0, RP_ERROR_ARGUMENT, "cannot write '%s': tensor %s is given twice", path,
+              rpi_quote(name, quoted));
+    *slot = i;
     int64_t bytes = 0;
     RPI_CHECK(bytes_of(&tensors[i], &bytes) && rpi_add(all, bytes, &all), RP_ERROR_SHAPE,
               "cannot write '%s': the size of tensor %s is negative or overflows", path,
@@ -165,7 +200,11 @@ rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata,
                                 const rpi_tensor *tensors, int64_t count) {
   assert(pairs >= 0 && pairs <= RPI_MOST_PAIRS && count >= 0);
   RPI_TRY(check_texts(path, metadata, pairs));
-  RPI_TRY(check_tensors(path, tensors, count));
+  name_table names;
+  RPI_TRY(names_make(tensors, count, path, &names));
+  const rp_status sound = check_tensors(path, tensors, count, &names);
+  rpi_release(names.slots);
+  RPI_TRY(sound);
   writer size = {.at = NULL, .used = 0};
   put_header(&size, metadata, pairs, tensors, count);
   RPI_CHECK(size.used <= MOST_HEADER, RP_ERROR_ARGUMENT,
@@ -332,19 +371,15 @@ typedef struct wanted {
   const rpi_tensor *tensors;
   span *spans;
   int64_t count;
-  int64_t next; /* tensors mostly come in their order: look here first */
+  name_table names;
 } wanted;
 
 static rp_status match(void *context, const char *path, const entry *e) {
   wanted *const w = context;
   char quoted[RPI_QUOTE], came[96], expected[96];
-  int64_t i = w->next, looked = 0;
-  for (; looked < w->count; looked++, i++) {
-    if (i == w->count) i = 0;
-    if (strcmp(w->tensors[i].name, e->name) == 0) break;
-  }
-  RPI_CHECK(looked < w->count, RP_ERROR_FILE, "cannot read '%s': its tensor %s is unknown here",
-            path, rpi_quote(e->name, quoted));
+  const int64_t i = *slot_of(&w->names, e->name);
+  RPI_CHECK(i >= 0, RP_ERROR_FILE, "cannot read '%s': its tensor %s is unknown here", path,
+            rpi_quote(e->name, quoted));
   rpi_quote(e->name, quoted);
   const rpi_tensor *const t = &w->tensors[i];
   RPI_CHECK(w->spans[i].end < 0, RP_ERROR_FILE, "cannot read '%s': tensor %s is there twice", path,
@@ -363,7 +398,6 @@ static rp_status match(void *context, const char *path, const entry *e) {
             "cannot read '%s': tensor %s has the offsets %lld and %lld, must be %lld bytes", path,
             quoted, (rpi_wide)e->offsets[0], (rpi_wide)e->offsets[1], (rpi_wide)bytes);
   w->spans[i] = (span){.begin = e->offsets[0], .end = e->offsets[1], .tensor = i};
-  w->next = i + 1;
   return RP_OK;
 }
 
@@ -445,15 +479,20 @@ static rp_status take_data_in_place(rpi_file *file, const wanted *w) {
 static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count, rpi_file *file,
                       wanted *w, int64_t *bytes) {
   assert(count >= 0 && count <= INT64_MAX / (int64_t)sizeof(span));
-  *w = (wanted){.tensors = tensors, .count = count, .next = 0};
+  *w = (wanted){.tensors = tensors, .count = count};
   w->spans = rpi_allocate((size_t)count * sizeof(span));
   RPI_CHECK(w->spans != NULL, RP_ERROR_MEMORY, "no memory to read '%s'", path);
-  for (int64_t i = 0; i < count; i++) w->spans[i] = (span){.begin = 0, .end = -1, .tensor = i};
-  rp_status status = rpi_file_open(path, file);
+  rp_status status = names_make(tensors, count, path, &w->names);
+  for (int64_t i = 0; i < count && status == RP_OK; i++) {
+    w->spans[i] = (span){.begin = 0, .end = -1, .tensor = i};
+    *slot_of(&w->names, tensors[i].name) = i;
+  }
+  if (status == RP_OK) status = rpi_file_open(path, file);
   if (status == RP_OK) {
     status = find_spans(file, w, bytes);
     if (status != RP_OK) rpi_file_close(file);
   }
+  rpi_release(w->names.slots);
   if (status != RP_OK) rpi_release(w->spans);
   return status;
 }

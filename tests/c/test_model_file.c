@@ -404,11 +404,12 @@ int main(void) {
   test_data_that_are_not_there();
   test_optimizer_state();
   test_arguments();
-  /* the header; layout, names and tensors, spans, the header; the model, its offsets and four
-   * blocks; names and tensors; spans, the header */
-  test_faults(32, 16);
-  /* and the weights; names and tensors; spans, the header; no second place for the data */
-  test_faults(20, 21);
+  /* the header; layout, names and tensors, spans, their names, the header; the model, its offsets
+   * and four blocks; names and tensors; spans, their names, the header */
+  test_faults(32, 18);
+  /* and the weights; names and tensors; spans, their names, the header; no second place for the
+   * data */
+  test_faults(20, 24);
   CHECK(remove_folder());
   return check_report();
 }

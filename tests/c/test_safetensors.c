@@ -521,7 +521,7 @@ static void test_lengths(void) {
     memcpy(made, prefixes[i], 8);
     CHECK_INT(read_two(), RP_ERROR_FILE);
     CHECK_TEXT(rp_last_error(), "must not exceed 100000000");
-    CHECK_INT(memory.calls, 1); /* the spans: nothing for such a header */
+    CHECK_INT(memory.calls, 2); /* the spans and names: nothing for such a header */
   }
   const unsigned char most[8] = {0, 0xE1, 0xF5, 5, 0, 0, 0, 0};
   memcpy(made, most, 8);
@@ -625,7 +625,7 @@ static void test_every_call_of_write_fails(void) {
     CHECK_INT(status, RP_ERROR_MEMORY);
     CHECK(file_is("old", 3));
   }
-  CHECK_INT(n, 3); /* the header and the list of parts; the temporary name */
+  CHECK_INT(n, 4); /* the names; the header and the list of parts; the temporary name */
 }
 
 /* What read_two does, with the file on disk and the n-th call or allocation failing. */
@@ -644,6 +644,30 @@ static rp_status read_with_faults(int call, int allocation) {
   return status;
 }
 
+/* Names that differ in a digit, written from the last to the first. */
+static void test_many(void) {
+  enum { MANY = 5000 };
+  static char names[MANY][16];
+  static rp_real numbers[MANY], read[MANY];
+  static rpi_tensor written[MANY], wanted[MANY];
+  for (int i = 0; i < MANY; i++) {
+    snprintf(names[i], sizeof names[i], "layer%d.bias", i);
+    numbers[i] = (rp_real)i;
+    wanted[i] = (rpi_tensor){.name = names[i], .data = &read[i]};
+    written[MANY - 1 - i] = (rpi_tensor){.name = names[i], .data = &numbers[i]};
+  }
+  reset();
+  CHECK_INT(rpi_safetensors_write(path, NULL, 0, written, MANY), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, wanted, MANY, false), RP_OK);
+  CHECK(memcmp(read, numbers, sizeof read) == 0);
+  CHECK_INT(rpi_safetensors_read(path, wanted, MANY - 1, false), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "its tensor 'layer4999.bias' is unknown here");
+  written[7].name = names[3];
+  CHECK_INT(rpi_safetensors_write(path, NULL, 0, written, MANY), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "tensor 'layer3.bias' is given twice");
+  CHECK_INT(memory.held, 0);
+}
+
 static void test_every_call_of_read_fails(void) {
   make("{" PAIR "," MATRIX "}", two_in_order, sizeof two_in_order);
   put(made, made_bytes);
@@ -660,7 +684,7 @@ static void test_every_call_of_read_fails(void) {
     if (memory.calls < n) break;
     CHECK_INT(status, RP_ERROR_MEMORY);
   }
-  CHECK_INT(n, 4); /* the spans, the header, the data */
+  CHECK_INT(n, 5); /* the spans, the names, the header, the data */
   for (n = 1; n < 100; n++) {
     reset();
     faults.fail_at = n;
@@ -709,6 +733,7 @@ int main(void) {
   test_every_byte_cut_or_changed();
   test_random_changes();
   test_every_call_of_write_fails();
+  test_many();
   test_every_call_of_read_fails();
   test_paths();
   CHECK(remove_folder());
