@@ -647,7 +647,7 @@ static rp_status read_with_faults(int call, int allocation) {
 /* Names that differ in a digit, written from the last to the first. */
 static void test_many(void) {
   enum { MANY = 5000 };
-  static char names[MANY][16];
+  static char names[MANY][24];
   static rp_real numbers[MANY], read[MANY];
   static rpi_tensor written[MANY], wanted[MANY];
   for (int i = 0; i < MANY; i++) {
