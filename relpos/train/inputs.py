@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from relpos.config import Config
-from relpos.data import Lines, Pairs, TokenCache
+from relpos.data import Lines, Pairs, Subwords, TokenCache
 from relpos.data.text import has_sides
+from relpos.train.checkpoint import MODEL, STATE
 
 Text = Iterable[Any]  # of str, or of (source, target)
 
@@ -23,6 +24,50 @@ def check_path(name: str, value: Any) -> Path:
     if value == "":
         raise ValueError(f"{name}: expected a path, got ''")
     return Path(value)
+
+
+def check_config(config: Any) -> Config:
+    """Of a model that text can train."""
+    if not isinstance(config, Config):
+        made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
+        raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
+    if config.decoder.layers == 0:
+        raise ValueError(
+            "config: decoder.layers=0: an encoder alone labels tokens, which text cannot say: "
+            "Transformer.step trains it, with Batch.from_labels"
+        )
+    for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        if stack.layers and stack.relations:
+            raise ValueError(
+                f"config: {side}.relations={stack.relations}: labels of pairs of tokens, which "
+                "text does not have: Transformer.step trains them, with graphs in its Batch"
+            )
+    return config
+
+
+def check_subwords(subwords: Any) -> None:
+    """None, a vocabulary, or a function that makes one."""
+    made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
+    if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
+        raise TypeError(
+            f"subwords: expected Subwords, or what makes them, got {subwords!r:.80}; "
+            "relpos.data.Wrapped makes them of an object with encode and decode"
+        )
+
+
+def check_folder(folder: Path, resume: bool, *, begun: bool) -> None:
+    """One for a run of its own. begun: it has checkpoints."""
+    for name in () if begun else (MODEL, STATE):
+        if (folder / name).exists():
+            raise ValueError(
+                f"folder: {folder} has a model of its own, {name}, whose vocabulary would be "
+                "lost; a run wants a folder of its own"
+            )
+    if not resume and begun:
+        raise ValueError(
+            f"folder: {folder} has checkpoints already: resume=True, or --resume, goes on "
+            "from the newest; a new run wants a folder of its own"
+        )
 
 
 @contextmanager

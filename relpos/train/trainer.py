@@ -50,9 +50,18 @@ from relpos.position.arrays import check_count, check_truth, number_of
 from relpos.saved import check_tokenizer, find_model
 from relpos.train import checkpoint
 from relpos.train.average import HOW
-from relpos.train.checkpoint import MODEL, STATE, TOKENIZER, Checkpoint
+from relpos.train.checkpoint import TOKENIZER, Checkpoint
 from relpos.train.ending import TrainingError, alone, interrupts
-from relpos.train.inputs import Text, called, check_path, check_sides, look_at
+from relpos.train.inputs import (
+    Text,
+    called,
+    check_config,
+    check_folder,
+    check_path,
+    check_sides,
+    check_subwords,
+    look_at,
+)
 from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, tell
 from relpos.train.validation import Validation, check_bleu, validate
@@ -190,26 +199,8 @@ class Trainer:
             config = found.config
         elif config is None and begin is not None:
             config = Config.load(begin.weights[-1])
-        if not isinstance(config, Config):
-            made = f"; Config.preset({config!r}) makes one" if isinstance(config, str) else ""
-            raise TypeError(f"config: expected relpos.Config, got {type(config).__name__}{made}")
-        if config.decoder.layers == 0:
-            raise ValueError(
-                "config: decoder.layers=0: an encoder alone labels tokens, which text cannot say: "
-                "Transformer.step trains it, with Batch.from_labels"
-            )
-        for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
-            if stack.layers and stack.relations:
-                raise ValueError(
-                    f"config: {side}.relations={stack.relations}: labels of pairs of tokens, which "
-                    "text does not have: Transformer.step trains them, with graphs in its Batch"
-                )
-        made_or_makes = isinstance(subwords, Subwords) or callable(subwords)
-        if isinstance(subwords, str | type) or not (subwords is None or made_or_makes):
-            raise TypeError(
-                f"subwords: expected Subwords, or what makes them, got {subwords!r:.80}; "
-                "relpos.data.Wrapped makes them of an object with encode and decode"
-            )
+        config = check_config(config)
+        check_subwords(subwords)
         self._steps = config.steps if steps is None else check_count("steps", steps, 1)
         self._epochs = None if epochs is None else check_count("epochs", epochs, 1)
         self._minutes = math.inf if minutes is None else _check_minutes("minutes", minutes)
@@ -245,17 +236,7 @@ class Trainer:
         if validation is not None:
             validation = look_at("validation", validation, config, once=True, throughout=True)
 
-        for name in () if self._seen else (MODEL, STATE):
-            if (self.folder / name).exists():
-                raise ValueError(
-                    f"folder: {self.folder} has a model of its own, {name}, whose vocabulary would be "
-                    "lost; a run wants a folder of its own"
-                )
-        if not resume and self._seen:
-            raise ValueError(
-                f"folder: {self.folder} has checkpoints already: resume=True, or --resume, goes on "
-                "from the newest; a new run wants a folder of its own"
-            )
+        check_folder(self.folder, resume, begun=bool(self._seen))
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
             if saved is not None:
