@@ -202,14 +202,13 @@ static rpi_array array_of(const rp_attention *a, const char *name, rp_rows x, si
                           int64_t width) {
   const int64_t *const offsets = of == KEYS && a->key_offsets ? a->key_offsets : a->offsets;
   const int64_t rows = offsets ? offsets[a->B] : of == KEYS ? a->M : a->N;
-  const bool half = a->placement && a->placement->element == RP_BF16;
   return (rpi_array){.name = name,
                      .data = x.data,
                      .axes = {{offsets ? 1 : a->B, offsets ? 0 : x.batch_stride},
                               {of == KEYS ? a->key_heads : a->H, x.head_stride},
                               {rows, x.row_stride}},
                      .width = width,
-                     .element = half ? 2 : (int64_t)sizeof(rp_real)};
+                     .element = rpi_placed_bytes(a->placement)};
 }
 
 static rp_status check_array(const rp_attention *a, const char *name, rp_rows x, side of,
@@ -246,43 +245,27 @@ static rpi_array array_of_lse(const rp_attention *a, const rp_real *lse) {
   return dense("lse", lse, a->H * (a->offsets ? a->offsets[a->B] : a->B * a->N));
 }
 
-static rpi_array array_of_workspace(const void *workspace, int64_t bytes) {
-  return (rpi_array){"workspace", workspace, {{1, 0}, {1, 0}, {1, 0}}, bytes, 1, false};
-}
-
-static rp_status check_forward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
-                                     rp_rows_out out, const rp_real *lse, const void *workspace,
-                                     int64_t bytes) {
-  rpi_array arrays[RPI_TABLES + 6];
-  int count = rpi_tables(a, NULL, arrays);
-  arrays[count++] = array_of(a, "q", q, QUERIES, a->D);
-  arrays[count++] = array_of(a, "k", k, KEYS, a->D);
-  arrays[count++] = array_of(a, "v", v, KEYS, a->Dv);
-  const int inputs = count;
-  arrays[count++] = array_of(a, "out", read_again(out), QUERIES, a->Dv);
-  arrays[count++] = array_of_lse(a, lse);
-  arrays[count++] = array_of_workspace(workspace, bytes);
-  return rpi_check_apart("attention", arrays, inputs, count);
-}
-
-static rp_status check_backward_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
-                                      rp_rows out, const rp_real *lse, rp_rows dout,
-                                      const rp_attention_gradients *g, const void *workspace,
-                                      int64_t bytes) {
+/* g: backward's gradients, whose inputs forward's results are; NULL: forward, without a dout. */
+static rp_status check_apart(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v, rp_rows out,
+                             const rp_real *lse, rp_rows dout, const rp_attention_gradients *g,
+                             const void *workspace, int64_t bytes) {
   rpi_array arrays[2 * RPI_TABLES + 10];
   int count = rpi_tables(a, NULL, arrays);
   arrays[count++] = array_of(a, "q", q, QUERIES, a->D);
   arrays[count++] = array_of(a, "k", k, KEYS, a->D);
   arrays[count++] = array_of(a, "v", v, KEYS, a->Dv);
+  int inputs = count;
   arrays[count++] = array_of(a, "out", out, QUERIES, a->Dv);
-  arrays[count++] = array_of(a, "dout", dout, QUERIES, a->Dv);
   arrays[count++] = array_of_lse(a, lse);
-  const int inputs = count;
-  arrays[count++] = array_of(a, "gradients.q", read_again(g->q), QUERIES, a->D);
-  arrays[count++] = array_of(a, "gradients.k", read_again(g->k), KEYS, a->D);
-  arrays[count++] = array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv);
-  count += rpi_tables(a, g, arrays + count);
-  arrays[count++] = array_of_workspace(workspace, bytes);
+  if (g) {
+    arrays[count++] = array_of(a, "dout", dout, QUERIES, a->Dv);
+    inputs = count;
+    arrays[count++] = array_of(a, "gradients.q", read_again(g->q), QUERIES, a->D);
+    arrays[count++] = array_of(a, "gradients.k", read_again(g->k), KEYS, a->D);
+    arrays[count++] = array_of(a, "gradients.v", read_again(g->v), KEYS, a->Dv);
+    count += rpi_tables(a, g, arrays + count);
+  }
+  arrays[count++] = (rpi_array){"workspace", workspace, {{1, 0}, {1, 0}, {1, 0}}, bytes, 1, false};
   return rpi_check_apart("attention", arrays, inputs, count);
 }
 
@@ -334,7 +317,8 @@ rp_status rp_attention_forward(const rp_attention *given, rp_rows q, rp_rows k, 
   RPI_TRY(workspace_of(&a, workers, &needed, NULL));
   RPI_TRY(check_workspace(workspace, workspace_bytes, needed));
   if (a.B == 0 || a.H == 0) return RP_OK;
-  RPI_TRY(check_forward_apart(&a, q, k, v, out, lse, workspace, needed));
+  RPI_TRY(check_apart(&a, q, k, v, read_again(out), lse, (rp_rows){NULL, 0, 0, 0}, NULL, workspace,
+                      needed));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));
@@ -387,7 +371,7 @@ rp_status rp_attention_backward(const rp_attention *given, rp_rows q, rp_rows k,
   if (a.B == 0 || a.H == 0) return RP_OK;
   RPI_CHECK(lse || (a.offsets ? a.offsets[a.B] : a.N) == 0, RP_ERROR_ARGUMENT,
             "attention: lse is NULL; backward needs the one that forward wrote");
-  RPI_TRY(check_backward_apart(&a, q, k, v, out, lse, dout, gradients, workspace, needed));
+  RPI_TRY(check_apart(&a, q, k, v, out, lse, dout, gradients, workspace, needed));
   RPI_TRY(rpi_check_labels(&a));
   const rp_ops *ops = NULL;
   RPI_TRY(rpi_placement_ops("attention", a.placement, &ops));

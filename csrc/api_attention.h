@@ -57,6 +57,11 @@ typedef struct rpi_array {
   bool added_to;          /* and may be one with others that are: gradients of tied tables */
 } rpi_array;
 
+/* Of a number of q, k, v, out and their gradients. */
+static inline int64_t rpi_placed_bytes(const rp_placement *placement) {
+  return rpi_element_bytes(placement ? placement->element : RP_F32);
+}
+
 /* None of the arrays after the inputs, which are written, shares a number with any other. Each is
  * checked already. */
 rp_status rpi_check_apart(const char *call, const rpi_array *arrays, int inputs, int count);

@@ -77,14 +77,14 @@ int rpi_tables(const rp_attention *a, const rp_attention_gradients *g, rpi_array
     const term t = term_at(a, i);
     const rp_relation *const r = t.relation;
     if (!r->table) continue;
-    const int64_t T = r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows;
-    to[count++] = (rpi_array){
-        .name = g ? t.gradient : t.table,
-        .data = g ? gradient_at(g, i) : r->table,
-        .axes = {{1, 0}, {r->head_stride ? a->H : 1, r->head_stride}, {T, r->row_stride}},
-        .width = t.width,
-        .element = (int64_t)sizeof *r->table,
-        .added_to = g != NULL};
+    to[count++] = (rpi_array){.name = g ? t.gradient : t.table,
+                              .data = g ? gradient_at(g, i) : r->table,
+                              .axes = {{1, 0},
+                                       {r->head_stride ? a->H : 1, r->head_stride},
+                                       {rpi_table_rows(r), r->row_stride}},
+                              .width = t.width,
+                              .element = (int64_t)sizeof *r->table,
+                              .added_to = g != NULL};
   }
   if (a->position_bias) {
     to[count++] = (rpi_array){.name = g ? "gradients.position_bias" : "position_bias",

@@ -75,7 +75,6 @@ static rp_status rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
   RPI_TRY(check_rotation(r));
   const int64_t rows = r->offsets ? r->offsets[r->B] : r->N;
   const int64_t batches = r->offsets ? 1 : r->B;
-  const bool half = r->placement && r->placement->element == RP_BF16;
   rpi_array arrays[2] = {{.name = "x",
                           .data = x.data,
                           .axes = {{batches, r->offsets ? 0 : x.batch_stride},
@@ -89,7 +88,7 @@ static rp_status rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
   for (int i = 0; i < 2; i++) {
     rpi_array *const own = &arrays[i];
     own->width = r->D;
-    own->element = half ? 2 : (int64_t)sizeof(rp_real);
+    own->element = rpi_placed_bytes(r->placement);
     RPI_TRY(rpi_check_rows("rotate", own->name, own->data, own->axes[0], own->axes[1], own->axes[2],
                            r->D, i > 0));
   }

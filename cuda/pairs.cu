@@ -97,8 +97,7 @@ rp_status read_part(const rp_relation *r, const char *kind, int place, Part *par
 }
 
 rp_status read_lookup(const rp_attention *s, const rp_relation *r, Lookup *x) {
-  x->rows =
-      static_cast<int32_t>(r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows);
+  x->rows = static_cast<int32_t>(rpi_table_rows(r));
   x->packed_queries = s->offsets != nullptr;
   x->packed_keys = key_offsets_of(s) != nullptr;
   if (r->map == RP_MAP_BAND) {

@@ -70,7 +70,7 @@ Sums sums_of(const rp_attention *s, int64_t items, const rp_attention_gradients 
       term->place = place;
       term->part = looked_up ? -1 : parts++;
       term->lookup = looked_up ? lookups++ : -1;
-      term->rows = static_cast<int32_t>(band && !r->buckets ? r->left + 1 + r->right : r->rows);
+      term->rows = static_cast<int32_t>(rpi_table_rows(r));
       term->width = kind == KIND_BIAS ? 1 : static_cast<int32_t>(kind == KIND_VALUE ? s->Dv : s->D);
       term->offset = sums.numbers;
       term->gradient = gradient_of(g, kind, place);

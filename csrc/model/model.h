@@ -211,10 +211,6 @@ static inline int rpi_heads_element(const rp_model *m, int stack, int part) {
   return part == RPI_SELF && moved ? RP_F32 : rpi_operand_element(m);
 }
 
-static inline int64_t rpi_element_bytes(int element) {
-  return element == RP_BF16 ? 2 : (int64_t)sizeof(real);
-}
-
 /* Has a stack attention to the encoder's? */
 static inline bool rpi_has_cross(const rp_model *m, int stack) {
   return m->stack[stack].parts == RPI_PARTS;

@@ -115,7 +115,7 @@ static int64_t edge_count(const rp_attention *s, const rp_relation *r) {
 }
 
 static int lookup_way(const rp_attention *s, const rp_relation *r) {
-  const int64_t T = table_rows(r);
+  const int64_t T = rpi_table_rows(r);
   if (r->map == RP_MAP_BAND) return T > RPI_LOOKUP_SHORT ? LOOKUP_MET : LOOKUP_WHOLE;
   if (r->map == RP_MAP_LABEL) {
     const int64_t *const offsets = s->key_offsets ? s->key_offsets : s->offsets;
@@ -134,7 +134,7 @@ static int64_t whole_rows(const rp_attention *s) {
     const rp_relation *const list[] = {&s->key[i], &s->bias[i], &s->query[i], &s->value[i]};
     for (int x = 0; x < 4; x++) {
       if (is_looked_up(list[x]) && lookup_way(s, list[x]) == LOOKUP_WHOLE) {
-        most = rpi_max(most, table_rows(list[x]));
+        most = rpi_max(most, rpi_table_rows(list[x]));
       }
     }
   }

@@ -113,7 +113,7 @@ static void add_lookups(pair_terms *p, const rp_relation *relations, int kind, i
     while (map < p->count && !shares_map(&p->list[map], r, way, kind)) map++;
     p->list[p->count++] = (lookup){.relation = r,
                                    .table = r->table + p->head * r->head_stride,
-                                   .rows = table_rows(r),
+                                   .rows = rpi_table_rows(r),
                                    .width = width,
                                    .kind = kind,
                                    .place = i,

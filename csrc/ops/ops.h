@@ -38,6 +38,15 @@
 #include "relpos/device.h"
 #include "relpos/model.h"
 
+static inline int64_t rpi_element_bytes(int element) {
+  return element == RP_BF16 ? 2 : (int64_t)sizeof(real);
+}
+
+/* Rows of a relation's table. */
+static inline int64_t rpi_table_rows(const rp_relation *r) {
+  return r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows;
+}
+
 /* Attention on a CPU takes so many queries and keys at a time; a sequence that is longer is cut
  * into equal chunks, which may be smaller. */
 #define RPI_QUERY_CHUNK 1024 /* that one packing of keys serves */

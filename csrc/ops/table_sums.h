@@ -438,7 +438,7 @@ static void reduce_term(const slot_list *list, const rp_relation *relation, int 
                  .number = kind == PAIR_BIAS,
                  .with_bias = kind == PAIR_KEY && s->position_bias,
                  .width = kind == PAIR_VALUE ? s->Dv : s->D,
-                 .rows = table_rows(relation),
+                 .rows = rpi_table_rows(relation),
                  .tables = relation->head_stride ? list->heads : 1,
                  .factor = kind == PAIR_VALUE ? (real)1 : scale_of(s),
                  .gradient = gradient};

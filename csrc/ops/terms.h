@@ -23,9 +23,6 @@
 static bool is_looked_up(const rp_relation *r) {
   return r->table && (r->map != RP_MAP_BAND || r->query_positions);
 }
-static int64_t table_rows(const rp_relation *r) {
-  return r->map == RP_MAP_BAND && !r->buckets ? r->left + 1 + r->right : r->rows;
-}
 
 /* One table on a band, for one head. */
 typedef struct band_part {

@@ -163,7 +163,7 @@ static void test_reduction(int64_t rows, bool causal, int64_t phase, int64_t mos
     const band_part p = part_of(&s.key[place], 0);
     reduction r = {.list = &list,
                    .relation = &s.key[place],
-                   .rows = table_rows(&s.key[place]),
+                   .rows = rpi_table_rows(&s.key[place]),
                    .rows_per_task = RPI_REDUCE,
                    .sums = SUM_OF_KEYS,
                    .gradient = gradient};
