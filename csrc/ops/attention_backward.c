@@ -280,14 +280,16 @@ static void start_rows(const backward_item *item, const backward_block *block,
                        backward_scratch *w) {
   const rpi_attention_backward_args *const args = item->args;
   const rpi_sequence *const seq = &item->seq;
-  const int64_t Dv = args->shape->Dv;
+  const int64_t Dv = args->shape->Dv, first = seq->query_row + block->row0;
+  const dense z = {row_of(&args->out, seq->query_batch, item->head, first), args->out.row_stride};
+  const dense dz = {row_of(&args->dout, seq->query_batch, item->head, first),
+                    args->dout.row_stride};
+  real *const slopes = w->side[VALUE].start;
   const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
+  if (item->n.how == RPI_NUMBERS) dot_rows(dz, z, block->rows, Dv, -1, slopes);
   int64_t known = 1; /* number of keys, and its log */
   double rest = 0;
   for (int64_t i = 0; i < block->rows; i++) {
-    const int64_t at = seq->query_row + block->row0 + i;
-    const real *const z = row_of(&args->out, seq->query_batch, item->head, at);
-    const real *const dz = row_of(&args->dout, seq->query_batch, item->head, at);
     const double own = -(double)lse[i] * RPI_LOG2_E;
     const int64_t keys = rpi_max(keys_of_row(item, block->row0 + i), 1);
     if (keys != known) rest = log2((double)keys);
@@ -296,9 +298,9 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const real level = whole ? 0 : (real)(own + rest);
     w->level[i] = level;
     w->side[KEY].start[i] = lse[i] == (real)-INFINITY ? lse[i] : (real)(own - (double)level);
-    /* dp is of rounded dz: what all of a row has in common goes where both are */
-    w->side[VALUE].start[i] =
-        -(item->n.how == RPI_NUMBERS ? dot(dz, z, Dv) : dot_rounded(dz, z, Dv));
+    if (item->n.how != RPI_NUMBERS) { /* dp is of rounded dz: what a row has in common goes there */
+      slopes[i] = -dot_rounded(dz.data + i * dz.stride, z.data + i * z.stride, Dv);
+    }
   }
 }
 

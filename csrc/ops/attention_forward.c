@@ -89,15 +89,16 @@ RPI_NOINLINE real strip_maximum(int64_t count, int64_t columns, const real *s) {
   return most;
 }
 
-/* Scales down what row r of a strip holds of all keys before this tile. */
-static void scale_row(running state, int64_t r, int64_t width, real factor) {
-  real *const sums[] = {state.sums, state.past_sums}, *const out[] = {state.out, state.past_out};
-  for (int part = 0; part < (state.folds ? 2 : 1); part++) {
-    for (int x = 0; x < state.used; x++) {
-      real *const sum = sums[part] + x * state.plane + r * RPI_LANES;
-      rpi_store(sum, factor * rpi_load(sum));
+/* Scales down what a row holds of all keys before this tile. */
+static void scale_row(const running *state, int64_t row, int64_t width, real factor) {
+  real *const sums[] = {state->sums, state->past_sums}, *const out[] = {state->out,
+                                                                        state->past_out};
+  for (int part = 0; part < (state->folds ? 2 : 1); part++) {
+    for (int x = 0; x < SUMS; x++) {
+      real *const sum = sums[part] + x * state->plane + row * RPI_LANES;
+      if (state->begun[x]) rpi_store(sum, factor * rpi_load(sum));
     }
-    for (int64_t c = 0; c < width; c++) out[part][r * width + c] *= factor;
+    for (int64_t c = 0; c < width; c++) out[part][row * width + c] *= factor;
   }
 }
 
@@ -109,25 +110,26 @@ static real margin_above(real most) {
   return size < 4 * RPI_RAISE ? (real)(int)(size / 4) : RPI_RAISE;
 }
 
-/* Raises the maximum of the rows that need it, told in raised, and scales down what they hold. True
- * where a row's scores were summed from a start so far from them that they are to be summed
- * again: their rounding was at the size of the old maximum, or, in a row's first tile, of
+/* Raises the maximum of the rows from `row` on that need it, told in raised, and scales down what
+ * they hold. True where a row's scores were summed from a start so far from them that they are to
+ * be summed again: their rounding was at the size of the old maximum, or, in a row's first tile, of
  * what a relation alone gives to all. related: there are relations. */
-RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running state,
-                                int64_t value_width, real *buckets, int64_t bucket_stride,
-                                pair_buckets *pairs, bool related, bool *raised) {
+RPI_NOINLINE bool raise_maximum(int64_t row, int64_t count, int64_t columns, real *s,
+                                const running *state, int64_t value_width, real *buckets,
+                                int64_t bucket_stride, pair_buckets *pairs, bool related,
+                                bool *raised) {
   bool stale = false;
-  for (int64_t r = 0; r < count; r++) {
-    real *const row = s + r * RPI_TILE;
-    const real most = strip_maximum(1, columns, row);
-    if (most == (real)-INFINITY || (state.seen[r] && !(most > RPI_RAISE))) continue;
-    const real rise = most + margin_above(state.max[r] + most);
-    RPI_EACH_VECTOR(v, columns, { rpi_store(row + v, rpi_load(row + v) - rise); })
+  for (int64_t r = 0; r < count; r++, row++, s += RPI_TILE) {
+    const bool seen = state->seen[row];
+    const real most = strip_maximum(1, columns, s);
+    if (most == (real)-INFINITY || (seen && !(most > RPI_RAISE))) continue;
+    const real rise = most + margin_above(state->max[row] + most);
+    RPI_EACH_VECTOR(v, columns, { rpi_store(s + v, rpi_load(s + v) - rise); })
     raised[r] = true;
-    stale |= (state.seen[r] || related) && (most > 2 * RPI_RAISE || most < -2 * RPI_RAISE);
-    if (state.seen[r]) {
+    stale |= (seen || related) && (most > 2 * RPI_RAISE || most < -2 * RPI_RAISE);
+    if (seen) {
       const real factor = rpi_exp2(-rise);
-      scale_row(state, r, value_width, factor);
+      scale_row(state, row, value_width, factor);
       for (int64_t c = 0; c < bucket_stride; c++) buckets[r * bucket_stride + c] *= factor;
       for (int x = 0; x < pairs->count; x++) {
         const int64_t numbers = pairs->stride[x], at = r * numbers;
@@ -137,9 +139,9 @@ RPI_NOINLINE bool raise_maximum(int64_t count, int64_t columns, real *s, running
         }
       }
     }
-    state.seen[r] = 1;
-    state.max[r] += rise;
-    state.negated_max[r] = -state.max[r];
+    state->seen[row] = 1;
+    state->max[row] += rise;
+    state->negated_max[row] = -state->max[row];
   }
   return stale;
 }
@@ -171,17 +173,16 @@ RPI_NOINLINE void weigh_strip(int64_t count, int64_t columns, real *restrict s,
   }
 }
 
-static running running_at(const running *state, int64_t row, int64_t value_width) {
-  return (running){.max = state->max + row,
-                   .negated_max = state->negated_max + row,
-                   .sums = state->sums + row * RPI_LANES,
-                   .plane = state->plane,
-                   .used = state->used,
-                   .out = state->out + row * value_width,
-                   .past_sums = state->folds ? state->past_sums + row * RPI_LANES : NULL,
-                   .past_out = state->folds ? state->past_out + row * value_width : NULL,
-                   .folds = state->folds,
-                   .seen = state->seen + row};
+/* One of the sums, of the rows from `row` of the chunk on. */
+static real *sum_of(const forward_item *item, running *state, int which, int64_t row) {
+  real *const sums = state->sums + which * state->plane;
+  if (!state->begun[which]) {
+    const size_t bytes = (size_t)(item->count * RPI_LANES) * sizeof(real);
+    memset(sums, 0, bytes);
+    if (state->folds) memset(state->past_sums + which * state->plane, 0, bytes);
+    state->begun[which] = true;
+  }
+  return sums + row * RPI_LANES;
 }
 
 static pair_rows rows_of(const forward_view *view) {
@@ -198,9 +199,9 @@ static void forward_products(const forward_item *item, const forward_scratch *w,
                     D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
 }
 
-/* Scores (1) of a strip, less the running maximum, hidden ones -inf. */
+/* Scores (1) of a strip, less the running maxima of its rows, hidden ones -inf. */
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
-                               const forward_view *view, const running *state, cell *x) {
+                               const forward_view *view, const real *negated_max, cell *x) {
   const window *const kw = &view->key_window;
   const int64_t i = x->i, count = x->count, j = x->j, tile_keys = x->tile_keys;
   const int64_t columns = x->columns, D = item->args->shape->D;
@@ -212,7 +213,7 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                  RPI_TILE, D, x->at, RPI_TILE);
   if (!item->content && !item->pairs.moves) scores.inner = 0;
   const bool capped = item->pairs.softcap != 0;
-  const real *const start = capped ? w->zeros : state->negated_max;
+  const real *const start = capped ? w->zeros : negated_max;
   const int meets = window_meets(kw, nearest, farthest);
   if (!x->more) {
     x->more = strip_more(&item->pairs, &w->pairs, false, i, count, start, w->zeros,
@@ -221,7 +222,7 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   score_strip(kw, meets, &view->e, view->e_stride, i, distance, count, tile_keys, columns, &scores,
               start, x->more, x->multiplied);
   if (x->more == x->at) x->more = NULL;
-  if (capped) cap_strip(count, columns, item->pairs.softcap, state->negated_max, x->at);
+  if (capped) cap_strip(count, columns, item->pairs.softcap, negated_max, x->at);
   if (strip_is_cut(&item->sees, nearest, farthest, tile_keys)) {
     mask_strip(count, -item->sees.left - distance, item->sees.right - distance + 1, tile_keys,
                columns, x->at);
@@ -236,12 +237,12 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
                                 const forward_view *view, cell x) {
   const window *const vw = &view->value_window;
   const int64_t i = x.i, count = x.count, j = x.j, tile_keys = x.tile_keys;
-  const int64_t columns = x.columns, width = item->n.value_width;
+  const int64_t columns = x.columns, width = item->n.value_width, row = view->block + i;
   real *const at = x.at;
   /* from the strip's first query to the tile's first key */
   const int64_t distance = view->key + j - (view->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const running state = running_at(&w->state, view->block + i, width);
+  running *const state = &w->state;
   const int64_t bucket_stride = view->collects ? window_stride(vw->columns) : 0;
   real *const buckets = w->buckets + i * bucket_stride;
   pair_buckets of_pairs;
@@ -251,11 +252,11 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   do {
     if (again && count > RPI_STRIP) forward_products(item, w, view, &x);
     else if (again) x.multiplied = false;
-    forward_scores(item, w, view, &state, &x);
+    forward_scores(item, w, view, state->negated_max + row, &x);
     bool unseen = false;
-    for (int64_t r = 0; r < count; r++) unseen |= !state.seen[r];
+    for (int64_t r = 0; r < count; r++) unseen |= !state->seen[row + r];
     const bool stale = (unseen || strip_maximum(count, columns, at) > RPI_RAISE) &&
-                       raise_maximum(count, columns, at, state, width, buckets, bucket_stride,
+                       raise_maximum(row, count, columns, at, state, width, buckets, bucket_stride,
                                      &of_pairs, related, raised);
     if (again) settle_strip(count, columns, at, raised);
     again = stale && !again;
@@ -265,23 +266,24 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   const bool dropped = item->pairs.dropout.threshold != 0;
   const bool worded = !dropped && makes_words(&item->n, tile_keys);
   if (worded) {
-    weigh_words_NATIVE(count, at, state.sums + whole * state.plane, w->weight_words);
+    weigh_words_NATIVE(count, at, sum_of(item, state, whole, row), w->weight_words);
   } else if (!dropped) {
-    weigh_strip(count, columns, at, state.sums + whole * state.plane);
+    weigh_strip(count, columns, at, sum_of(item, state, whole, row));
   } else {
-    weigh_strip(count, columns, at, state.sums);
+    weigh_strip(count, columns, at, sum_of(item, state, SUM_MIDDLE, row));
     drop_strip(&item->pairs, view->row0 + i, count, view->key + j, columns, at);
     if (whole != SUM_MIDDLE) {
-      add_row_sums(count, columns, at, state.sums + whole * state.plane);
+      add_row_sums(count, columns, at, sum_of(item, state, whole, row));
     }
   }
   if (meets == MEETS_BAND) {
+    const bool before = vw->head && nearest < vw->first;
     band_store(vw, count, columns, at, RPI_LANES + distance - vw->first, false, buckets,
-               vw->tail ? state.sums + SUM_AFTER * state.plane : NULL,
-               nearest < vw->first && vw->head ? state.sums + SUM_BEFORE * state.plane : NULL);
+               vw->tail ? sum_of(item, state, SUM_AFTER, row) : NULL,
+               before ? sum_of(item, state, SUM_BEFORE, row) : NULL);
   }
   if (of_pairs.count) {
-    const pair_ends ends = {.rows = state.out, .rows_stride = width};
+    const pair_ends ends = {.rows = state->out + row * width, .rows_stride = width};
     collect_pairs(&item->pairs, &of_pairs, &w->pairs, i, count, at, &ends);
   }
   return worded;
@@ -514,16 +516,17 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
   }
 }
 
-/* What a block's buckets add to its rows of out. */
-static void add_buckets(const forward_item *item, const forward_scratch *w,
-                        const forward_view *view) {
+static void add_vector(const real *from, real *to) { rpi_store(to, rpi_load(to) + rpi_load(from)); }
+
+/* What a block's buckets add to its rows of out; and to its sums, where a strip lay across an end.
+ * One after the other, strip by strip: the sums are in no product's way. */
+static void add_buckets(const forward_item *item, forward_scratch *w, const forward_view *view) {
   const window *const vw = &view->value_window;
   const int64_t width = item->n.value_width, stride = window_stride(vw->columns);
   const bucket_way way =
       bucket_way_of(&w->value_table, vw, item->n.tiles, w->bucket_parts, w->bucket_words);
-  real *const last = w->buckets + RPI_LANES + vw->columns - 1;
-  /* the last column of a tail is a part of SUM_AFTER; tiles take it along, whole steps of inner */
-  for (int64_t i = 0; way.tiled && vw->tail && i < view->rows; i++) last[i * stride] = 0;
+  real *const before = vw->head ? sum_of(item, &w->state, SUM_BEFORE, view->block) : NULL;
+  real *const after = vw->tail ? sum_of(item, &w->state, SUM_AFTER, view->block) : NULL;
   const rpi_product related = {
       .a = w->buckets + RPI_LANES,
       .a_row = stride,
@@ -533,7 +536,16 @@ static void add_buckets(const forward_item *item, const forward_scratch *w,
       .c = w->state.out + view->block * width,
       .c_stride = width,
       .inner = vw->columns - (vw->tail && !way.tiled)};
-  band_product(&related, &view->at, width, vw, 0, NULL, &w->value_table, &way);
+  for (int64_t i = 0, count; i < view->rows; i += count) {
+    count = rpi_min(band_step(&way), view->rows - i);
+    for (int64_t r = i; r < i + count; r++) {
+      real *const row = w->buckets + r * stride, *const last = row + RPI_LANES + vw->columns - 1;
+      if (before) add_vector(row, before + r * RPI_LANES);
+      if (after) add_vector(last, after + r * RPI_LANES);
+      if (after && way.tiled) *last = 0; /* tiles take it along, whole steps of inner */
+    }
+    band_product_rows(&related, &view->at, i, count, width, vw, 0, NULL, &w->value_table, &way);
+  }
 }
 
 /* A block of queries against one chunk of keys. */
@@ -580,6 +592,30 @@ RPI_INLINE void finish_row(int64_t width, const real *restrict from, real before
   }
 }
 
+/* Four rows that are finished at once, or as many as there are: totals of their weights. */
+typedef struct finished {
+  real sum[4], before[4], behind[4]; /* of all keys, of those in the head, of those in the tail */
+} finished;
+
+static void total_weights(const running *state, int64_t row, int64_t last, bool dropped,
+                          finished *to) {
+  const bool *const begun = state->begun;
+  rpi_register all[4], before[4], behind[4];
+  RPI_UNROLL(4) for (int n = 0; n < 4; n++) {
+    const real *const kept = state->sums + rpi_min(row + n, last) * RPI_LANES;
+    const rpi_register none = {0};
+    before[n] = begun[SUM_HEAD] ? rpi_load(kept + SUM_HEAD * state->plane) : none;
+    behind[n] = begun[SUM_TAIL] ? rpi_load(kept + SUM_TAIL * state->plane) : none;
+    all[n] = rpi_load(kept);
+    if (!dropped) all[n] += before[n] + behind[n];
+    if (begun[SUM_BEFORE]) before[n] += rpi_load(kept + SUM_BEFORE * state->plane);
+    if (begun[SUM_AFTER]) behind[n] += rpi_load(kept + SUM_AFTER * state->plane);
+  }
+  rpi_totals(all, to->sum);
+  if (begun[SUM_HEAD] || begun[SUM_BEFORE]) rpi_totals(before, to->before);
+  if (begun[SUM_TAIL] || begun[SUM_AFTER]) rpi_totals(behind, to->behind);
+}
+
 /* Divides by the sums and writes a chunk's rows: (3). */
 static void forward_finish(const forward_item *item, forward_scratch *w) {
   const rpi_attention_args *const args = item->args;
@@ -597,25 +633,18 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
     term_vector(value, value->last, width, w->ends + width);
     if (item->n.how != RPI_NUMBERS) round_numbers(w->ends, 2 * width);
   }
+  finished rows = {.sum = {0}};
   for (int64_t i = 0; i < item->count; i++) {
-    const real *const kept = state->sums + i * RPI_LANES;
-    rpi_register all = rpi_load(kept), before = {0}, behind = {0};
-    if (state->used == SUMS) {
-      before = rpi_load(kept + SUM_HEAD * state->plane);
-      behind = rpi_load(kept + SUM_TAIL * state->plane);
-      if (!dropped) all += before + behind;
-      before += rpi_load(kept + SUM_BEFORE * state->plane);
-      behind += rpi_load(kept + SUM_AFTER * state->plane);
-    }
-    const real sum = rpi_total(all);
+    const int64_t n = i % 4;
+    if (n == 0) total_weights(state, i, item->count - 1, dropped, &rows);
+    const real sum = rows.sum[n];
     const real *const from = state->out + i * width;
     real *const to =
         out_row_of(&args->out, seq->query_batch, item->head, seq->query_row + item->query + i);
     if (sum == 0) { /* the row sees no key; a NaN is not 0 and goes on */
       memset(to, 0, (size_t)Dv * sizeof(real));
     } else {
-      const real *const head = w->ends, *const tail = w->ends + width;
-      finish_row(Dv, from, rpi_total(before), head, rpi_total(behind), tail, 1 / sum, to);
+      finish_row(Dv, from, rows.before[n], w->ends, rows.behind[n], w->ends + width, 1 / sum, to);
     }
     if (lse && sum == 0) {
       lse[item->query + i] = (real)-INFINITY;
@@ -665,22 +694,15 @@ static void open_rows_of(const forward_item *item, forward_scratch *w) {
   open_pair_rows(&item->pairs, &w->pairs, &rows, NULL);
 }
 
-static void empty_sums(const running *state, int64_t rows, int64_t width, real *sums, real *out) {
-  for (int x = 0; x < state->used; x++) {
-    memset(sums + x * state->plane, 0, (size_t)(rows * RPI_LANES) * sizeof(real));
-  }
-  memset(out, 0, (size_t)(rows * width) * sizeof(real));
-}
-
 static void add_all(int64_t count, const real *restrict from, real *restrict to) {
   for (int64_t i = 0; i < count; i++) to[i] += from[i];
 }
 
 static void add_sums(const running *state, int64_t rows, int64_t width, const real *from_sums,
                      const real *from_out, real *sums, real *out) {
-  for (int x = 0; x < state->used; x++) {
+  for (int x = 0; x < SUMS; x++) {
     const int64_t at = x * state->plane;
-    add_all(rows * RPI_LANES, from_sums + at, sums + at);
+    if (state->begun[x]) add_all(rows * RPI_LANES, from_sums + at, sums + at);
   }
   add_all(rows * width, from_out, out);
 }
@@ -688,7 +710,11 @@ static void add_sums(const running *state, int64_t rows, int64_t width, const re
 /* Adds sums and out to their past, and begins them anew. */
 static void fold(const running *state, int64_t rows, int64_t width) {
   add_sums(state, rows, width, state->sums, state->out, state->past_sums, state->past_out);
-  empty_sums(state, rows, width, state->sums, state->out);
+  for (int x = 0; x < SUMS; x++) {
+    real *const sum = state->sums + x * state->plane;
+    if (state->begun[x]) memset(sum, 0, (size_t)(rows * RPI_LANES) * sizeof(real));
+  }
+  memset(state->out, 0, (size_t)(rows * width) * sizeof(real));
 }
 
 /* Adds the past to sums and out. */
@@ -700,19 +726,21 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
   const rp_attention *const s = item->args->shape;
   const rpi_sequence *const seq = &item->seq;
   const int64_t width = item->n.value_width;
+  const size_t out_bytes = (size_t)(item->count * width) * sizeof(real);
   running *const state = &w->state;
   memset(state->max, 0, (size_t)item->count * sizeof(real));
   memset(state->negated_max, 0, (size_t)item->count * sizeof(real));
   memset(state->seen, 0, (size_t)item->count);
-  state->plane = item->n.queries * RPI_LANES;
-  state->used = item->value.ends ? SUMS : 1;
-  empty_sums(state, item->count, width, state->sums, state->out);
-  open_rows_of(item, w);
   const stretch seen = keys_seen(seq, &item->sees, item->query, item->count);
   const walk parts = walk_of(item, item->query, item->count, seen.begin, seen.end, item->n.keys);
   const int64_t together = RPI_FOLDED_KEYS / item->n.keys;
+  state->plane = item->n.queries * RPI_LANES;
   state->folds = item->n.folds && parts.count > together;
-  if (state->folds) empty_sums(state, item->count, width, state->past_sums, state->past_out);
+  memset(state->begun, 0, sizeof state->begun);
+  sum_of(item, state, SUM_MIDDLE, 0);
+  memset(state->out, 0, out_bytes);
+  if (state->folds) memset(state->past_out, 0, out_bytes);
+  open_rows_of(item, w);
   for (int64_t step = 0; step < parts.count; step++) {
     const int64_t key = walk_at(&parts, step), keys = rpi_min(item->n.keys, seen.end - key);
     const rp_rows *const v = &item->args->v;

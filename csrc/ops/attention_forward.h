@@ -38,8 +38,8 @@ typedef struct running {
   real *max, *negated_max; /* [rows], units of log 2 */
   real *sums;              /* [SUMS][rows][LANES], `plane` numbers from one to the next */
   int64_t plane;
-  int used;  /* sums in use: all, or without ends of a value term the first */
-  real *out; /* [rows][value width], and room for whole products by tiles */
+  bool begun[SUMS]; /* what nothing was added to holds no numbers; MIDDLE always does */
+  real *out;        /* [rows][value width], and room for whole products by tiles */
   /* what sums and out were of keys before (fold), laid out as they are, where an item folds */
   real *past_sums, *past_out;
   bool folds;
@@ -118,6 +118,6 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
                       int64_t j, int64_t tile_keys);
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
-                               const forward_view *view, const running *state, cell *x);
+                               const forward_view *view, const real *negated_max, cell *x);
 
 #endif

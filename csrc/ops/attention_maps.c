@@ -83,7 +83,6 @@ static void map_task(void *context, int64_t task, int worker) {
   for (int64_t i = 0; i < end - first; i++) {
     for (int64_t j = 0; j < seq.keys; j++) to[i * args->to_stride + j] = (real)-INFINITY;
   }
-  running state = {.negated_max = w->zeros};
   open_rows_of(&item, w);
   const stretch seen = keys_seen(&seq, &item.sees, item.query, rows);
   for (int64_t key = seen.begin / RPI_TILE * RPI_TILE; key < seen.end; key += item.n.keys) {
@@ -102,7 +101,7 @@ static void map_task(void *context, int64_t task, int worker) {
                    .tile_keys = tile_keys,
                    .columns = RPI_TILE,
                    .at = w->strip};
-        forward_scores(&item, w, &view, &state, &at);
+        forward_scores(&item, w, &view, w->zeros, &at);
         for (int64_t x = rpi_max(i, first); x < rpi_min(i + RPI_STRIP, end); x++) {
           memcpy(to + (x - first) * args->to_stride + key + j, w->strip + (x - i) * RPI_TILE,
                  (size_t)tile_keys * sizeof(real));

@@ -455,7 +455,10 @@ static void close_side(const backward_item *item, const backward_block *block, s
       product.inner = columns;
     }
     if (product.inner > 0) {
-      band_product(&product, &at, padded, &x->w, alone ? 0 : -head, lines, &x->table, &way);
+      for (int64_t i = 0, step = band_step(&way); i < block->rows; i += step) {
+        band_product_rows(&product, &at, i, rpi_min(step, block->rows - i), padded, &x->w,
+                          alone ? 0 : -head, lines, &x->table, &way);
+      }
     }
   }
 }

@@ -23,7 +23,7 @@
  * every d from the last column on another (the tail). A strip of queries wholly there is
  * plain attention with one constant per row: for scores a start of the accumulators, for
  * values and for dq a sum of weights times that relation's vector. Strips across an end
- * collect per row, in vectors, what they have beyond it.
+ * collect per row what they have beyond it, in vectors, and of vectors across it in the padding.
  *
  * Nothing is subtracted from the table. (Subtracting row 0 from all of it would make the head
  * free, and did; with a row 0 ten times the others gradients of queries were off by four
@@ -35,26 +35,27 @@
 
 #include "ops/packed_term.h"
 
-/* The dot products of rows with one vector, times the factor. */
-RPI_NOINLINE void dot_rows(const real *x, int64_t x_stride, int64_t rows, const real *vector,
-                           int64_t width, real factor, real *to) {
+/* The dot products of rows with rows, times the factor. */
+RPI_NOINLINE void dot_rows(dense x, dense y, int64_t rows, int64_t width, real factor, real *to) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4, x += 4 * x_stride) {
+  for (; r + 4 <= rows; r += 4, x.data += 4 * x.stride, y.data += 4 * y.stride) {
     rpi_register sum[4] = {{0}};
     int64_t c = 0;
     for (; c + RPI_LANES <= width; c += RPI_LANES) {
       RPI_UNROLL(4) for (int n = 0; n < 4; n++) {
-        sum[n] += rpi_load(x + n * x_stride + c) * rpi_load(vector + c);
+        sum[n] += rpi_load(x.data + n * x.stride + c) * rpi_load(y.data + n * y.stride + c);
       }
     }
     real total[4];
     rpi_totals(sum, total);
     for (; c < width; c++) {
-      for (int n = 0; n < 4; n++) total[n] += x[n * x_stride + c] * vector[c];
+      for (int n = 0; n < 4; n++) total[n] += x.data[n * x.stride + c] * y.data[n * y.stride + c];
     }
     for (int n = 0; n < 4; n++) to[r + n] = factor * total[n];
   }
-  for (; r < rows; r++, x += x_stride) to[r] = factor * dot(x, vector, width);
+  for (; r < rows; r++, x.data += x.stride, y.data += y.stride) {
+    to[r] = factor * dot(x.data, y.data, width);
+  }
 }
 
 /* A term without vectors gives every query the same numbers: its E is one row. */
@@ -93,7 +94,7 @@ static void forget_tail(const band_e *e) {
 static void vector_scores(const packed_term *packed, const real *vector, int64_t width, dense x,
                           int64_t rows, real factor, real *to) {
   if (packed->how == RPI_NUMBERS) {
-    dot_rows(x.data, x.stride, rows, vector, width, factor, to);
+    dot_rows(x, (dense){vector, 0}, rows, width, factor, to);
     return;
   }
   const dense scaled = {packed->end, width};
@@ -227,63 +228,41 @@ static void band_scores(const term *t, const window *w, const packed_term *packe
   close_scores(t, w, packed, adds, x, at->rows, factor, across, to);
 }
 
-/* Zeros, then ones: a load at LANES - n has n zeros, then ones. */
-static const real band_step[2 * RPI_LANES + 1] = {
-#define RPI_ONE(l) [RPI_LANES + (l)] = 1
-    RPI_ONE(0),  RPI_ONE(1),  RPI_ONE(2),
-#if RPI_LANES >= 4
-    RPI_ONE(3),  RPI_ONE(4),
-#endif
-#if RPI_LANES >= 8
-    RPI_ONE(5),  RPI_ONE(6),  RPI_ONE(7),  RPI_ONE(8),
-#endif
-#if RPI_LANES >= 16
-    RPI_ONE(9),  RPI_ONE(10), RPI_ONE(11), RPI_ONE(12),
-    RPI_ONE(13), RPI_ONE(14), RPI_ONE(15), RPI_ONE(16),
-#endif
-};
+/* A vector of each row of a strip into its bucket; to: that of the first, from row to row one less
+ * far. */
+RPI_INLINE void put_weights(int64_t rows, const real *from, bool adds, int64_t stride, real *to) {
+  RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++, to += stride - 1) {
+    const rpi_register weights = rpi_load(from + r * RPI_TILE);
+    rpi_store(to, adds ? rpi_load(to) + weights : weights);
+  }
+}
+/* ... and into the sum of its row. */
+RPI_INLINE void sum_weights(int64_t rows, const real *from, real *sums) {
+  RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++, sums += RPI_LANES) {
+    rpi_store(sums, rpi_load(sums) + rpi_load(from + r * RPI_TILE));
+  }
+}
 
-/* band_store, whose rows are known where it is called. Vector by vector, since most lie wholly in
- * the band, or wholly beyond an end, for all rows of a strip: those are only stored, or only added.
- */
+/* band_store, whose rows are known where it is called. Vector by vector, since most lie wholly
+ * beyond an end, or not at all, for all rows of a strip. */
 RPI_INLINE void band_store_rows(const window *w, int64_t rows, int64_t columns, const real *x,
                                 int64_t offset, bool adds, real *buckets, real *tail, real *head) {
-  const int64_t stride = window_stride(w->columns), last = RPI_LANES + w->columns;
-  const int64_t whole = tail ? last - 1 : last; /* wholly beyond, from here on */
+  const int64_t stride = window_stride(w->columns);
+  const int64_t end = RPI_LANES + w->columns - (tail ? 1 : 0); /* from here on wholly beyond */
   for (int64_t v = 0; v < columns; v += RPI_LANES) {
     const int64_t highest = offset + v, lowest = highest - (rows - 1);
-    const real *const from = x + v;
-    if (lowest >= RPI_LANES && highest <= whole - RPI_LANES) {
-      real *const to = buckets + highest;
-      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
-        const rpi_register weight = rpi_load(from + r * RPI_TILE);
-        real *const at = to + r * (stride - 1);
-        rpi_store(at, adds ? rpi_load(at) + weight : weight);
-      }
-    } else if (highest <= 0 || lowest >= whole) {
-      real *const sum = highest <= 0 ? head : tail;
-      if (!sum) continue;
-      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
-        rpi_store(sum + r * RPI_LANES,
-                  rpi_load(sum + r * RPI_LANES) + rpi_load(from + r * RPI_TILE));
-      }
+    if (lowest > 0 && highest < end) {
+      put_weights(rows, x + v, adds, stride, buckets + highest);
+    } else if (highest <= 0 || lowest >= end) {
+      real *const sums = highest <= 0 ? head : tail;
+      if (sums) sum_weights(rows, x + v, sums);
     } else {
-      RPI_UNROLL(8) for (int64_t r = 0; r < rows; r++) {
-        const int64_t at = rpi_clamp(highest - r, 0, last);
-        real *const to = buckets + r * stride + at;
-        const rpi_register weight = rpi_load(from + r * RPI_TILE);
-        rpi_store(to, adds ? rpi_load(to) + weight : weight);
-        if (tail && highest > whole - RPI_LANES) {
-          real *const sum = tail + r * RPI_LANES;
-          /* lane l is in the tail from column at + l - LANES = w->columns - 1 on */
-          rpi_store(sum,
-                    rpi_load(sum) + weight * rpi_load(band_step + rpi_max(at - w->columns + 1, 0)));
-        }
-        if (head && lowest < RPI_LANES) {
-          real *const sum = head + r * RPI_LANES;
-          rpi_store(sum, rpi_load(sum) +
-                             (weight - weight * rpi_load(band_step + rpi_min(at, RPI_LANES))));
-        }
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = highest - r;
+        const real *const from = x + r * RPI_TILE + v;
+        real *const sums = at <= 0 ? head : tail;
+        if (at > 0 && at < end) put_weights(1, from, adds, stride, buckets + r * stride + at);
+        else if (sums) sum_weights(1, from, sums + r * RPI_LANES);
       }
     }
   }
@@ -309,9 +288,10 @@ RPI_NOINLINE void add_diagonals(const real *x, real *to) {
 }
 
 /* Stores a strip of weights x[rows][RPI_TILE], so many columns of it, into the rows of buckets, or
- * (adds) adds it to what is there, whose rows are summed in the end: where is then no matter. And
- * adds what lies in the tail to the vectors tail[rows], what lies before the first column to
- * head[rows], each where given. offset: as rpi_start's. */
+ * (adds) adds it to what is there, whose rows are summed in the end: where is then no matter. A key
+ * has a place of its own in its row, also beside the columns, where a vector lies across an end.
+ * Vectors wholly in the tail are added to the vectors tail[rows], those wholly before the first
+ * column to head[rows], each where given. offset: as rpi_start's. */
 RPI_NOINLINE void band_store(const window *w, int64_t rows, int64_t columns, const real *x,
                              int64_t offset, bool adds, real *buckets, real *tail, real *head) {
   const int64_t lowest = offset - (RPI_STRIP - 1), end = RPI_LANES + w->columns - (tail ? 1 : 0);
@@ -348,67 +328,69 @@ static bucket_way bucket_way_of(const packed_term *table, const window *w, bool 
                       .words = words};
 }
 
-/* c += buckets . down for a block of rows, by strips and the columns that each can have met.
- * product: of the first row and of the columns first to first + inner - 1, or where there are runs
- * of their lines, in numbers. */
-static void band_product(const rpi_product *product, const block_place *at, int64_t width,
-                         const window *w, int64_t first, const runs *lines,
-                         const packed_term *table, const bucket_way *way) {
-  const int64_t step = way->tiled ? RPI_TILED_ROWS : RPI_STRIP;
+/* c += buckets . down for `count` rows of a block from i on, and the columns that they can have
+ * met. product: of the first row and of the columns first to first + inner - 1, or where there are
+ * runs of their lines, in numbers. */
+RPI_INLINE void band_product_rows(const rpi_product *product, const block_place *at, int64_t i,
+                                  int64_t count, int64_t width, const window *w, int64_t first,
+                                  const runs *lines, const packed_term *table,
+                                  const bucket_way *way) {
   const int64_t whole = way->tiled ? RPI_TILED_ROWS : way->worded ? 2 : 1;
-  for (int64_t i = 0; i < at->rows; i += step) {
-    const int64_t count = rpi_min(step, at->rows - i);
-    const int64_t nearest = at->distance - (i + count - 1) - w->first;
-    const int64_t farthest = at->distance - i + at->keys - w->first;
-    int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
-    int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
-    if (lines && begin + first >= 0) begin = lines->line[begin + first] - first;
-    if (lines && end + first > 0) end = lines->line[end + first - 1] + 1 - first;
-    if (begin >= end) continue;
-    const int64_t most = lines ? lines->count - first : product->inner;
-    begin &= -whole;
-    end = rpi_min(way->tiled ? (end + whole - 1) & -whole : end, most);
-    rpi_product strip = *product;
-    strip.a += i * product->a_row + begin * product->a_inner;
-    strip.b += begin * product->b_stride;
-    strip.c += i * product->c_stride;
-    strip.inner = end - begin;
-    const int64_t column = packed_column(table, w) + begin;
-    const dense buckets = {strip.a, strip.a_row};
-    if (way->tiled && pack_operand(buckets, ROWS_ARE_LINES, count, strip.inner, way->parts)) {
-      multiply_operands(way->parts, count, operand_from(table->down_parts, 0, column), width,
-                        strip.inner, true, strip.c, strip.c_stride);
-      continue;
-    }
-    if (way->worded) {
-      const dense words = word_rows(table->how, buckets, count, strip.inner, way->words);
-      strip =
-          product_by(table->how, words, table->down_words + inner_of(table->how, column) * width,
-                     width, strip.inner, strip.c, strip.c_stride);
-    }
-    rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, strip, NULL);
+  const int64_t nearest = at->distance - (i + count - 1) - w->first;
+  const int64_t farthest = at->distance - i + at->keys - w->first;
+  int64_t begin = rpi_min(rpi_max(nearest, first), w->columns - 1) - first;
+  int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
+  if (lines && begin + first >= 0) begin = lines->line[begin + first] - first;
+  if (lines && end + first > 0) end = lines->line[end + first - 1] + 1 - first;
+  if (begin >= end) return;
+  const int64_t most = lines ? lines->count - first : product->inner;
+  begin &= -whole;
+  end = rpi_min(way->tiled ? (end + whole - 1) & -whole : end, most);
+  rpi_product strip = *product;
+  strip.a += i * product->a_row + begin * product->a_inner;
+  strip.b += begin * product->b_stride;
+  strip.c += i * product->c_stride;
+  strip.inner = end - begin;
+  const int64_t column = packed_column(table, w) + begin;
+  const dense buckets = {strip.a, strip.a_row};
+  if (way->tiled && pack_operand(buckets, ROWS_ARE_LINES, count, strip.inner, way->parts)) {
+    multiply_operands(way->parts, count, operand_from(table->down_parts, 0, column), width,
+                      strip.inner, true, strip.c, strip.c_stride);
+    return;
   }
+  if (way->worded) {
+    const dense words = word_rows(table->how, buckets, count, strip.inner, way->words);
+    strip = product_by(table->how, words, table->down_words + inner_of(table->how, column) * width,
+                       width, strip.inner, strip.c, strip.c_stride);
+  }
+  rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, strip, NULL);
 }
 
-/* to[r * stride] = the sum of row r's vector. */
-static void put_totals(int64_t rows, const real *sums, real *to, int64_t stride) {
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4, to += 4 * stride) {
+/* Rows that it has at once. */
+static int64_t band_step(const bucket_way *way) { return way->tiled ? RPI_TILED_ROWS : RPI_STRIP; }
+
+/* to[r * stride] = the total of row r's sums, and of the bucket's vector. */
+static void put_totals(int64_t rows, const real *sums, const real *beside, real *to,
+                       int64_t stride) {
+  for (int64_t r = 0; r < rows; r += 4) {
     rpi_register four[4];
     real totals[4];
-    RPI_UNROLL(4) for (int n = 0; n < 4; n++) four[n] = rpi_load(sums + (r + n) * RPI_LANES);
+    RPI_UNROLL(4) for (int64_t n = 0; n < 4; n++) {
+      const int64_t row = rpi_min(r + n, rows - 1);
+      four[n] = rpi_load(sums + row * RPI_LANES) + rpi_load(beside + row * stride);
+    }
     rpi_totals(four, totals);
-    RPI_UNROLL(4) for (int n = 0; n < 4; n++) to[n * stride] = totals[n];
+    for (int64_t n = 0; n < rpi_min(4, rows - r); n++) to[(r + n) * stride] = totals[n];
   }
-  for (; r < rows; r++, to += stride) *to = rpi_total(rpi_load(sums + r * RPI_LANES));
 }
 
 /* Puts the tails into the last buckets, and the heads before the first: column -1. */
 static void band_finish(const window *w, int64_t rows, real *buckets, const real *tail,
                         const real *head) {
   const int64_t stride = window_stride(w->columns);
-  if (w->tail) put_totals(rows, tail, buckets + RPI_LANES + w->columns - 1, stride);
-  if (w->head) put_totals(rows, head, buckets + RPI_LANES - 1, stride);
+  real *const last = buckets + RPI_LANES + w->columns - 1;
+  if (w->tail) put_totals(rows, tail, last, last, stride);
+  if (w->head) put_totals(rows, head, buckets, buckets + RPI_LANES - 1, stride);
 }
 
 #endif

@@ -170,11 +170,12 @@ static const rpi_strip_fn rpi_strips[][3][RPI_VECTORS][RPI_STRIP] = {
  * wait for its own additions). */
 RPI_INLINE void rpi_strip_product(int mode, int64_t rows, int64_t vectors, const rpi_product *p,
                                   const rpi_start *start) {
+  const rpi_strip_fn(*const strips)[RPI_STRIP] =
+      rpi_strips[p->native ? RPI_NATIVE : RPI_NUMBERS][mode];
   int64_t panels = rpi_divide_up(vectors, RPI_VECTORS);
   for (int64_t done = 0; done < vectors; panels--) {
-    const int64_t width = rpi_divide_up(vectors - done, panels);
-    rpi_strips[p->native ? RPI_NATIVE : RPI_NUMBERS][mode][width - 1][rows - 1](p, start,
-                                                                                done * RPI_LANES);
+    const int64_t left = vectors - done, width = panels == 1 ? left : rpi_divide_up(left, panels);
+    strips[width - 1][rows - 1](p, start, done * RPI_LANES);
     done += width;
   }
 }

@@ -171,7 +171,8 @@ enum { MEETS_NOTHING, MEETS_HEAD, MEETS_BAND, MEETS_TAIL };
 
 static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
   if (window_empty(w)) return MEETS_NOTHING;
-  if (farthest < w->first) return w->head ? MEETS_HEAD : MEETS_NOTHING;
+  /* without columns all pairs that are seen lie in the head */
+  if (farthest < w->first || w->columns == 0) return w->head ? MEETS_HEAD : MEETS_NOTHING;
   const int64_t last = w->first + w->columns - 1;
   if (w->tail && nearest >= last) return MEETS_TAIL;
   return nearest > last ? MEETS_NOTHING : MEETS_BAND;

@@ -81,10 +81,18 @@ RPI_INLINE void rpi_prefetch_to(const real *to, int64_t ahead) {
   __builtin_prefetch((const void *)((uintptr_t)to + (uintptr_t)ahead * sizeof(real)), 1);
 }
 
+/* The same, of one that the second cache is to have. */
+RPI_INLINE void rpi_prefetch_far(const real *from, int64_t ahead) {
+  __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead * sizeof(real)), 0, 2);
+}
+
 /* Asks for all lines of a row. */
 #define RPI_LINE (64 / RPI_REAL_BYTES)
 RPI_INLINE void rpi_prefetch_row(const real *from, int64_t ahead, int64_t width) {
   for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch(from, ahead + c);
+}
+RPI_INLINE void rpi_prefetch_row_far(const real *from, int64_t ahead, int64_t width) {
+  for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch_far(from, ahead + c);
 }
 RPI_INLINE void rpi_prefetch_row_to(const real *to, int64_t ahead, int64_t width) {
   for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch_to(to, ahead + c);
