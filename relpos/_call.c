@@ -150,14 +150,17 @@ void raise_call(PyObject *module, rp_status status, const job *j) {
   _Static_assert(RP_TERMS == 2, "a relation is the first or the second of its kind");
   const rp_attention *const a = &j->attention;
   const rp_relation *const relations[RELPOS_KINDS] = {a->key, a->query, a->bias, a->value};
-  char places[MOST_TERMS][16];
-  renaming names[MOST_TERMS];
+  char places[2 * MOST_TERMS][32];
+  renaming names[2 * MOST_TERMS]; /* of each the table, and then the term */
   for (int i = 0; i < j->term_count; i++) {
     const rp_relation *const r = j->terms[i].relation;
     int kind = 0;
     while (r != relations[kind] && r != relations[kind] + 1) kind++;
-    snprintf(places[i], sizeof places[i], "%s[%d]", kinds[kind], (int)(r - relations[kind]));
-    names[i] = (renaming){places[i], j->terms[i].name};
+    const int place = (int)(r - relations[kind]), at = 2 * i;
+    snprintf(places[at], sizeof places[at], "%s[%d].table", kinds[kind], place);
+    snprintf(places[at + 1], sizeof places[at + 1], "%s[%d]", kinds[kind], place);
+    names[at] = (renaming){places[at], j->terms[i].name};
+    names[at + 1] = (renaming){places[at + 1], j->terms[i].name};
   }
-  raise_renamed(module, status, names, j->term_count);
+  raise_renamed(module, status, names, 2 * j->term_count);
 }

@@ -216,17 +216,15 @@ def _constants_on_device(lowered: Lowered, place: Placement) -> Lowered:
 
 
 def check_apart(out: Any, request: Request, lowered: Lowered) -> None:
-    """Refuses an `out` that overlaps an input: rows are written while others are still read."""
-    inputs: dict[str, Any] = {"q": request.q, "k": request.k, "v": request.v}
-    inputs |= {term.name: term.table for term in lowered.terms}
-    for term in lowered.terms:
-        if isinstance(term.map, Labels):  # read where they lie, and checked before that
-            inputs[f"the labels of {term.name}"] = term.map.labels
-    if request.mask is not None:
-        inputs["mask"] = request.mask.numbers
-    if lowered.position_bias is not None:
-        inputs["position_bias"] = lowered.position_bias
-    for name, array in inputs.items():
+    """Refuses an `out` that overlaps labels or a mask, which are read where they lie while it is
+    written. What holds real numbers the core looks at itself."""
+    labels = [
+        (f"the labels of {term.name}", term.map.labels)
+        for term in lowered.terms
+        if isinstance(term.map, Labels)
+    ]
+    mask = [] if request.mask is None else [("mask", request.mask.numbers)]
+    for name, array in labels + mask:
         if shares_memory(out, array):
             raise ValueError(f"out: shares memory with {name}; give an array of its own")
 
@@ -328,7 +326,7 @@ def _dropout(rate: float, seed: Seed) -> tuple[float, int, int, int, int] | None
         number = integer_of("seed", seed)
         if not 0 <= number < 1 << 64:
             raise ValueError(f"seed: expected 0 to 2^64 - 1, got {number}")
-        words = (*_dropout_key(number), 0, 0)
+        words = (*_dropout_key(number), 0, 0) if dropped else (0, 0, 0, 0)
     return None if dropped == 0 else (dropped, words[0], words[1], words[2], words[3])
 
 

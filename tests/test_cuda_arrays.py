@@ -631,7 +631,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = 
     "out overlaps": (
         lambda: overlapping(),
         ValueError,
-        "out: shares memory with v; give an array of its own",
+        "attention: out shares memory with v; give it an array of its own",
     ),
     "lengths": (
         lambda: {"lengths": Foreign(np.array([N, 3]), "int64")},

@@ -176,6 +176,8 @@ def check_shape(name: str, table: Any, **axes: int) -> None:
 
 def integer_of(name: str, value: Any) -> int:
     """`value` as an int. A truth, which Python counts among them, is none."""
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -200,6 +202,8 @@ def check_constant(name: str, value: Any) -> None:
 def number_of(name: str, value: Any) -> float:
     """`value` as a float, infinite where it is an integer beyond all floats. Texts and truths are
     none, nor are tensors that want a gradient."""
+    if type(value) is float:
+        return value
     check_constant(name, value)
     try:
         if isinstance(value, str | bytes | bool | np.bool_):
@@ -256,7 +260,9 @@ def check_text(name: str, value: Any, encoding: str = "utf-8", errors: str = "st
 
 def check_truth(name: str, value: Any) -> bool:
     """True or False, or what NumPy has for them, or 1 or 0."""
-    if not isinstance(value, bool | int | np.bool_ | np.integer):
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int | np.bool_ | np.integer):
         raise TypeError(f"{name}: expected True or False, got {describe(value)}")
     if value not in (0, 1):
         raise ValueError(f"{name}: expected True or False, got {value}")

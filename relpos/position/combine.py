@@ -69,7 +69,10 @@ def with_tables(position: Position, tables: dict[str, Table]) -> tuple[Scheme, .
 def lower(position: Position, shape: Shape, scale: float | None) -> Lowered:
     """The terms of a call. scale: the caller's, which settles what the schemes would use."""
     schemes = schemes_of(position)
-    shape = dataclasses.replace(shape, scale=scale)
+    if not schemes:
+        return Lowered(scale=scale)
+    if scale is not None:
+        shape = dataclasses.replace(shape, scale=scale)
     parts = [(type(scheme).__name__, scheme.lower(shape)) for scheme in schemes]
     if len(parts) > 1:  # the names within one scheme differ
         renames = _renames([scheme.tables() for scheme in schemes])
@@ -86,6 +89,8 @@ def _renamer(names: dict[str, str]) -> Callable[[str], str]:
 
 def combine(parts: Sequence[tuple[str, Lowered]], scale: float | None) -> Lowered:
     """The sum of several lowered schemes, each with its name for messages."""
+    if len(parts) == 1 and scale is None and _is_simple(parts[0][1]):
+        return parts[0][1]
     terms = tuple([term for _, part in parts for term in part.terms])
     kinds: tuple[Kind, ...] = ("key", "query", "bias", "value")
     for kind in kinds if len(terms) > TERMS else ():
@@ -121,6 +126,11 @@ def combine(parts: Sequence[tuple[str, Lowered]], scale: float | None) -> Lowere
         scale=_scale(parts, scale),
         rotation=rotations[0][1] if rotations else None,
     )
+
+
+def _is_simple(part: Lowered) -> bool:
+    """Has it nothing that could be one too many?"""
+    return len(part.terms) <= TERMS and part.rotation is None and part.position_bias is None
 
 
 def _scale(parts: Sequence[tuple[str, Lowered]], given: float | None) -> float | None:

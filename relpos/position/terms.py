@@ -142,7 +142,7 @@ class Edges:
     labels: Integers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # made at every call: frozen it would take three times as long
 class Term:
     """One term: its kind, table, map, and how its gradient goes back."""
 
@@ -164,9 +164,9 @@ class Rotation:
     key_positions: Integers | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # as Term
 class Lowered:
-    """A scheme, or several of them, as the core takes it."""
+    """A scheme, or several of them, as the core takes it. Nobody writes to it."""
 
     terms: tuple[Term, ...] = ()
     position_bias: Array | None = None  # (H, D)
