@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from relpos.train.checkpoint import (
     read_json,
     whole,
 )
+from relpos.warned import warn
 
 SENTENCES = 512  # the most of a batch
 
@@ -71,7 +71,7 @@ def find_model(
         return found
     if in_run:
         message = f"{where}: its {MODEL} is taken, not the checkpoints beside it; name one of them"
-        warnings.warn(message, CheckpointWarning, stacklevel=2)
+        warn(message, CheckpointWarning)
     if average is not None:
         raise ValueError(f"{where}: is no run, whose last checkpoints could be averaged")
     if best and where.exists():
@@ -99,7 +99,7 @@ def find_run(found: Sequence[Checkpoint], average: int | None = None) -> Saved:
     weights = tuple(each.folder / MODEL for each in reversed(newest_first))
     if average is not None and len(weights) < average:
         message = f"{run}: a mean of {len(weights)}, not of average={average}: it has no more"
-        warnings.warn(message, CheckpointWarning, stacklevel=3)
+        warn(message, CheckpointWarning)
     newest = weights[-1].parent
     return Saved(weights if average else (_best_of(newest),), newest / TOKENIZER)
 

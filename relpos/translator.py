@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise, repeat
@@ -38,6 +36,7 @@ from relpos.translation import (
     TranslationWarning,
     why_failed,
 )
+from relpos.warned import warn
 
 BATCH_TOKENS = 2048
 WINDOW = 2048  # lines that are read ahead, to be sorted by length
@@ -328,7 +327,10 @@ class Translator:
             for each in _in_order(self._window(lines, how, budget, align), done):
                 done = each.line
                 if each.failed:
-                    _warn(f"line {done:,}: {why_failed(how.no_repeat)}, no translation")
+                    warn(
+                        f"line {done:,}: {why_failed(how.no_repeat)}, no translation",
+                        TranslationWarning,
+                    )
                 if progress is not None:
                     progress(done)
                 yield each
@@ -412,7 +414,10 @@ class Translator:
                 progress(done)
         for each in found:
             if each.failed:
-                _warn(f"line {each.line:,}: the model's numbers are not finite, no score")
+                warn(
+                    f"line {each.line:,}: the model's numbers are not finite, no score",
+                    TranslationWarning,
+                )
         return found
 
     def align(
@@ -469,7 +474,10 @@ class Translator:
             read += len(lines)
             for each in self._aligned(lines, layer, head, budget):
                 if each.failed:
-                    _warn(f"line {each.line:,}: the model's numbers are not finite, no links")
+                    warn(
+                        f"line {each.line:,}: the model's numbers are not finite, no links",
+                        TranslationWarning,
+                    )
                 yield each
                 if progress is not None:
                     progress(each.line)
@@ -551,9 +559,10 @@ class Translator:
             if not text or text.isspace():
                 continue
             if len(tokens) > longest:
-                _warn(
+                warn(
                     f"line {line.line:,}: {len(tokens):,} tokens, of which the model takes "
-                    f"{longest:,}: the rest is left out"
+                    f"{longest:,}: the rest is left out",
+                    TranslationWarning,
                 )
                 line.cut += len(tokens) - longest
                 tokens = tokens[:longest]
@@ -693,15 +702,8 @@ def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Transl
 
 def _warn_of_unknown(tokens: int, lines: int) -> None:
     if tokens > 0:
-        _warn(
+        warn(
             f"{tokens:,} {'token' if tokens == 1 else 'tokens'} in {lines:,} "
-            f"{'line' if lines == 1 else 'lines'} unknown to the vocabulary"
+            f"{'line' if lines == 1 else 'lines'} unknown to the vocabulary",
+            TranslationWarning,
         )
-
-
-def _warn(message: str) -> None:
-    """At the line of whoever asked for the lines: some of relpos's own frames lie between."""
-    frame, depth = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("relpos."):
-        frame, depth = frame.f_back, depth + 1
-    warnings.warn(message, TranslationWarning, stacklevel=depth)

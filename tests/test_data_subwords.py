@@ -246,8 +246,9 @@ def test_as_many_as_fit(kind: str) -> None:
     most = SentencePiece.train(LINES, 50_000, kind, fewer=True).size
     with pytest.warns(
         UserWarning, match="100 tokens has no room for parts of words: .* larger one"
-    ):
+    ) as told:
         least = SentencePiece.train(LINES, 100, kind, fewer=True)
+    assert told[0].filename == __file__
     lines = [line for pair in LINES for line in pair]
     letters = {letter for line in lines for letter in line if not letter.isspace()}
     assert 259 < least.size <= 259 + len(letters) + 1 < most

@@ -419,10 +419,11 @@ def test_checkpoints_none_of_which_is_whole_are_not_begun_over(tmp_path: Path) -
         file.write(b"spoilt")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with (
-        pytest.warns(checkpoint.CheckpointWarning, match="passed over"),
+        pytest.warns(checkpoint.CheckpointWarning, match="passed over") as told,
         pytest.raises(checkpoint.CheckpointError, match="none of its checkpoints is whole; a run"),
     ):
         make(tmp_path, steps=9, resume=True)
+    assert told[0].filename == __file__  # not a line of relpos
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -436,8 +437,11 @@ def test_an_encoder_alone_is_refused_before_the_work(tmp_path: Path) -> None:
 def test_weights_beside_checkpoints_are_told(tmp_path: Path) -> None:
     make(tmp_path, steps=5).train()
     shutil.copy(next(tmp_path.glob("step-*/model.safetensors")), tmp_path)
-    with pytest.warns(checkpoint.CheckpointWarning, match="is taken, not the checkpoints beside"):
+    with pytest.warns(
+        checkpoint.CheckpointWarning, match="is taken, not the checkpoints beside"
+    ) as told:
         assert find_model(tmp_path).weights == (tmp_path / "model.safetensors",)
+    assert told[0].filename == __file__
     assert find_model(tmp_path, best=True).weights[0].parent != tmp_path
 
 

@@ -421,8 +421,9 @@ def test_what_a_model_is_called(models: SimpleNamespace, tmp_path: Path) -> None
         assert translator.translate(LINES[:3], search=SHORT) == one_by_one(LINES[:3])
     with pytest.warns(
         CheckpointWarning, match="run: a mean of 3, not of average=50: it has no more"
-    ):
+    ) as told:
         Translator.load(models.run, average=50)
+    assert told[0].filename == __file__
     mean = Translator.load(models.run, average=2)
     for name, weights in mean.models[0].parameters.items():
         both = [random_model(seed).parameters[name].astype("f8") for seed in (4, 1)]

@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -28,6 +27,7 @@ from relpos.cli.arguments import (
     count,
     use_threads,
 )
+from relpos.warned import warn
 
 if TYPE_CHECKING:
     from relpos.search import Search
@@ -365,7 +365,7 @@ class Bad:
         from relpos.translation import TranslationWarning
 
         self.seen = True
-        warnings.warn(f"{said}: an empty line instead", TranslationWarning, stacklevel=2)
+        warn(f"{said}: an empty line instead", TranslationWarning)
         return _Unread()
 
 

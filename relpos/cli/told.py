@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from relpos import _core
 from relpos.cli.arguments import PRECISIONS, count, minutes, share
+from relpos.warned import warn
 
 if TYPE_CHECKING:
     from relpos.config import Config
@@ -190,7 +191,7 @@ def keep(what: Told) -> None:
             ]
         )
     except UnicodeDecodeError:
-        warnings.warn(f"{path}: not written: a file's name is not UTF-8", stacklevel=2)
+        warn(f"{path}: not written: a file's name is not UTF-8")
         path.unlink(missing_ok=True)
         return
     write_file(path, text.encode())

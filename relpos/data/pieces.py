@@ -8,7 +8,6 @@ import io
 import os
 import random
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from typing import Any, Literal
 from relpos.data.text import Item, check_text, texts_of
 from relpos.data.vocabulary import BOS, EOS, SPECIAL, UNKNOWN, Folder, save_vocabulary, within
 from relpos.position.arrays import check_choice, check_count, check_truth
+from relpos.warned import warn
 
 
 class SentencePiece:
@@ -94,11 +94,10 @@ class SentencePiece:
             fitting = _most(error) or least
             if fewer and fitting is not None:
                 if least is not None:
-                    warnings.warn(
+                    warn(
                         f"a vocabulary of {size:,} tokens has no room for parts of words: it is the "
                         f"text's characters and bytes, {least:,}; a larger one (target_vocabulary=N, "
-                        "--vocabulary N) makes shorter sentences",
-                        stacklevel=2,
+                        "--vocabulary N) makes shorter sentences"
                     )
                 return cls(_trained(sample, fitting, kind, byte_fallback, character_coverage))
             raise ValueError(_why_no_training(error, size)) from None

@@ -25,7 +25,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from relpos.data.files import named, sha256_of, sync_path
 from relpos.data.subwords import save_subwords
 from relpos.library import build_info, devices
 from relpos.model import Transformer
+from relpos.warned import warn
 
 MODEL = "model.safetensors"
 AVERAGE = "average.safetensors"
@@ -141,7 +141,7 @@ class Checkpoint:
             message = (
                 f"{self.folder}: saved by another build or device ({changed}): equal up to rounding"
             )
-            warnings.warn(message, CheckpointWarning, stacklevel=2)
+            warn(message, CheckpointWarning)
         return state
 
 
@@ -170,7 +170,7 @@ def whole(found: Sequence[Checkpoint], *, thorough: bool = True) -> Iterator[Che
             yield checkpoint
         else:
             message = f"{checkpoint.folder}: passed over: {why}"
-            warnings.warn(message, CheckpointWarning, stacklevel=3)
+            warn(message, CheckpointWarning)
 
 
 def flaw(folder: Path, *, thorough: bool = True) -> str | None:
@@ -329,7 +329,7 @@ def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
     try:
         found = checkpoints(run)
     except OSError as error:
-        _warn(f"{run}: no old checkpoint removed: {error.strerror}")
+        warn(f"{run}: no old checkpoint removed: {error.strerror}", CheckpointWarning)
         return
     for checkpoint in reversed(found):
         if checkpoint > saved or flaw(checkpoint.folder, thorough=False) is not None:
@@ -344,11 +344,7 @@ def _remove_old(saved: Checkpoint, keep: int, spare: frozenset[int]) -> None:
             os.rename(checkpoint.folder, going)
             _remove(going)
         except OSError as error:
-            _warn(f"{checkpoint.folder}: not removed: {error.strerror or error}")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=4)
+            warn(f"{checkpoint.folder}: not removed: {error.strerror or error}", CheckpointWarning)
 
 
 def _remove_partial(folder: Path) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +64,7 @@ from relpos.train.inputs import (
 from relpos.train.log import Log, Sums
 from relpos.train.progress import SECONDS_BETWEEN_LINES, Progress, check_kind, tell
 from relpos.train.validation import Validation, check_bleu, validate
+from relpos.warned import warn
 
 _MUCH = 0.1  # of a text
 _NOT_FINITE = 100  # steps in a row after which nobody believes in the next one
@@ -324,12 +324,9 @@ class Trainer:
         if lost > _MUCH:
             short = self.model.limits[0] < self.config.max_length
             more = "tokens=N (--tokens N)" if short else "max_length=N (--set max_length=N)"
-            warnings.warn(
-                f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones",
-                stacklevel=3,
-            )
+            warn(f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones")
         if self.unknown > _MUCH:
-            warnings.warn(f"{self.unknown:.0%} of all tokens are unknown: {way}", stacklevel=3)
+            warn(f"{self.unknown:.0%} of all tokens are unknown: {way}")
 
     # ---- before ----------------------------------------------------------------------------------
 
