@@ -217,14 +217,17 @@ def _constants_on_device(lowered: Lowered, place: Placement) -> Lowered:
 
 def check_apart(out: Any, request: Request, lowered: Lowered) -> None:
     """Refuses an `out` that overlaps labels or a mask, which are read where they lie while it is
-    written. What holds real numbers the core looks at itself."""
-    labels = [
+    written, or a q or k of which the core sees what it is turned to. It looks itself at all else."""
+    apart = [
         (f"the labels of {term.name}", term.map.labels)
         for term in lowered.terms
         if isinstance(term.map, Labels)
     ]
-    mask = [] if request.mask is None else [("mask", request.mask.numbers)]
-    for name, array in labels + mask:
+    if request.mask is not None:
+        apart.append(("mask", request.mask.numbers))
+    if lowered.rotation is not None:
+        apart += [("q", request.q), ("k", request.k)]
+    for name, array in apart:
         if shares_memory(out, array):
             raise ValueError(f"out: shares memory with {name}; give an array of its own")
 

@@ -83,6 +83,16 @@ def _corners() -> list[Case]:
         replace(wide, B=3, offsets=(0, 150, 163, 300), gap=2),
     ]
     cases += _more_corners()
+    # Only pairs on one side are seen, and strips hold hidden ones of the other.
+    for window, N in itertools.product(
+        ((0, 0), (0, 5), (5, 0), (0, 30), (-1, 0), (0, -1)), (20, 70)
+    ):
+        for left, right in ((0, 0), (0, 3), (3, 0), (3, 2)):
+            band = Band(left, right)
+            shape = Case(N=N, M=N, D=16, Dv=16, window=window)
+            cases.append(replace(shape, key=band, value=band))
+            cases.append(replace(shape, value=band, dropout=Dropout(0.3, (1, 2))))
+            cases.append(replace(shape, value=(band, Distances(9, 9, "clip", 4, "folded"))))
     return [replace(case, seed=900_000 + i) for i, case in enumerate(cases)] + _once_wrong()
 
 

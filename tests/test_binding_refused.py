@@ -304,6 +304,13 @@ def test_out_must_not_share_memory_with_an_input(name: str) -> None:
         relpos.attention(**arguments, out=out)
 
 
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_out_must_not_share_memory_with_what_is_turned(name: str) -> None:
+    arguments = Arrays(position=relpos.RoPE())
+    with pytest.raises(ValueError, match=f"^out: shares memory with {name}; give an array of its"):
+        relpos.attention(**arguments, out=arguments[name][:])
+
+
 def test_out_must_not_share_memory_with_a_position_bias() -> None:
     arguments = Arrays(out=rows(2, 4, 7, 8))
     bias = arguments["out"][0, :, 0]

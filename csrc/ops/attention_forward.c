@@ -399,7 +399,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
                 factor, w->zeros, &view.e);
   }
   view.e_stride = band_stride(&item->key, kw);
-  view.collects = vw->columns && !(vw->tail && r->nearest >= item->value.last);
+  view.collects = vw->columns && !window_is_tail(vw);
   if (view.collects) {
     const window whole = window_of(&item->value, all.nearest, all.farthest);
     pack_window(&item->value, &whole, 1, 0, item->n.value_width, item->n.tiles, &w->value_table);

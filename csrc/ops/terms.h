@@ -162,6 +162,10 @@ static window window_of(const term *t, int64_t nearest, int64_t farthest) {
 
 static bool window_empty(const window *w) { return w->columns == 0 && !w->head; }
 
+/* Do all pairs that are seen lie in the tail, or in the head? */
+static bool window_is_tail(const window *w) { return w->tail && w->columns == 1 && !w->head; }
+static bool window_is_head(const window *w) { return w->head && w->columns == 0; }
+
 static int64_t window_stride(int64_t columns) {
   return rpi_round_up(columns, RPI_LANES) + 2 * RPI_LANES;
 }
@@ -169,10 +173,12 @@ static int64_t window_stride(int64_t columns) {
 /* What a strip of queries meets in a tile of keys. */
 enum { MEETS_NOTHING, MEETS_HEAD, MEETS_BAND, MEETS_TAIL };
 
+/* nearest, farthest: with pairs that are hidden, which may be taken for others. */
 static int window_meets(const window *w, int64_t nearest, int64_t farthest) {
   if (window_empty(w)) return MEETS_NOTHING;
-  /* without columns all pairs that are seen lie in the head */
-  if (farthest < w->first || w->columns == 0) return w->head ? MEETS_HEAD : MEETS_NOTHING;
+  if (window_is_head(w)) return MEETS_HEAD;
+  if (window_is_tail(w)) return MEETS_TAIL;
+  if (farthest < w->first) return w->head ? MEETS_HEAD : MEETS_NOTHING;
   const int64_t last = w->first + w->columns - 1;
   if (w->tail && nearest >= last) return MEETS_TAIL;
   return nearest > last ? MEETS_NOTHING : MEETS_BAND;
