@@ -38,24 +38,23 @@
 /* The dot products of rows with rows, times the factor. */
 RPI_NOINLINE void dot_rows(dense x, dense y, int64_t rows, int64_t width, real factor, real *to) {
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4, x.data += 4 * x.stride, y.data += 4 * y.stride) {
+  for (; r + 4 <= rows; r += 4) {
+    const dense a = rows_from(&x, r), b = rows_from(&y, r);
     rpi_register sum[4] = {{0}};
     int64_t c = 0;
     for (; c + RPI_LANES <= width; c += RPI_LANES) {
       RPI_UNROLL(4) for (int n = 0; n < 4; n++) {
-        sum[n] += rpi_load(x.data + n * x.stride + c) * rpi_load(y.data + n * y.stride + c);
+        sum[n] += rpi_load(a.data + n * a.stride + c) * rpi_load(b.data + n * b.stride + c);
       }
     }
     real total[4];
     rpi_totals(sum, total);
     for (; c < width; c++) {
-      for (int n = 0; n < 4; n++) total[n] += x.data[n * x.stride + c] * y.data[n * y.stride + c];
+      for (int n = 0; n < 4; n++) total[n] += a.data[n * a.stride + c] * b.data[n * b.stride + c];
     }
     for (int n = 0; n < 4; n++) to[r + n] = factor * total[n];
   }
-  for (; r < rows; r++, x.data += x.stride, y.data += y.stride) {
-    to[r] = factor * dot(x.data, y.data, width);
-  }
+  for (; r < rows; r++) to[r] = factor * dot(rows_from(&x, r).data, rows_from(&y, r).data, width);
 }
 
 /* A term without vectors gives every query the same numbers: its E is one row. */

@@ -21,6 +21,11 @@ typedef struct dense {
   int64_t stride;
 } dense;
 
+/* Row r of some, and those after it. */
+static dense rows_from(const dense *rows, int64_t r) {
+  return (dense){rows->data + r * rows->stride, rows->stride};
+}
+
 /* `lines` by `inner` numbers in parts. */
 typedef struct operand {
   uint32_t *at;

@@ -430,11 +430,6 @@ static void add_looked_up(const pair_terms *p, int which, const pair_scratch *w,
   }
 }
 
-/* Row j of some keys, and those after it. */
-static dense rows_from(const dense *keys, int64_t j) {
-  return (dense){keys->data + j * keys->stride, keys->stride};
-}
-
 /* Has a term a relation in a strip from row i of the block on? */
 static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64_t count) {
   const lookup_scratch *const leader = &w->list[x->map];
