@@ -516,8 +516,6 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
   }
 }
 
-static void add_vector(const real *from, real *to) { rpi_store(to, rpi_load(to) + rpi_load(from)); }
-
 /* What a block's buckets add to its rows of out; and to its sums, where a strip lay across an end.
  * One after the other, strip by strip: the sums are in no product's way. */
 static void add_buckets(const forward_item *item, forward_scratch *w, const forward_view *view) {
@@ -540,8 +538,8 @@ static void add_buckets(const forward_item *item, forward_scratch *w, const forw
     count = rpi_min(band_step(&way), view->rows - i);
     for (int64_t r = i; r < i + count; r++) {
       real *const row = w->buckets + r * stride, *const last = row + RPI_LANES + vw->columns - 1;
-      if (before) add_vector(row, before + r * RPI_LANES);
-      if (after) add_vector(last, after + r * RPI_LANES);
+      if (before) sum_weights(1, row, before + r * RPI_LANES);
+      if (after) sum_weights(1, last, after + r * RPI_LANES);
       if (after && way.tiled) *last = 0; /* tiles take it along, whole steps of inner */
     }
     band_product_rows(&related, &view->at, i, count, width, vw, 0, NULL, &w->value_table, &way);
