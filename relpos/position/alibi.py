@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -39,6 +40,9 @@ def alibi_slopes(heads: int) -> npt.NDArray[np.float64]:
     return np.concatenate([slopes, finer[::2][: heads - below]])
 
 
+_published = functools.lru_cache(maxsize=16)(alibi_slopes)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ALiBi(Scheme):
     """ALiBi: a penalty per head that grows with the distance.
@@ -72,7 +76,7 @@ class ALiBi(Scheme):
         """A row for each of these distances."""
         distance = magnitudes.astype(arrays.REAL)
         if self.slopes is None:
-            slopes: Any = alibi_slopes(shape.H).astype(arrays.REAL)
+            slopes: Any = _published(shape.H).astype(arrays.REAL)
         else:
             slopes = as_array("slopes", self.slopes)
             check_shape("slopes", slopes, H=shape.H)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -23,7 +25,7 @@ from relpos.position.arrays import (
     shape_of,
     through,
 )
-from relpos.position.terms import ROUNDINGS, Lowered, Scheme, Shape, Term, bucket_band
+from relpos.position.terms import ROUNDINGS, Band, Lowered, Scheme, Shape, Term, bucket_band
 
 MOST = 1e30  # of what scores are multiplied with, as the core has it for scale
 
@@ -55,6 +57,11 @@ def t5_buckets(
         x < exact, x, np.minimum(nb - 1, exact + far.astype(np.int64))
     )
     return buckets
+
+
+@functools.lru_cache(maxsize=16)  # making it takes as long as a small call
+def _map(num_buckets: int, far: int, bidirectional: bool, left: int, right: int) -> Band:
+    return bucket_band(lambda d: t5_buckets(d, num_buckets, far, bidirectional), left, right)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -109,14 +116,12 @@ class T5Bias(Scheme):
         def turned(x: Any) -> Any:
             return contiguous(x.T * factor)
 
-        def buckets(d: Any) -> npt.NDArray[np.int64]:
-            return t5_buckets(d, len(table), self.max_distance, self.bidirectional)
-
+        far = operator.index(self.max_distance)
         term = Term(
             "bias_table",
             "bias",
             through("bias_table", table, turned),  # (H, num_buckets)
-            bucket_band(buckets, *shape.band(self.max_distance)),
+            _map(len(table), far, bool(self.bidirectional), *shape.band(far)),
             lambda raw: {"bias_table": through("bias_table", raw, turned)},
         )
         scale = shape.default_scale if self.scale is None else float(self.scale)

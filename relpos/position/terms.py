@@ -255,4 +255,5 @@ def bucket_band(rows_of: Callable[[Counts], Counts], left: int, right: int) -> B
     cut_left = min(max(same_left - 1, 0), left)
     cut_right = min(max(same_right - 1, 0), right)
     kept = np.ascontiguousarray(rows[cut_left : len(rows) - cut_right])
+    kept.flags.writeable = False  # calls may share it
     return Band(left - cut_left, right - cut_right, "clip", kept)
