@@ -426,14 +426,15 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
   }
 }
 
-/* A block of queries against the tile of keys at j. */
+/* A block of queries against the tile of keys at j, before that at next_j. */
 static void backward_tile(const backward_item *item, backward_scratch *w,
                           const backward_block *block, const pair_rows *of_q,
-                          const pair_rows *of_dz, int64_t j) {
+                          const pair_rows *of_dz, int64_t j, int64_t next_j) {
   const pair_terms *const pairs = &item->pairs;
   const int64_t count = block->rows, width = item->padded[KEY];
   const int64_t tile_keys = rpi_min(RPI_TILE, item->r.keys - j), key = item->r.key + j;
-  if (mask_hides(pairs, &item->seq, block->row0, count, key, tile_keys)) return;
+  const int64_t next = item->r.key + next_j;
+  if (mask_hides(pairs, &item->seq, block->row0, count, key, tile_keys, next)) return;
   const reach r = reach_of(&item->seq, &item->sees, block->row0, count, key, tile_keys);
   /* the strips of which some query sees some key of the tile */
   const int64_t distance = key - (block->row0 + item->seq.start);
@@ -452,6 +453,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
         .j = j,
         .key = key,
         .keys = tile_keys,
+        .next = next,
         .k = rows_from(&block->keys[ACROSS], j),
         .packed = k->packed + j * item->width[KEY],
         .words = words ? k->packed_words + j * inner_of(item->n.how, item->width[KEY]) : NULL,
@@ -498,7 +500,8 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
   const int64_t end = rpi_min(item->r.keys, seen.end - item->r.key);
   for (int64_t j = rpi_max(seen.begin - item->r.key, 0) / RPI_TILE * RPI_TILE; j < end;
        j += RPI_TILE) {
-    backward_tile(item, w, block, &of_q, &of_dz, j);
+    const int64_t next = j + RPI_TILE < end ? j + RPI_TILE : j;
+    backward_tile(item, w, block, &of_q, &of_dz, j, next);
   }
   if (pairs->moves && item->sums->sums[SUM_OF_QUERIES].lines) { /* up to here dq is ds . k */
     add_columns(w->dq, width, count, s->D, item->sums->sums[SUM_OF_QUERIES].lines);

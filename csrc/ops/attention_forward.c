@@ -415,9 +415,9 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   return view;
 }
 
-/* The same for the tile at key j of the chunk. */
+/* The same for the tile at key j of the chunk, before that at `next`. */
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
-                      int64_t j, int64_t tile_keys) {
+                      int64_t j, int64_t tile_keys, int64_t next) {
   if (!item->pairs.any) return;
   const int64_t D = item->args->shape->D;
   const bool words = item->n.how != RPI_NUMBERS;
@@ -426,6 +426,7 @@ static void open_tile(const forward_item *item, forward_scratch *w, const forwar
       .j = j,
       .key = view->key + j,
       .keys = tile_keys,
+      .next = view->key + next,
       .k = rows_from(&view->keys, j),
       .packed = w->keys + j * D,
       .words = words ? w->key_words + j * inner_of(item->n.how, D) : NULL,
@@ -559,8 +560,11 @@ static void forward_block(const forward_item *item, forward_scratch *w, int64_t 
                              rpi_min(seen.end, key + keys), RPI_TILE);
   for (int64_t step = 0; step < tiles.count; step++) {
     const int64_t j = walk_at(&tiles, step) - key, tile_keys = rpi_min(RPI_TILE, keys - j);
-    if (mask_hides(&item->pairs, &item->seq, view.row0, count, key + j, tile_keys)) continue;
-    open_tile(item, w, &view, j, tile_keys);
+    const int64_t next = step + 1 < tiles.count ? walk_at(&tiles, step + 1) - key : j;
+    if (mask_hides(&item->pairs, &item->seq, view.row0, count, key + j, tile_keys, key + next)) {
+      continue;
+    }
+    open_tile(item, w, &view, j, tile_keys, next);
     forward_tile(item, w, &view, j, tile_keys, step == 0);
   }
   if (item->pairs.values) {

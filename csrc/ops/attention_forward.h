@@ -116,7 +116,7 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
 static forward_view open_view(const forward_item *item, forward_scratch *w, int64_t block,
                               int64_t key, int64_t keys, dense values, const reach *r);
 static void open_tile(const forward_item *item, forward_scratch *w, const forward_view *view,
-                      int64_t j, int64_t tile_keys);
+                      int64_t j, int64_t tile_keys, int64_t next);
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                                const forward_view *view, const real *negated_max, cell *x);
 

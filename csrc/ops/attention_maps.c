@@ -93,7 +93,7 @@ static void map_task(void *context, int64_t task, int worker) {
     const forward_view view = open_view(&item, w, 0, key, keys, (dense){0}, &r);
     for (int64_t j = 0; j < keys; j += RPI_TILE) {
       const int64_t tile_keys = rpi_min(RPI_TILE, keys - j);
-      open_tile(&item, w, &view, j, tile_keys);
+      open_tile(&item, w, &view, j, tile_keys, j + RPI_TILE < keys ? j + RPI_TILE : j);
       for (int64_t i = first / RPI_STRIP * RPI_STRIP; i < end; i += RPI_STRIP) {
         cell at = {.i = i,
                    .count = rpi_min(RPI_STRIP, rows - i),

@@ -26,7 +26,6 @@
 enum { PAIR_KEY, PAIR_BIAS, PAIR_QUERY, PAIR_VALUE };
 
 #define RPI_LOOKUPS (4 * RP_TERMS)
-#define RPI_CACHE_LINE 64 /* bytes, on most machines */
 
 /* Numbers of a row of E, column -1 among them, that are read from registers (gather_row); 0: none
  * are. clang has no such exchange. */
@@ -244,21 +243,17 @@ static void look_up(const lookup *x, const pair_terms *p, const rpi_sequence *se
   }
 }
 
-/* Asks for the labels of some queries with the tile at key j, and with the tiles beside it, one of
- * which comes next. Rows of a matrix lie too far apart for the processor to foresee: waiting for
- * them, one after the other, took half as long as all else that labels cost. Inline always: GCC
- * takes a function that only asks for one that does nothing. */
+/* Asks for the labels of some queries with the tile at key `next`, after that at key j. Rows of a
+ * matrix lie too far apart for the processor to foresee: waiting for them, one after the other,
+ * took half as long as all else that labels cost. Inline always: GCC takes a function that only
+ * asks for one that does nothing. */
 RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_sequence *seq,
-                              int64_t query, int64_t rows, int64_t j) {
-  const int64_t bytes = x->relation->label_bytes, tile = RPI_TILE * bytes;
-  const int64_t before = j >= RPI_TILE ? tile : 0, behind = j + RPI_TILE < seq->keys ? tile : 0;
-  label_rows from = labels_at(x->relation, p, seq, query, j);
+                              int64_t query, int64_t rows, int64_t j, int64_t next) {
+  if (next == j) return;
+  const int64_t bytes = rpi_min(seq->keys - next, RPI_TILE) * x->relation->label_bytes;
+  label_rows from = labels_at(x->relation, p, seq, query, next);
   for (int64_t i = 0; i < rows; i++, from.at += from.stride) {
-    for (int64_t at = 0; at < tile; at += RPI_CACHE_LINE) {
-      __builtin_prefetch(from.at + at);
-      __builtin_prefetch(from.at + at - before);
-      __builtin_prefetch(from.at + at + behind);
-    }
+    rpi_prefetch_bytes(from.at, bytes, next > j);
   }
 }
 
@@ -387,6 +382,7 @@ typedef struct pair_rows {
 typedef struct pair_tile {
   pair_rows q, dz;      /* forward has no dz */
   int64_t j, key, keys; /* the first key, in the chunk and in the sequence, and their number */
+  int64_t next;         /* that of the tile that comes after it; after the last its own */
   dense k;              /* they themselves, */
   const real *packed;   /* packed, */
   const real *words;    /* that as words, in bf16, */

@@ -43,17 +43,18 @@ static const uint8_t *mask_row(const pair_terms *p, const rpi_sequence *seq, int
 }
 
 /* Does a dense mask hide every pair of some queries with a tile of keys? Such a tile adds nothing.
- * All of its bytes are read whatever is found, and the next tile's are asked for: together, where
- * strip by strip they would be waited for. */
+ * All of its bytes are read whatever is found, and those of the tile at `next` are asked for,
+ * unless there is none: together, where strip by strip they would be waited for. */
 static bool mask_hides(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t rows,
-                       int64_t key, int64_t tile_keys) {
+                       int64_t key, int64_t tile_keys, int64_t next) {
   enum { SOME = sizeof(rpi_lanes) };
   rpi_lanes seen[RPI_TILE / SOME] = {{0}};
   uint8_t any = 0, some[SOME];
   if (!p->mask) return false;
+  const int64_t asked = next == key ? 0 : rpi_min(seq->keys - next, RPI_TILE);
   for (int64_t r = 0; r < rows; r++) {
     const uint8_t *const row = mask_row(p, seq, i + r) + key;
-    __builtin_prefetch(row + RPI_TILE);
+    rpi_prefetch_bytes(row + (next - key), asked, next > key);
     for (int n = 0; tile_keys == RPI_TILE && n < RPI_TILE / SOME; n++) {
       rpi_lanes more;
       memcpy(&more, row + n * SOME, SOME);

@@ -224,7 +224,7 @@ static void open_pair_tile(const pair_terms *p, pair_scratch *w, const rpi_seque
     if (x->map == i && x->relation->map != RP_MAP_EDGES) {
       const bool met = x->way == LOOKUP_MET;
       if (met && x->kind == PAIR_QUERY) meet(x, p, seq, row0, rows, key, keys, at);
-      if (x->relation->map == RP_MAP_LABEL) expect_labels(x, p, seq, row0, rows, key);
+      if (x->relation->map == RP_MAP_LABEL) expect_labels(x, p, seq, row0, rows, key, tile->next);
       if (met) look_up_met(x, p, seq, row0, rows, key, keys, at, at->relation);
       else look_up(x, p, seq, row0, rows, key, keys, at->relation);
     }

@@ -17,6 +17,7 @@
 
 #define RPI_STRIP 6
 #define RPI_TILE 64 /* keys that a strip of attention meets at once, numbers of a row in a mask */
+#define RPI_CACHE_LINE 64 /* bytes, on most machines */
 
 #define RPI_INLINE static inline __attribute__((always_inline))
 #define RPI_NOINLINE static __attribute__((noinline))
@@ -86,8 +87,18 @@ RPI_INLINE void rpi_prefetch_far(const real *from, int64_t ahead) {
   __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)ahead * sizeof(real)), 0, 2);
 }
 
+/* Asks for so many bytes of a row of a matrix, wherever a line begins: for those first that lie
+ * farthest from what was read before, to their left or (rises) right. The second cache is to have
+ * them: rows are often so far apart that the first has few places for all. */
+RPI_INLINE void rpi_prefetch_bytes(const void *from, int64_t bytes, bool rises) {
+  const uintptr_t at = (uintptr_t)from + (uintptr_t)(rises ? bytes - 1 : 0);
+  for (int64_t byte = 0; byte < bytes; byte += RPI_CACHE_LINE) {
+    __builtin_prefetch((const void *)(at + (uintptr_t)(rises ? -byte : byte)), 0, 2);
+  }
+}
+
 /* Asks for all lines of a row. */
-#define RPI_LINE (64 / RPI_REAL_BYTES)
+#define RPI_LINE (RPI_CACHE_LINE / RPI_REAL_BYTES)
 RPI_INLINE void rpi_prefetch_row(const real *from, int64_t ahead, int64_t width) {
   for (int64_t c = 0; c < width; c += RPI_LINE) rpi_prefetch(from, ahead + c);
 }
