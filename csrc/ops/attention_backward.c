@@ -263,7 +263,7 @@ static int64_t keys_of_row(const backward_item *item, int64_t i) {
   if (!item->pairs.mask || seen.begin >= seen.end) return seen.end - seen.begin;
   int64_t *const known = item->unmasked + lse_at(item->args->shape, &item->seq, item->head) + i;
   if (*known < 0) {
-    *known = mask_count(mask_row(&item->pairs, &item->seq, i) + seen.begin, seen.end - seen.begin);
+    *known = mask_count(mask_at(&item->pairs, &item->seq, i, seen.begin).at, seen.end - seen.begin);
   }
   return *known;
 }

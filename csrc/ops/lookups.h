@@ -146,12 +146,21 @@ static pair_terms pair_terms_of(const rp_attention *s, int64_t head, int64_t b) 
 
 /* ---- looking up ----------------------------------------------------------- */
 
-/* Where the matrix of a sequence and head has row i: labels and masks lie alike. */
-static int64_t pair_row(const int64_t *starts, int64_t batch_stride, int64_t head_stride,
-                        int64_t row_stride, const pair_terms *p, const rpi_sequence *seq,
-                        int64_t i) {
-  const int64_t from = p->head * head_stride;
-  return starts ? from + starts[p->b] + i * seq->keys : from + p->b * batch_stride + i * row_stride;
+/* The bytes of a matrix of pairs from some pair on: labels and masks lie alike. */
+typedef struct matrix_rows {
+  const char *at;
+  int64_t stride; /* from one query's to the next's */
+} matrix_rows;
+
+/* Of a sequence and head from query i and key j on. */
+static matrix_rows matrix_at(const void *matrix, int64_t bytes, const int64_t *starts,
+                             int64_t batch_stride, int64_t head_stride, int64_t row_stride,
+                             const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t j) {
+  const int64_t from = starts ? starts[p->b] : p->b * batch_stride;
+  const int64_t stride = starts ? seq->keys : row_stride;
+  return (matrix_rows){
+      (const char *)matrix + (from + p->head * head_stride + i * stride + j) * bytes,
+      stride * bytes};
 }
 
 /* The positions of query i and of key j, and of those after them. */
@@ -183,20 +192,10 @@ static void look_up_distances(const rp_relation *r, int32_t own, const int32_t *
   }
 }
 
-/* Labels of `rows` queries from i on with keys from j on, and the bytes from one query's to the
- * next's. */
-typedef struct label_rows {
-  const char *at;
-  int64_t stride;
-} label_rows;
-
-static label_rows labels_at(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
-                            int64_t i, int64_t j) {
-  const int64_t row = pair_row(r->label_starts, r->label_batch_stride, r->label_head_stride,
-                               r->label_row_stride, p, seq, i);
-  const int64_t stride = r->label_starts ? seq->keys : r->label_row_stride;
-  return (label_rows){(const char *)r->labels + (row + j) * r->label_bytes,
-                      stride * r->label_bytes};
+static matrix_rows labels_at(const rp_relation *r, const pair_terms *p, const rpi_sequence *seq,
+                             int64_t i, int64_t j) {
+  return matrix_at(r->labels, r->label_bytes, r->label_starts, r->label_batch_stride,
+                   r->label_head_stride, r->label_row_stride, p, seq, i, j);
 }
 
 /* `count` labels; a whole tile's is a count that the compiler knows. */
@@ -212,7 +211,7 @@ RPI_INLINE void widen_labels(const char *labels, int32_t bytes, int64_t count, i
   }
 }
 
-static void look_up_labels(const rp_relation *r, label_rows from, int64_t rows, int64_t count,
+static void look_up_labels(const rp_relation *r, matrix_rows from, int64_t rows, int64_t count,
                            int32_t *relation) {
   for (int64_t i = 0; i < rows; i++, from.at += from.stride, relation += RPI_TILE) {
     if (count == RPI_TILE) {
@@ -251,7 +250,7 @@ RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_se
                               int64_t query, int64_t rows, int64_t j, int64_t next) {
   if (next == j) return;
   const int64_t bytes = rpi_min(seq->keys - next, RPI_TILE) * x->relation->label_bytes;
-  label_rows from = labels_at(x->relation, p, seq, query, next);
+  matrix_rows from = labels_at(x->relation, p, seq, query, next);
   for (int64_t i = 0; i < rows; i++, from.at += from.stride) {
     rpi_prefetch_bytes(from.at, bytes, next > j);
   }

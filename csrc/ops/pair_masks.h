@@ -36,10 +36,11 @@ static void drop_strip(const pair_terms *p, int64_t i, int64_t count, int64_t ke
   keep_apply(&mask, count, columns, p->dropout.scale, weights, weights);
 }
 
-/* The row of a dense mask for query i. */
-static const uint8_t *mask_row(const pair_terms *p, const rpi_sequence *seq, int64_t i) {
+/* Of a dense mask. */
+static matrix_rows mask_at(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t j) {
   const rp_mask *const m = p->mask;
-  return m->data + pair_row(m->starts, m->batch_stride, m->head_stride, m->row_stride, p, seq, i);
+  return matrix_at(m->data, 1, m->starts, m->batch_stride, m->head_stride, m->row_stride, p, seq, i,
+                   j);
 }
 
 /* Does a dense mask hide every pair of some queries with a tile of keys? Such a tile adds nothing.
@@ -52,15 +53,15 @@ static bool mask_hides(const pair_terms *p, const rpi_sequence *seq, int64_t i, 
   uint8_t any = 0, some[SOME];
   if (!p->mask) return false;
   const int64_t asked = next == key ? 0 : rpi_min(seq->keys - next, RPI_TILE);
-  for (int64_t r = 0; r < rows; r++) {
-    const uint8_t *const row = mask_row(p, seq, i + r) + key;
-    rpi_prefetch_bytes(row + (next - key), asked, next > key);
+  matrix_rows from = mask_at(p, seq, i, key);
+  for (int64_t r = 0; r < rows; r++, from.at += from.stride) {
+    rpi_prefetch_bytes(from.at + (next - key), asked, next > key);
     for (int n = 0; tile_keys == RPI_TILE && n < RPI_TILE / SOME; n++) {
       rpi_lanes more;
-      memcpy(&more, row + n * SOME, SOME);
+      memcpy(&more, from.at + n * SOME, SOME);
       seen[n] |= more;
     }
-    for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) any |= row[c];
+    for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) any |= (uint8_t)from.at[c];
   }
   for (int n = 0; n < RPI_TILE / SOME; n++) {
     memcpy(some, &seen[n], SOME);
@@ -71,7 +72,7 @@ static bool mask_hides(const pair_terms *p, const rpi_sequence *seq, int64_t i, 
 
 /* How many of the bytes of a mask's row are not 0. As many are counted in bytes as these can count,
  * which compares whole vectors. */
-static int64_t mask_count(const uint8_t *row, int64_t keys) {
+static int64_t mask_count(const char *row, int64_t keys) {
   int64_t count = 0, c = 0;
   while (c + RPI_TILE <= keys) {
     uint8_t seen[RPI_TILE] = {0};
@@ -87,14 +88,13 @@ static int64_t mask_count(const uint8_t *row, int64_t keys) {
 /* Hides the pairs whose byte of a dense mask is 0. */
 static void hide_strip(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t count,
                        int64_t key, int64_t tile_keys, real *s) {
-  for (int64_t r = 0; r < count; r++) {
-    const uint8_t *const seen = mask_row(p, seq, i + r) + key;
-    real *const row = s + r * RPI_TILE;
+  matrix_rows from = mask_at(p, seq, i, key);
+  for (int64_t r = 0; r < count; r++, from.at += from.stride, s += RPI_TILE) {
     if (tile_keys == RPI_TILE) { /* a count that the compiler knows */
-      for (int c = 0; c < RPI_TILE; c++) row[c] = seen[c] ? row[c] : (real)-INFINITY;
+      for (int c = 0; c < RPI_TILE; c++) s[c] = from.at[c] ? s[c] : (real)-INFINITY;
     }
     for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) {
-      row[c] = seen[c] ? row[c] : (real)-INFINITY;
+      s[c] = from.at[c] ? s[c] : (real)-INFINITY;
     }
   }
 }
