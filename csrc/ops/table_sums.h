@@ -388,6 +388,12 @@ RPI_INLINE void expect_lines(const table_sums *t, int64_t first, int64_t last, i
   }
 }
 
+/* Asks for the lines of some distances of the next slot, which the processor does not foresee
+ * either: adding up took twice as long. */
+RPI_INLINE void expect_band(const table_sums *t, int64_t first, int64_t last, int64_t width) {
+  rpi_prefetch_row(t->lines, (first - t->first + 1) * width, (last - first + 1) * width);
+}
+
 /* One part of one table: some of its rows, over all slots in order. */
 static void reduce_task(void *context, int64_t task, int worker) {
   (void)worker;
@@ -416,6 +422,9 @@ static void reduce_task(void *context, int64_t task, int worker) {
     int64_t first = t->first, last = t->last;
     if (!p.buckets && begin > 0) first = rpi_max(first, begin - p.left);
     if (!p.buckets && end < r->rows) last = rpi_min(last, end - 1 - p.left);
+    if (i + 1 < slots && !r->number && !p.buckets) {
+      expect_band(&from[i + 1].sums[r->sums], first, last, r->list->width[r->sums]);
+    }
     for (int64_t d = first; d <= last; d++) {
       const int64_t row = part_row(&p, d);
       if (row < begin || row >= end) continue;
