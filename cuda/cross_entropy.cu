@@ -295,6 +295,7 @@ struct HeldShared {
   float highest[held_warps], exponentials[held_warps], distances[held_warps], x_label;
   int32_t best;
 };
+static_assert(sizeof(HeldShared) <= kept_beside);
 
 /* Two barriers a row: what is shared is written in front of one of them and read behind it. */
 template <bool wide>

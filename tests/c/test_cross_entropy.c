@@ -368,6 +368,7 @@ int main(void) {
     test_derivatives(ops, 0.1, RP_SMOOTH_ALL);
     test_derivatives(ops, 0.3, RP_SMOOTH_OTHERS);
     if (is_device_run()) {
+      test_shape(ops, 2, 12288, 3, 0.1, RP_SMOOTH_ALL, true); /* 48 KiB: a kernel's first time */
       test_rounded(ops, 9, 40);
       test_rounded(ops, 5, 2100);
       test_rounded(ops, 2, 60000);
