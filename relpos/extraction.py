@@ -210,6 +210,8 @@ def _of_translator(
     dropout: bool = False,
     search: Search | None = None,
 ) -> ModelMaps | list[ModelMaps]:
+    from relpos.translator import unknown_in, warn_of_unknown
+
     if len(model.models) != 1:
         raise ValueError(
             f"model: expected one, got an ensemble of {len(model.models)}: "
@@ -231,6 +233,8 @@ def _of_translator(
         raise ValueError("search: expected None where target is given")
     else:
         lines = model._given(sources, targets)
+    if targets is not None or set(wanted.parts) == {"encoder"}:  # _said has warned of its own
+        warn_of_unknown(*unknown_in(lines))
     found: dict[int, ModelMaps] = {}
     for several in model._batches(lines, model._budget(None), 1):
         batch = model._packed(several)

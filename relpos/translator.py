@@ -289,7 +289,7 @@ class Translator:
         """What is made of lines that are tokens already, and were warned of as they became so."""
         how = self._checked(search)
         found = {each.line: each for each in self._window(lines, how, self._tokens, None)}
-        _warn_of_unknown(sum(x.unknown for x in lines), sum(x.unknown > 0 for x in lines))
+        warn_of_unknown(*unknown_in(lines))
         return found
 
     def _check_aligned(self, layer: Integers, head: Integers | None) -> None:
@@ -322,8 +322,8 @@ class Translator:
                     )
                 lines = self._encoded(read, window, begins, forced=True)
             read += len(lines)
-            unknown += sum(line.unknown for line in lines)
-            touched += sum(line.unknown > 0 for line in lines)
+            tokens, several = unknown_in(lines)
+            unknown, touched = unknown + tokens, touched + several
             for each in _in_order(self._window(lines, how, budget, align), done):
                 done = each.line
                 if each.failed:
@@ -336,7 +336,7 @@ class Translator:
                 yield each
         if prefixes is not None and next(forced, None) is not None:
             raise ValueError(f"prefixes: expected one for each of {read:,} sentences, got more")
-        _warn_of_unknown(unknown, touched)
+        warn_of_unknown(unknown, touched)
 
     def _window(
         self, lines: list[_Line], how: Search, budget: int, align: Align | None
@@ -418,6 +418,7 @@ class Translator:
                     f"line {each.line:,}: the model's numbers are not finite, no score",
                     TranslationWarning,
                 )
+        warn_of_unknown(*unknown_in(lines))
         return found
 
     def align(
@@ -468,10 +469,12 @@ class Translator:
         budget: int,
         progress: Progress | None,
     ) -> Iterator[Alignment]:
-        read = 0
+        read = unknown = touched = 0
         for sources, targets in windows:
             lines = self._given(sources, targets, read)
             read += len(lines)
+            tokens, several = unknown_in(lines)
+            unknown, touched = unknown + tokens, touched + several
             for each in self._aligned(lines, layer, head, budget):
                 if each.failed:
                     warn(
@@ -481,6 +484,7 @@ class Translator:
                 yield each
                 if progress is not None:
                     progress(each.line)
+        warn_of_unknown(unknown, touched)
 
     def _aligned(
         self,
@@ -700,7 +704,12 @@ def _in_order(translations: Iterable[Translation], done: int) -> Iterator[Transl
             yield next_one
 
 
-def _warn_of_unknown(tokens: int, lines: int) -> None:
+def unknown_in(lines: Sequence[_Line]) -> tuple[int, int]:
+    """How many tokens of lines the vocabulary does not know, and in how many of them."""
+    return sum(line.unknown for line in lines), sum(line.unknown > 0 for line in lines)
+
+
+def warn_of_unknown(tokens: int, lines: int) -> None:
     if tokens > 0:
         warn(
             f"{tokens:,} {'token' if tokens == 1 else 'tokens'} in {lines:,} "

@@ -133,6 +133,18 @@ def test_unknown_words_are_counted(translator: Translator) -> None:
         found = translator.translate_all(["do what", "ba be", "you know what"], search=SHORT)
     assert [str(each.message) for each in told] == ["4 tokens in 2 lines unknown to the vocabulary"]
     assert [each.unknown for each in found] == [1, 0, 3]
+    given = ["do what", "ba"], ["ba", "you know"]
+    for look in (
+        lambda: translator.score(*given),
+        lambda: translator.align(*given),
+        lambda: relpos.attention_maps(translator, *given),
+        lambda: relpos.attention_maps(translator, ["do what", "you know"], kinds="encoder"),
+    ):
+        with pytest.warns(TranslationWarning) as told:
+            look()
+        said = "3 tokens in 2 lines unknown to the vocabulary"
+        assert [str(each.message) for each in told] == [said]
+        assert told[0].filename == __file__
 
 
 def test_what_is_not_finite(models: SimpleNamespace) -> None:
