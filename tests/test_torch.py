@@ -954,6 +954,21 @@ def test_exported() -> None:
         relpos.torch.calls.spec_of("0")
 
 
+def test_compiled_ahead_of_time(tmp_path: Path) -> None:
+    """Such a program calls the operation with None for an empty list of integers."""
+    inductor = importlib.import_module("torch._inductor")
+    if not hasattr(inductor, "aoti_load_package"):
+        pytest.skip("this torch compiles nothing ahead of time")
+    x = [a.detach() for a in qkv()]
+    function = _Function().eval()
+    with torch.no_grad():
+        exported = torch.export.export(function, tuple(x))
+        package = str(tmp_path / "function.pt2")
+        inductor.aoti_compile_and_package(exported, package_path=package)
+        program = inductor.aoti_load_package(package)
+        assert torch.equal(program(*x), function(*x))
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_number_of_axes_where_torch_asks_for_shapes(compiled: bool) -> None:
     """In compiled code within torch's own sentence."""

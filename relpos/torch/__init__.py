@@ -57,7 +57,8 @@ class Attention(torch.nn.Module):
         the module's, by their names, and may be replaced there; any tensor that requires a gradient
         gets one.
     causal, window, layout, scale, softcap, dropout: as in `relpos.attention`. Dropout is applied in
-        training alone, as in torch.
+        training alone, as in torch; what is dropped is a function of the call's `seed`, which is to be
+        another one every step.
     precision: as in `attention` of this module.
 
     May be called in code that torch.compile compiles.
@@ -216,7 +217,8 @@ def attention(
         spec = _as_text(write((schemes_of(position), options), parts))
         tables, host = parts.tables, host + parts.arrays
         check_parameters([("position", x) for x in tables])
-        found = OPERATION(q, k, v, tables, host, parts.integers, parts.reals, seed, spec)
+        integers = parts.integers or [0]  # programs of AOTInductor make None of an empty list
+        found = OPERATION(q, k, v, tables, host, integers, parts.reals, seed, spec)
     else:
         kept = Kept(position, options)
         tables = list(kept.tensors.values())
