@@ -25,7 +25,7 @@ from matplotlib import pyplot  # noqa: E402  # the backend is chosen first
 
 from relpos import plots  # noqa: E402
 from relpos.plots import canvas  # noqa: E402
-from relpos.plots.curves import smoothed  # noqa: E402
+from relpos.plots.curves import smoothed, smoothing_width  # noqa: E402
 
 L, H, N, M = 2, 3, 5, 7  # layers, heads, target and source tokens
 SOURCE = tuple(f"s{i}" for i in range(M))
@@ -379,6 +379,8 @@ def test_components() -> None:
     assert [each.get_text() for each in ax.texts] == [
         "\N{MINUS SIGN}2", "\N{MINUS SIGN}1", "0", "1", "2",
     ]  # fmt: skip
+    ends = plots.table_components(plane, clipped=True).texts
+    assert [each.get_text() for each in ends][:: len(ends) - 1] == ["< \N{MINUS SIGN}1", "> 1"]
     many = plots.table_components(random.standard_normal((255, 4)))
     assert 10 < len(many.texts) <= 21 and "0" in [each.get_text() for each in many.texts]
     line = plots.table_components([[0.0], [1.0], [3.0]])
@@ -489,9 +491,10 @@ def test_curves(tmp_path: Path) -> None:
 
 def test_a_smoothed_curve_falls_where_the_curve_does() -> None:
     falling = [float(100 - i) for i in range(100)]
-    assert smoothed(falling)[:95] == falling[:95]
-    assert smoothed(falling)[-1] == 5.5  # the mean of the last ten
-    assert smoothed([3.0]) == [3.0] and smoothed([]) == []
+    assert smoothing_width(100) == 10 and smoothing_width(0) == smoothing_width(9) == 1
+    assert smoothed(falling, 10)[:95] == falling[:95]
+    assert smoothed(falling, 10)[-1] == 5.5  # the mean of the last ten
+    assert smoothed([3.0], 1) == [3.0] and smoothed([], 1) == []
 
 
 def test_numbers_that_are_none_are_not_drawn(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
     if isinstance(runs, str | os.PathLike):
         runs = [runs]
     logs = [read_log(run) for run in runs]
+    width = smoothing_width(
+        min((len(curve(lines, "train", "nll")[0]) for lines in logs), default=0)
+    )
     for run, lines in zip(runs, logs, strict=True):
         if not curve(lines, "train", "nll")[0]:
             raise ValueError(f"{os.fspath(run)}: no training step in this log")
@@ -42,7 +45,7 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
         steps, values = curve(lines, "train", "nll")
         mark = "o" if len(steps) == 1 else ""  # a line of one point is not to be seen
         above.plot(steps, values, mark, color=hue, alpha=0.25, linewidth=1)
-        [line] = above.plot(steps, smoothed(values), "-" + mark, color=hue)
+        [line] = above.plot(steps, smoothed(values, width), "-" + mark, color=hue)
         drawn.append((line, f"{name}, training"))
         steps, values = curve(lines, "validation", "nll")
         if steps:
@@ -80,10 +83,15 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and as many before as behind it, over a tenth of the curve or less:
-    it falls where the curve falls. The first have fewer around them, the last more before them."""
-    width = min(_WIDTH, max(1, len(values) // 10))
+def smoothing_width(points: int) -> int:
+    """Over how many points curves are smoothed that are drawn together, of the shortest's points: a
+    tenth or less. One for all: runs that are the same would look different."""
+    return min(_WIDTH, max(1, points // 10))
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and as many before as behind it, `width` together: it falls where the
+    curve falls. The first have fewer around them, the last more before them."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)

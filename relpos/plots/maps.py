@@ -47,6 +47,7 @@ def heat_map(
     signed: bool = False,
     title: str = "",
     colour_bar: bool = True,
+    unit: str = "",
 ) -> Axes:
     """A matrix in colours, with tokens on its axes.
 
@@ -56,6 +57,7 @@ def heat_map(
     queries, keys: str each. None: numbers.
     limit: float. What has the strongest colour. None: the largest there is.
     signed: bool. From blue through white, which is 0, to red; else from white to blue.
+    unit: str. What the colour bar is of.
     """
     if np.iscomplexobj(weights):
         raise TypeError(f"weights: expected real numbers, got {describe(np.asarray(weights))}")
@@ -91,7 +93,7 @@ def heat_map(
     if title:
         canvas.title(ax, title)
     if colour_bar:
-        canvas.colour_bar(drawn, ax)
+        canvas.colour_bar(drawn, ax, unit)
     return ax
 
 
@@ -124,6 +126,7 @@ def head(
         signed=show != "probabilities",
         title=name_of(maps, kind, i, j) + ("" if show == "probabilities" else f": {show}"),
         colour_bar=colour_bar,
+        unit=unit_of(show),
     )
     ax.set_ylabel(_rows_of(maps, kind), fontsize=canvas.LABEL + 1)
     ax.set_xlabel(_COLUMNS, fontsize=canvas.LABEL + 1)

@@ -98,7 +98,7 @@ def tables(
         table_similarity(table, offsets, head=own, clipped=clipped, ax=middle)
         which = "mean of all heads" if own is None and table.ndim == 3 else f"head {own or 0}"
         canvas.title(middle, f"cosine of two rows, {which}")
-        table_components(table, offsets, head=own or 0, ax=other)
+        table_components(table, offsets, head=own or 0, clipped=clipped, ax=other)
         canvas.title(other, f"principal components, head {own or 0}")
     figure.suptitle(f"{stack}, layer {layer}", fontsize=canvas.TITLE + 1, color=canvas.ink(figure))
     return figure
@@ -160,13 +160,19 @@ def table_similarity(
 
 
 def table_components(
-    table: Any, offsets: Any = None, *, head: int = 0, ax: Axes | None = None
+    table: Any,
+    offsets: Any = None,
+    *,
+    head: int = 0,
+    clipped: bool = False,
+    ax: Axes | None = None,
 ) -> Axes:
     """The rows in the plane of their first two principal components, joined by offset.
 
-    table, offsets: as of `table_norms`. head: int.
+    table, offsets, clipped: as of `table_norms`. head: int.
     """
     each, places = _read(table, offsets)
+    first, last = int(places[0]), int(places[-1])
     rows = each[_checked(head, each)]
     left, lengths, _ = np.linalg.svd(rows - rows.mean(axis=0), full_matrices=False)
     share = lengths**2 / max(float((lengths**2).sum()), 1e-30)
@@ -179,7 +185,8 @@ def table_components(
     for place, (x, y) in zip(places, at, strict=True):
         if place % apart == 0:
             ax.annotate(
-                canvas.with_minus(f"{place}"), (x, y), xytext=(4, 3), textcoords="offset points",
+                _offset(place, first, last, clipped), (x, y), xytext=(4, 3),
+                textcoords="offset points",
                 fontsize=canvas.LABEL - 1, color=canvas.INK, path_effects=canvas.halo(),
             )  # fmt: skip
     ax.margins(0.12)
@@ -225,13 +232,10 @@ def _checked(head: Any, each: Any) -> int:
 def _offsets_along(axis: Any, places: Any, clipped: bool) -> None:
     """Whole numbers; at the ends of what is clipped, that all beyond is meant."""
     first, last = int(places[0]), int(places[-1])
+    canvas.whole_numbers(axis, first, last, lambda x, _: _offset(round(x), first, last, clipped))
 
-    def said(x: float, _: int) -> str:
-        at = round(x)
-        if clipped and first < last and at in (first, last):
-            text = f"< {first + 1}" if at == first else f"> {last - 1}"
-        else:
-            text = f"{at}"
-        return canvas.with_minus(text)
 
-    canvas.whole_numbers(axis, first, last, said)
+def _offset(at: int, first: int, last: int, clipped: bool) -> str:
+    if clipped and first < last and at in (first, last):
+        return canvas.with_minus(f"< {first + 1}" if at == first else f"> {last - 1}")
+    return canvas.with_minus(f"{at}")
