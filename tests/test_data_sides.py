@@ -204,7 +204,10 @@ def test_a_run_with_two_of_its_own(run: SimpleNamespace, capsys: Capture, tmp_pa
         ((*other, "--split", 0.1), "--split: whole words have no parts"),
         ((*kept, "--split", 0.1), "--split: is for one vocabulary, and --separate asks for two"),
         ((*kept, "--subwords", found.tokenizer), "is a vocabulary that is there"),
-        ((*kept, "--start", output), "--separate: --start brings a vocabulary"),
+        (
+            (*kept, "--start", output),
+            "--separate, or data.separate in the file of --config: --start brings",
+        ),
     ):
         assert sentence in relpos_says(capsys, *wrong, status=1)
     alone = ("train", "--text", words, *SMALL, "--set", "encoder.layers=0", "--separate")

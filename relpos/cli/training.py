@@ -361,7 +361,10 @@ def _subwords(what: Told, text: Any) -> Any:
         for name in ("subwords", "vocabulary", "separate"):
             if what.data.get(name):
                 find_model(what.start)  # if it is not there, that is what to say
-                raise ValueError(f"--{name}: --start brings a vocabulary")
+                raise ValueError(
+                    f"--{name}, or data.{name} in the file of --config: --start brings a vocabulary; "
+                    "leave it out"
+                )
         return None
 
     def learn(lines: Iterable[Any], side: str, of: str = "") -> Any:

@@ -324,9 +324,10 @@ class Trainer:
         if lost > _MUCH:
             short = self.model.limits[0] < self.config.max_length
             more = "tokens=N (--tokens N)" if short else "max_length=N (--set max_length=N)"
-            warn(f"{lost:.0%} of the lines are too long, and left out: {more} takes longer ones")
+            share = _percent(lost)
+            warn(f"{share} of the lines are too long, and left out: {more} takes longer ones")
         if self.unknown > _MUCH:
-            warn(f"{self.unknown:.0%} of all tokens are unknown: {way}")
+            warn(f"{_percent(self.unknown)} of all tokens are unknown: {way}")
 
     # ---- before ----------------------------------------------------------------------------------
 
@@ -674,6 +675,11 @@ class _Run:
         if trainer._validation is not None and self.step != trainer._looked:
             trainer._validate(self.step, self._log, self._progress)
             trainer._save()
+
+
+def _percent(share: float) -> str:
+    """Rounded, but 100% only where it is all."""
+    return f"{share if share == 1 else min(share, 0.99):.0%}"
 
 
 def _check_minutes(name: str, value: float) -> float:
