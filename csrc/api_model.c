@@ -219,9 +219,9 @@ static rp_status update_all(rp_model *m, rp_result *result) {
 /* What begins or changes weights has no gradients of what was there before. */
 static rp_status check_nothing_accumulated(const rp_model *m) {
   RPI_CHECK(m->batches == 0, RP_ERROR_ORDER,
-            "model: gradients of %lld batches are accumulated; rp_model_update uses them, "
+            "model: gradients of %lld batch%s are accumulated; rp_model_update uses them, "
             "rp_model_zero_gradients drops them",
-            (rpi_wide)m->batches);
+            (rpi_wide)m->batches, m->batches == 1 ? "" : "es");
   return RP_OK;
 }
 

@@ -342,7 +342,7 @@ def test_calls_in_the_wrong_order_are_refused(core: Core) -> None:
             model.update()
         assert refused.value.status == ORDER
         model.backward(pairs())
-        with pytest.raises(CoreError, match="gradients of 1 batches are accumulated"):
+        with pytest.raises(CoreError, match="gradients of 1 batch are accumulated"):
             model.step(pairs())
         model.zero_gradients()
         model.step(pairs())

@@ -583,6 +583,13 @@ CALLED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "mask: expected (N=6, M=6), (B=2 or 1, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got (2, 6)",
     ),
     (
+        "mask, of keys alone",
+        {"mask": np.ones((2, 1, 1, N), bool)},
+        V,
+        "mask: expected (N=6, M=6), (B=2 or 1, N=6, M=6) or (B=2 or 1, H=4 or 1, N=6, M=6), got "
+        "(2, 1, 1, 6); use np.broadcast_to(mask, (2, 1, 6, 6))",
+    ),
+    (
         "mask, sequences",
         {"mask": np.ones((3, N, N), bool)},
         V,

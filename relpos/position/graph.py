@@ -216,11 +216,15 @@ class Pairs(NamedTuple):
             return
         B, H, N, M = shape.B, shape.H, shape.queries.rows, shape.keys.rows
         allowed = {2: ((N,), (M,)), 3: ((B, 1), (N,), (M,)), 4: ((B, 1), (H, 1), (N,), (M,))}
-        if any(n not in sizes for n, sizes in zip(size, allowed[len(size)], strict=True)):
-            raise ValueError(
-                f"{name}: expected ({N=}, {M=}), ({B=} or 1, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
-                f"{N=}, {M=}), got {size}"
-            )
+        several = allowed[len(size)]
+        if all(n in sizes for n, sizes in zip(size, several, strict=True)):
+            return
+        wide = all(n in (*sizes, 1) for n, sizes in zip(size, several, strict=True))
+        fix = f"; use np.broadcast_to({name}, {(*size[:-2], N, M)})" if wide else ""
+        raise ValueError(
+            f"{name}: expected ({N=}, {M=}), ({B=} or 1, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
+            f"{N=}, {M=}), got {size}{fix}"
+        )
 
 
 def matrices(name: str, given: Any, types: tuple[str, ...]) -> Pairs:

@@ -574,7 +574,7 @@ static void test_gradients_are_of_these_weights(void) {
   CHECK_INT(rp_model_backward(model, &batch, NULL), RP_OK);
   const uint64_t before = digest(model);
   CHECK_INT(rp_model_load(model, "held.safetensors", RP_SAVE_WEIGHTS), RP_ERROR_ORDER);
-  CHECK_TEXT(rp_last_error(), "gradients of 1 batches are accumulated; rp_model_update uses them");
+  CHECK_TEXT(rp_last_error(), "gradients of 1 batch are accumulated; rp_model_update uses them");
   CHECK_INT(rp_model_set_counters(model, 3, 3), RP_ERROR_ORDER);
   CHECK(digest(model) == before);
   CHECK_INT(rp_model_zero_gradients(model), RP_OK);
