@@ -302,7 +302,8 @@ def likelihood_of(
 ) -> Likelihood | None:
     """Perplexity and accuracy of a model; pairs of which a side gives no token don't count, as in
     training."""
-    scores = translator.score(sources, references)  # of all: what it warns of has a line's number
+    # Of all: what it warns of has a line's number. Unknown words were told of when it translated.
+    scores = translator._scored(translator._given(sources, references))
     whole = [x for x in scores if x.source_tokens > 0 and x.tokens.size > 1 and not x.failed]
     return _mean_of(*_tokens_of(whole)) if whole else None
 

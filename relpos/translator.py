@@ -395,10 +395,17 @@ class Translator:
             the model's max_length of tokens, or was cut there, the end is not scored.
         """
         lines = self._given(sources, targets)
+        found = self._scored(lines, self._budget(batch_tokens), progress)
+        warn_of_unknown(*unknown_in(lines))
+        return found
+
+    def _scored(
+        self, lines: list[_Line], budget: int | None = None, progress: Progress | None = None
+    ) -> list[Score]:
         nothing = Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool), 0)
         found = [nothing] * len(lines)
         done = 0
-        for batch in self._batches(lines, self._budget(batch_tokens), 1):
+        for batch in self._batches(lines, self._budget(budget), 1):
             packed = self._packed(batch)
             several = [model.scores(packed) for model in self.models]
             for b, line in enumerate(batch):
@@ -418,7 +425,6 @@ class Translator:
                     f"line {each.line:,}: the model's numbers are not finite, no score",
                     TranslationWarning,
                 )
-        warn_of_unknown(*unknown_in(lines))
         return found
 
     def align(

@@ -79,10 +79,11 @@ def test_a_run_that_starts_with_another(run: SimpleNamespace, capsys: Capture) -
     """The other's configuration and vocabulary, unless told otherwise; its weights."""
     made, output = run.made, run.folder / "tuned"
     given = ("train", *run.files, "--start", made, "--output", output, "--progress", "none")
-    assert "--vocabulary: --start brings" in relpos_says(
-        capsys, *given, "--vocabulary", 50, status=1
+    assert (
+        "--vocabulary, or data.vocabulary in the file of --config: --start brings"
+        in relpos_says(capsys, *given, "--vocabulary", 50, status=1)
     )
-    assert "--subwords: --start brings" in relpos_says(
+    assert "--subwords, or data.subwords in the file of --config: --start brings" in relpos_says(
         capsys, *given, "--subwords", "bpe", status=1
     )
     said = relpos_says(capsys, *given, "--preset", "tiny", status=1)

@@ -259,7 +259,7 @@ def test_texts_of_language_models_that_are_refused(
 
 def test_a_perplexity_beyond_numbers() -> None:
     score = Score(1, -1500.0, np.full(2, -750, np.float32), np.zeros(2, bool), 1)
-    translator: Any = SimpleNamespace(score=lambda *_: [score])
+    translator: Any = SimpleNamespace(_given=lambda *_: [], _scored=lambda _: [score])
     found = evaluation.likelihood_of(translator, ["ba"], ["ku"])
     assert found is not None and (found.nll, found.perplexity) == (750, math.inf)
     result = evaluation.Evaluation(1, (evaluation.Metric("BLEU", 0, ""),), found, ())

@@ -25,7 +25,7 @@ from matplotlib import pyplot  # noqa: E402  # the backend is chosen first
 
 from relpos import plots  # noqa: E402
 from relpos.plots import canvas  # noqa: E402
-from relpos.plots.curves import smoothed, smoothing_width  # noqa: E402
+from relpos.plots.curves import common_width, own_width, smoothed  # noqa: E402
 
 L, H, N, M = 2, 3, 5, 7  # layers, heads, target and source tokens
 SOURCE = tuple(f"s{i}" for i in range(M))
@@ -491,7 +491,9 @@ def test_curves(tmp_path: Path) -> None:
 
 def test_a_smoothed_curve_falls_where_the_curve_does() -> None:
     falling = [float(100 - i) for i in range(100)]
-    assert smoothing_width(100) == 10 and smoothing_width(0) == smoothing_width(9) == 1
+    assert own_width(100) == 10 and own_width(0) == own_width(9) == 1
+    assert common_width([500, 359]) == 35 and common_width([5000, 9]) == 50
+    assert common_width([9]) == common_width([]) == 1
     assert smoothed(falling, 10)[:95] == falling[:95]
     assert smoothed(falling, 10)[-1] == 5.5  # the mean of the last ten
     assert smoothed([3.0], 1) == [3.0] and smoothed([], 1) == []

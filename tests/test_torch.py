@@ -932,6 +932,18 @@ def test_a_mask_of_the_module_is_a_tensor() -> None:
             relpos.torch.Attention()(q, k, v, mask=mask)
 
 
+def test_a_mask_of_keys_alone_is_expanded() -> None:
+    q, k, v = qkv()
+    keys = torch.ones(B, 1, 1, N, dtype=torch.bool)
+    keys[..., -1] = False
+    fix = rf"got \({B}, 1, 1, {N}\); use mask.expand\(\({B}, 1, {N}, {N}\)\)$"
+    with pytest.raises(ValueError, match=fix):
+        relpos.torch.attention(q, k, v, mask=keys)
+    wide = keys.expand((B, 1, N, N))
+    expected = relpos.torch.attention(q, k, v, mask=wide.contiguous())
+    assert torch.equal(relpos.torch.attention(q, k, v, mask=wide), expected)
+
+
 class _Function(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -954,13 +966,19 @@ def test_exported() -> None:
         relpos.torch.calls.spec_of("0")
 
 
-def test_compiled_ahead_of_time(tmp_path: Path) -> None:
-    """Such a program calls the operation with None for an empty list of integers."""
+@pytest.mark.parametrize("position", [relpos.Shaw, None, relpos.ALiBi()])
+def test_compiled_ahead_of_time(position: Any, tmp_path: Path) -> None:
+    """Such a program calls the operation with None for an empty list."""
     inductor = importlib.import_module("torch._inductor")
     if not hasattr(inductor, "aoti_load_package"):
         pytest.skip("this torch compiles nothing ahead of time")
+
+    class Function(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return relpos.torch.attention(q, k, v, position=position, causal=True)
+
     x = [a.detach() for a in qkv()]
-    function = _Function().eval()
+    function = (_Function() if position is relpos.Shaw else Function()).eval()
     with torch.no_grad():
         exported = torch.export.export(function, tuple(x))
         package = str(tmp_path / "function.pt2")

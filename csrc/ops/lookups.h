@@ -213,12 +213,13 @@ RPI_INLINE void widen_labels(const char *labels, int32_t bytes, int64_t count, i
 
 static void look_up_labels(const rp_relation *r, matrix_rows from, int64_t rows, int64_t count,
                            int32_t *relation) {
-  for (int64_t i = 0; i < rows; i++, from.at += from.stride, relation += RPI_TILE) {
+  for (int64_t i = 0; i < rows; i++, relation += RPI_TILE) {
+    const char *const labels = from.at + i * from.stride;
     if (count == RPI_TILE) {
-      widen_labels(from.at, r->label_bytes, RPI_TILE, relation);
+      widen_labels(labels, r->label_bytes, RPI_TILE, relation);
       continue;
     }
-    widen_labels(from.at, r->label_bytes, count, relation);
+    widen_labels(labels, r->label_bytes, count, relation);
     for (int64_t c = count; c < RPI_TILE; c++) relation[c] = -1;
   }
 }
@@ -250,9 +251,9 @@ RPI_INLINE void expect_labels(const lookup *x, const pair_terms *p, const rpi_se
                               int64_t query, int64_t rows, int64_t j, int64_t next) {
   if (next == j) return;
   const int64_t bytes = rpi_min(seq->keys - next, RPI_TILE) * x->relation->label_bytes;
-  matrix_rows from = labels_at(x->relation, p, seq, query, next);
-  for (int64_t i = 0; i < rows; i++, from.at += from.stride) {
-    rpi_prefetch_bytes(from.at, bytes, next > j);
+  const matrix_rows from = labels_at(x->relation, p, seq, query, next);
+  for (int64_t i = 0; i < rows; i++) {
+    rpi_prefetch_bytes(from.at + i * from.stride, bytes, next > j);
   }
 }
 

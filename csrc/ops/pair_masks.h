@@ -53,15 +53,16 @@ static bool mask_hides(const pair_terms *p, const rpi_sequence *seq, int64_t i, 
   uint8_t any = 0, some[SOME];
   if (!p->mask) return false;
   const int64_t asked = next == key ? 0 : rpi_min(seq->keys - next, RPI_TILE);
-  matrix_rows from = mask_at(p, seq, i, key);
-  for (int64_t r = 0; r < rows; r++, from.at += from.stride) {
-    rpi_prefetch_bytes(from.at + (next - key), asked, next > key);
+  const matrix_rows from = mask_at(p, seq, i, key);
+  for (int64_t r = 0; r < rows; r++) {
+    const char *const row = from.at + r * from.stride;
+    rpi_prefetch_bytes(row + (next - key), asked, next > key);
     for (int n = 0; tile_keys == RPI_TILE && n < RPI_TILE / SOME; n++) {
       rpi_lanes more;
-      memcpy(&more, from.at + n * SOME, SOME);
+      memcpy(&more, row + n * SOME, SOME);
       seen[n] |= more;
     }
-    for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) any |= (uint8_t)from.at[c];
+    for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) any |= (uint8_t)row[c];
   }
   for (int n = 0; n < RPI_TILE / SOME; n++) {
     memcpy(some, &seen[n], SOME);
@@ -88,13 +89,14 @@ static int64_t mask_count(const char *row, int64_t keys) {
 /* Hides the pairs whose byte of a dense mask is 0. */
 static void hide_strip(const pair_terms *p, const rpi_sequence *seq, int64_t i, int64_t count,
                        int64_t key, int64_t tile_keys, real *s) {
-  matrix_rows from = mask_at(p, seq, i, key);
-  for (int64_t r = 0; r < count; r++, from.at += from.stride, s += RPI_TILE) {
+  const matrix_rows from = mask_at(p, seq, i, key);
+  for (int64_t r = 0; r < count; r++, s += RPI_TILE) {
+    const char *const row = from.at + r * from.stride;
     if (tile_keys == RPI_TILE) { /* a count that the compiler knows */
-      for (int c = 0; c < RPI_TILE; c++) s[c] = from.at[c] ? s[c] : (real)-INFINITY;
+      for (int c = 0; c < RPI_TILE; c++) s[c] = row[c] ? s[c] : (real)-INFINITY;
     }
     for (int64_t c = 0; c < tile_keys % RPI_TILE; c++) {
-      s[c] = from.at[c] ? s[c] : (real)-INFINITY;
+      s[c] = row[c] ? s[c] : (real)-INFINITY;
     }
   }
 }

@@ -379,12 +379,9 @@ static void choose_tasks(reduction *r) {
 /* Asks for the lines of some rows: in the order of their first pair the processor does not foresee
  * the next one, and waiting for each took longer than to add it up. */
 RPI_INLINE void expect_lines(const table_sums *t, int64_t first, int64_t last, int64_t width) {
-  const int64_t step = RPI_CACHE_LINE / (int64_t)sizeof(real);
   for (int64_t row = first; t->line_of && row <= last; row++) {
     const int64_t line = line_of_row(t, row);
-    for (int64_t c = 0; t->lines && line >= 0 && c < width; c += step) {
-      __builtin_prefetch(t->lines + line * width + c);
-    }
+    if (t->lines && line >= 0) rpi_prefetch_row(t->lines, line * width, width);
   }
 }
 

@@ -29,9 +29,7 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
     if isinstance(runs, str | os.PathLike):
         runs = [runs]
     logs = [read_log(run) for run in runs]
-    width = smoothing_width(
-        min((len(curve(lines, "train", "nll")[0]) for lines in logs), default=0)
-    )
+    width = common_width([len(curve(lines, "train", "nll")[0]) for lines in logs])
     for run, lines in zip(runs, logs, strict=True):
         if not curve(lines, "train", "nll")[0]:
             raise ValueError(f"{os.fspath(run)}: no training step in this log")
@@ -45,7 +43,9 @@ def curves(runs: Sequence[str | os.PathLike[str]], *, figure: Canvas | None = No
         steps, values = curve(lines, "train", "nll")
         mark = "o" if len(steps) == 1 else ""  # a line of one point is not to be seen
         above.plot(steps, values, mark, color=hue, alpha=0.25, linewidth=1)
-        [line] = above.plot(steps, smoothed(values, width), "-" + mark, color=hue)
+        [line] = above.plot(
+            steps, smoothed(values, min(width, own_width(len(steps)))), "-" + mark, color=hue
+        )
         drawn.append((line, f"{name}, training"))
         steps, values = curve(lines, "validation", "nll")
         if steps:
@@ -83,10 +83,16 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def smoothing_width(points: int) -> int:
-    """Over how many points curves are smoothed that are drawn together, of the shortest's points: a
-    tenth or less. One for all: runs that are the same would look different."""
+def own_width(points: int) -> int:
+    """Over how many points a curve of so many is smoothed."""
     return min(_WIDTH, max(1, points // 10))
+
+
+def common_width(counts: Sequence[int]) -> int:
+    """The same for curves that are drawn together: that of the shortest, or runs that are the same
+    look different. What was given up before a tenth of the longest does not count."""
+    longest = max(counts, default=0)
+    return own_width(min((count for count in counts if 10 * count >= longest), default=0))
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:

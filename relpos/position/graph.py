@@ -219,8 +219,9 @@ class Pairs(NamedTuple):
         several = allowed[len(size)]
         if all(n in sizes for n, sizes in zip(size, several, strict=True)):
             return
-        wide = all(n in (*sizes, 1) for n, sizes in zip(size, several, strict=True))
-        fix = f"; use np.broadcast_to({name}, {(*size[:-2], N, M)})" if wide else ""
+        wide = (*size[:-2], N, M)
+        fits = size[-1] == M and all(n in sizes for n, sizes in zip(wide, several, strict=True))
+        fix = f"; use np.broadcast_to({name}, {wide})" if fits and size[-2] == 1 else ""
         raise ValueError(
             f"{name}: expected ({N=}, {M=}), ({B=} or 1, {N=}, {M=}) or ({B=} or 1, {H=} or 1, "
             f"{N=}, {M=}), got {size}{fix}"

@@ -217,7 +217,8 @@ def attention(
         spec = _as_text(write((schemes_of(position), options), parts))
         tables, host = parts.tables, host + parts.arrays
         check_parameters([("position", x) for x in tables])
-        integers = parts.integers or [0]  # programs of AOTInductor make None of an empty list
+        # programs of AOTInductor make None of an empty list
+        tables, integers = tables or [q.new_zeros(0)], parts.integers or [0]
         found = OPERATION(q, k, v, tables, host, integers, parts.reals, seed, spec)
     else:
         kept = Kept(position, options)

@@ -33,8 +33,9 @@ def _forward(
         numbers = Numbers(host, integers, reals, seed)
         call = known.over(tables, numbers)
         out, ctx = attention_forward(*activations, position=call.position, **call.options)
-    except ValueError as error:  # the core tells what to do to an array
-        raise ValueError(str(error).replace(".copy()", ".contiguous()")) from error
+    except ValueError as error:  # which tells what to do to an array
+        said = str(error).replace(".copy()", ".contiguous()")
+        raise ValueError(said.replace("np.broadcast_to(mask, ", "mask.expand(")) from error
     made_of = [*tables, *numbers.others()]
     versions = versions_of(made_of)
     known.holder().last = None
