@@ -395,17 +395,18 @@ class Translator:
             the model's max_length of tokens, or was cut there, the end is not scored.
         """
         lines = self._given(sources, targets)
-        found = self._scored(lines, self._budget(batch_tokens), progress)
+        found = self._scored(lines, batch_tokens, progress)
         warn_of_unknown(*unknown_in(lines))
         return found
 
     def _scored(
-        self, lines: list[_Line], budget: int | None = None, progress: Progress | None = None
+        self, lines: list[_Line], batch_tokens: int | None = None, progress: Progress | None = None
     ) -> list[Score]:
+        """Who calls this tells of unknown words."""
         nothing = Score(0, 0.0, np.zeros(0, np.float32), np.zeros(0, bool), 0)
         found = [nothing] * len(lines)
         done = 0
-        for batch in self._batches(lines, self._budget(budget), 1):
+        for batch in self._batches(lines, self._budget(batch_tokens), 1):
             packed = self._packed(batch)
             several = [model.scores(packed) for model in self.models]
             for b, line in enumerate(batch):
