@@ -57,7 +57,7 @@ rp_status rp_build_info_get(rp_build_info *info) {
   RPI_CHECK(info != NULL, RP_ERROR_ARGUMENT, "rp_build_info_get: info is NULL");
   const size_t size = info->struct_size;
   RPI_CHECK(size >= first_version && size <= RPI_MOST_STRUCT, RP_ERROR_ARGUMENT,
-            "rp_build_info_get: info.struct_size is %zu, expected sizeof(rp_build_info) = %zu",
+            "rp_build_info_get: info.struct_size=%zu, must be %zu: set it to sizeof(rp_build_info)",
             size, sizeof(rp_build_info));
   const rp_ops *ops = NULL;
   (void)rpi_ops_get(&ops);

@@ -96,9 +96,7 @@ static rp_status check_side(const rp_model *m, int stack, const rp_batch *batch,
 /* What does not depend on sides. */
 static rp_status check_head(rp_model *m, const rp_batch *batch, rpi_run *run) {
   RPI_CHECK(batch, RP_ERROR_ARGUMENT, "batch: batch is NULL");
-  RPI_CHECK(batch->struct_size == sizeof *batch, RP_ERROR_ARGUMENT,
-            "batch: struct_size=%zu, must be %zu: start from rp_batch_default()",
-            batch->struct_size, sizeof *batch);
+  RPI_CHECK_SET_UP("batch: ", batch, "start from rp_batch_default()");
   RPI_CHECK(batch->sentences >= 0 && batch->sentences <= m->limits.sentences, RP_ERROR_SHAPE,
             "batch: sentences=%lld, must be from 0 to limits.sentences=%lld",
             (rpi_wide)batch->sentences, (rpi_wide)m->limits.sentences);

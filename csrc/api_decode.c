@@ -150,9 +150,7 @@ static rp_status check_sampling(const rp_search *q) {
 static rp_status check_search(const rp_decoder *d, const rp_search *q) {
   const int64_t V = d->vocabulary;
   RPI_CHECK(q, RP_ERROR_ARGUMENT, "search: search is NULL");
-  RPI_CHECK(q->struct_size == sizeof *q, RP_ERROR_ARGUMENT,
-            "search: struct_size=%zu, must be %zu: start from rp_search_default()", q->struct_size,
-            sizeof *q);
+  RPI_CHECK_SET_UP("search: ", q, "start from rp_search_default()");
   RPI_TRY(check_token("begin", q->begin, V));
   RPI_TRY(check_token("end", q->end, V));
   RPI_TRY(q->sample ? check_sampling(q) : check_beam(q, V));
@@ -240,9 +238,7 @@ rp_status rp_decoder_result(const rp_decoder *d, int64_t sentence, int64_t rank,
                             rp_hypothesis *hypothesis) {
   RPI_TRY(check_sentence(d, sentence));
   RPI_CHECK(hypothesis, RP_ERROR_ARGUMENT, "decoder: hypothesis is NULL");
-  RPI_CHECK(hypothesis->struct_size == sizeof *hypothesis, RP_ERROR_ARGUMENT,
-            "decoder: hypothesis.struct_size=%zu, must be sizeof(rp_hypothesis) = %zu",
-            hypothesis->struct_size, sizeof *hypothesis);
+  RPI_CHECK_SET_UP("decoder: hypothesis.", hypothesis, "set it to sizeof(rp_hypothesis)");
   const int64_t count = ((const int64_t *)d->results.counts.memory)[sentence];
   RPI_CHECK(rank >= 0 && rank < count, RP_ERROR_ARGUMENT,
             "decoder: rank=%lld, but sentence %lld has %lld results", (rpi_wide)rank,

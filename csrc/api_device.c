@@ -19,7 +19,7 @@ rp_status rp_device_get(int index, rp_device *device) {
   RPI_CHECK(device != NULL, RP_ERROR_ARGUMENT, "rp_device_get: device is NULL");
   const size_t size = device->struct_size;
   RPI_CHECK(size >= first_version && size <= RPI_MOST_STRUCT, RP_ERROR_ARGUMENT,
-            "rp_device_get: device.struct_size is %zu, expected sizeof(rp_device) = %zu", size,
+            "rp_device_get: device.struct_size=%zu, must be %zu: set it to sizeof(rp_device)", size,
             sizeof(rp_device));
   const int count = rpi_device_count();
   RPI_CHECK(index >= 0 && index < count, RP_ERROR_ARGUMENT,

@@ -15,9 +15,7 @@
 
 static rp_status check_limits(const rp_limits *limits) {
   RPI_CHECK(limits, RP_ERROR_ARGUMENT, "model: limits is NULL");
-  RPI_CHECK(limits->struct_size == sizeof *limits, RP_ERROR_ARGUMENT,
-            "model: limits.struct_size=%zu, must be %zu: start from rp_limits_default()",
-            limits->struct_size, sizeof *limits);
+  RPI_CHECK_SET_UP("model: limits.", limits, "start from rp_limits_default()");
   RPI_CHECK(limits->tokens >= 1 && limits->tokens <= INT32_MAX, RP_ERROR_ARGUMENT,
             "model: limits.tokens=%lld, must be from 1 to %d", (rpi_wide)limits->tokens, INT32_MAX);
   RPI_CHECK(limits->sentences >= 1 && limits->sentences <= INT32_MAX, RP_ERROR_ARGUMENT,
@@ -40,9 +38,7 @@ rp_status rp_model_memory(const rp_config *config, const rp_limits *limits, rp_m
   RPI_TRY(check_limits(limits));
   RPI_TRY(rp_config_check(config));
   RPI_CHECK(memory, RP_ERROR_ARGUMENT, "model: memory is NULL");
-  RPI_CHECK(memory->struct_size == sizeof *memory, RP_ERROR_ARGUMENT,
-            "model: memory.struct_size=%zu, must be sizeof(rp_memory) = %zu", memory->struct_size,
-            sizeof *memory);
+  RPI_CHECK_SET_UP("model: memory.", memory, "set it to sizeof(rp_memory)");
   rp_memory told = {.struct_size = sizeof told};
   const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_model_memory(config, limits, &told);
@@ -86,9 +82,7 @@ int64_t rp_model_parameter_count(const rp_model *model) { return model ? model->
 
 static rp_status parameter(const rp_model *m, int64_t index, rp_parameter *to) {
   RPI_CHECK(to, RP_ERROR_ARGUMENT, "model: parameter is NULL");
-  RPI_CHECK(to->struct_size == sizeof *to, RP_ERROR_ARGUMENT,
-            "model: parameter.struct_size=%zu, must be sizeof(rp_parameter) = %zu", to->struct_size,
-            sizeof *to);
+  RPI_CHECK_SET_UP("model: parameter.", to, "set it to sizeof(rp_parameter)");
   RPI_CHECK(index >= 0 && index < m->layout.count, RP_ERROR_ARGUMENT,
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,
             (rpi_wide)m->layout.count - 1);
@@ -194,9 +188,7 @@ rp_status rpi_model_leave(rp_model *m, rp_status status) {
 /* ---- what a call needs ----------------------------------------------------- */
 
 static rp_status check_result(const rp_result *result) {
-  RPI_CHECK(!result || result->struct_size == sizeof *result, RP_ERROR_ARGUMENT,
-            "model: result.struct_size=%zu, must be sizeof(rp_result) = %zu", result->struct_size,
-            sizeof *result);
+  if (result) RPI_CHECK_SET_UP("model: result.", result, "set it to sizeof(rp_result)");
   return RP_OK;
 }
 
@@ -450,9 +442,7 @@ rp_status rp_model_profile_count(rp_model *m, int64_t *count) {
 
 static rp_status profile_line(const rp_model *m, int64_t index, rp_profile_line *line) {
   RPI_CHECK(line, RP_ERROR_ARGUMENT, "model: line is NULL");
-  RPI_CHECK(line->struct_size == sizeof *line, RP_ERROR_ARGUMENT,
-            "model: line.struct_size=%zu, must be sizeof(rp_profile_line) = %zu", line->struct_size,
-            sizeof *line);
+  RPI_CHECK_SET_UP("model: line.", line, "set it to sizeof(rp_profile_line)");
   RPI_CHECK(m->profile.count > 0, RP_ERROR_ORDER, "model: nothing has been profiled yet");
   RPI_CHECK(index >= 0 && index < m->profile.count, RP_ERROR_ARGUMENT,
             "model: index=%lld, must be from 0 to %lld", (rpi_wide)index,

@@ -59,9 +59,7 @@ static rp_status check_places(const rp_rotation *r) {
 
 static rp_status check_rotation(const rp_rotation *r) {
   RPI_CHECK(r, RP_ERROR_ARGUMENT, "rotate: r is NULL");
-  RPI_CHECK(r->struct_size == sizeof *r, RP_ERROR_ARGUMENT,
-            "rotate: struct_size=%zu, must be %zu: start from rp_rotation_default()",
-            r->struct_size, sizeof *r);
+  RPI_CHECK_SET_UP("rotate: ", r, "start from rp_rotation_default()");
   RPI_TRY(check_range("B", r->B, 0, RPI_LIMIT));
   RPI_TRY(check_range("H", r->H, 0, RPI_LIMIT));
   RPI_TRY(check_range("N", r->N, 0, RPI_LIMIT));

@@ -33,6 +33,12 @@ const char *rpi_quote(const char *text, char quoted[RPI_QUOTE]);
     if (!(condition)) return rpi_fail((status), __VA_ARGS__);                                      \
   } while (0)
 
+/* Fails the calling function unless its caller has set a struct up; name: what comes before its
+ * field; how: what sets it up. */
+#define RPI_CHECK_SET_UP(name, x, how)                                                             \
+  RPI_CHECK((x)->struct_size == sizeof *(x), RP_ERROR_ARGUMENT,                                    \
+            "%sstruct_size=%zu, must be %zu: %s", (name), (x)->struct_size, sizeof *(x), (how))
+
 /* Hands a failure up, but says a lack of memory in a sentence of its own. */
 #define RPI_TRY_MEMORY(expression, ...)                                                            \
   do {                                                                                             \

@@ -401,9 +401,7 @@ static rp_status check_field(const rp_config *config, const field *f) {
 }
 
 static rp_status check_size(const rp_config *config) {
-  RPI_CHECK(config->struct_size == sizeof *config, RP_ERROR_ARGUMENT,
-            "config: struct_size=%zu, must be %zu: start from rp_config_default() or a preset",
-            config->struct_size, sizeof *config);
+  RPI_CHECK_SET_UP("config: ", config, "start from rp_config_default() or a preset");
   return RP_OK;
 }
 

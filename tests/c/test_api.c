@@ -56,10 +56,10 @@ static void test_build_info_sizes(void) {
   CHECK_INT(rp_build_info_get(NULL), RP_ERROR_ARGUMENT);
   rp_build_info info = {.struct_size = 0, .version = "untouched"};
   CHECK_INT(rp_build_info_get(&info), RP_ERROR_ARGUMENT);
-  CHECK_TEXT(rp_last_error(), "struct_size is 0");
+  CHECK_TEXT(rp_last_error(), "info.struct_size=0, must be");
   info.struct_size = 4097; /* more than any will have: it was never set */
   CHECK_INT(rp_build_info_get(&info), RP_ERROR_ARGUMENT);
-  CHECK_TEXT(rp_last_error(), "struct_size is 4097, expected sizeof(rp_build_info)");
+  CHECK_TEXT(rp_last_error(), "struct_size=4097, must be");
   CHECK_TEXT(info.version, "untouched");
   CHECK_TEXT(rp_version(), RP_VERSION);
 
