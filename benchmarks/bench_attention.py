@@ -295,7 +295,8 @@ def compare(report: Report, options: argparse.Namespace) -> None:
     """
     for title, suffix, case in chosen_cases(options):
         workers = [Worker(Path(__file__), side, options.threads) for side in chosen_sides(options)]
-        rounds = turns.take_turns(workers, [case] * len(workers), options.seconds)
+        cases = [case] * len(workers)
+        rounds = turns.take_turns(workers, cases, options.seconds, options.sittings)
         for worker in workers:
             worker.close()
         which = case["pass"]
@@ -443,6 +444,7 @@ def parse() -> argparse.Namespace:
     add("--peers", nargs="?", const="all", help="relation-aware PyTorch: all, or names by comma")
     add("--memory", action="store_true", help="peak memory only")
     add("--seconds", type=float, help="about how long each case takes (20; quick 3)")
+    add("--sittings", type=int, help="with new processes each (5; quick, or peers: 1)")
     add("--threads", type=int, default=2)
     add("--without-ours", action="store_true", help="torch and the peers only")
     add("--noise", action="store_true", help="torch plain against itself: should be 1.000")
@@ -450,6 +452,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     options.shapes = options.shapes or ([256, 1024] if options.quick else list(SHAPES))
     options.seconds = options.seconds or (3 if options.quick else 20)
+    options.sittings = options.sittings or (1 if options.quick or options.peers else 5)
     if options.key_heads and (options.peers or options.packed or 4 % options.key_heads):
         parser.error("--key-heads: 1, 2 or 4, without --peers and --packed")
     if options.peers:

@@ -314,7 +314,8 @@ def compare_scheme(report: Report, options: argparse.Namespace, case: Json) -> N
         best = fastest_peer(report, options, case)
         sides += [best] if best else []
     workers = [Counted(Path(__file__), side, options.threads) for side in sides]
-    rounds = turns.take_turns(workers, [case] * len(workers), options.seconds)
+    cases = [case] * len(workers)
+    rounds = turns.take_turns(workers, cases, options.seconds, options.sittings)
     for worker in workers:
         worker.close()
     report.failures |= {f"{key}_{end} {side}": text for side, text in rounds.failures.items()}
@@ -500,10 +501,12 @@ def parse() -> argparse.Namespace:
     add("--memory", action="store_true", help="peak memory only")
     add("--bf16", action="store_true", help="ours and plain in bf16, and ours in f32 beside them")
     add("--seconds", type=float, help="about how long each case takes (6; quick 1)")
+    add("--sittings", type=int, help="with new processes each (3; quick, or peers: 1)")
     add("--threads", type=int, default=2)
     add("--output", type=Path, help="write figures and machine as JSON, into results/ if bare")
     options = parser.parse_args()
     options.shapes = options.shapes or ([1024] if options.quick else list(LENGTHS))
+    options.sittings = options.sittings or (1 if options.quick or options.peers else 3)
     options.seconds = options.seconds or (1 if options.quick else 6)
     options.schemes = options.schemes or list(BENCHES)
     if unknown := set(options.schemes) - set(BENCHES):

@@ -313,12 +313,13 @@ def try_peers(
 
 
 def take_turns(
-    report: Report, options: argparse.Namespace, sides: list[str], *cases: Json
+    report: Report, options: argparse.Namespace, sides: list[str], *cases: Json, sittings: int = 1
 ) -> Rounds:
-    """Rounds of these sides, each in a fresh process; cases: one for all, or one each."""
+    """Rounds of these sides, each in a fresh process, once or in every sitting; cases: one for all,
+    or one each."""
     given = list(cases) if len(cases) > 1 else list(cases) * len(sides)
     workers = [Counted(Path(__file__), side, options.threads) for side in sides]
-    rounds = turns.take_turns(workers, given, options.seconds)
+    rounds = turns.take_turns(workers, given, options.seconds, sittings)
     for worker in workers:
         worker.close()
     report.failures |= {f"{given[0]} {side}": text for side, text in rounds.failures.items()}
@@ -358,8 +359,9 @@ def measure_relative(report: Report, options: argparse.Namespace, model: str) ->
     prefix = "" if model == "base" else f"{model}_"
     for length in LENGTHS:
         print(f"  sentences of {length}")
+        case = make_case(options, model, length=length)
         rounds = take_turns(
-            report, options, [OURS, ABSOLUTE], make_case(options, model, length=length)
+            report, options, [OURS, ABSOLUTE], case, sittings=1 if options.quick else 3
         )
         name = f"{prefix}rel_over_abs_len{length}"
         report.ratio(name, rounds, OURS, ABSOLUTE, PRICE if model == "base" else None)

@@ -9,6 +9,10 @@ rounds' ratios: what slows the machine for seconds slows both sides of a pair. S
 because two libraries in one process share a heap, a thread pool and its spinning threads. The pause
 lets the threads of the side before go to sleep (GNU OpenMP spins for about a millisecond).
 
+Where a process lies in memory decides some two percent of its speed for as long as it lives. So where
+that matters a case is measured in several sittings, each with new processes, and intervals hold what
+sittings differ by.
+
 What other processes do is not symmetrical: a thread pool that spins at its barriers (torch's) loses
 up to ten times, one that sleeps hardly anything. So the CPU time of strangers is read from /proc
 for every round, and rounds in which they took more than 5 % of the machine do not count.
@@ -133,16 +137,22 @@ class Worker:
 
     def __init__(self, script: Path, side: str, threads: int) -> None:
         self.side = side
-        environment = os.environ | ENVIRONMENT
+        self._command = [sys.executable, str(script), "--worker", side]
+        self._environment = os.environ | ENVIRONMENT
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RELPOS_NUM_THREADS"):
-            environment[name] = str(threads)
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), "--worker", side],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
+            self._environment[name] = str(threads)
+        self._process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, text=True, env=self._environment
         )
+
+    def renew(self) -> None:
+        """A new process, which has no case yet."""
+        self.close()
+        self._process = self._begin()
 
     def prepare(self, case: Json) -> tuple[float, str]:
         """Build a case; the shortest time of a call, and the side's remark."""
@@ -188,6 +198,7 @@ class Rounds:
 
     times: dict[str, list[float]] = field(default_factory=dict)
     others: list[float] = field(default_factory=list)  # share of the machine that others took
+    sittings: list[int] = field(default_factory=list)  # in which one a round was
     notes: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -204,11 +215,18 @@ class Rounds:
         return statistics.median(self._ratios(side, to))
 
     def interval(self, side: str, to: str) -> tuple[float, float]:
-        """95 % bootstrap interval of ratio(side, to)."""
-        ratios = self._ratios(side, to)
-        draw = random.Random(0)
+        """95 % bootstrap interval of ratio(side, to): sittings are drawn, and rounds of each."""
+        groups: dict[int, list[float]] = {}
+        for sitting, ratio in zip(self.sittings, self._ratios(side, to), strict=True):
+            groups.setdefault(sitting, []).append(ratio)
+        draw, own = random.Random(0), list(groups.values())
         medians = sorted(
-            statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(1000)
+            statistics.median(
+                ratio
+                for group in draw.choices(own, k=len(own))
+                for ratio in draw.choices(group, k=len(group))
+            )
+            for _ in range(1000)
         )
         return medians[24], medians[974]
 
@@ -218,22 +236,27 @@ class Rounds:
         quiet = sum(share <= QUIET for share in self.others)
         kept = sorted(order[: max(quiet, 5)])
         self.others = [self.others[i] for i in kept]
+        self.sittings = [self.sittings[i] for i in kept]
         self.times = {side: [t[i] for i in kept] for side, t in self.times.items()}
 
     def _ratios(self, side: str, to: str) -> list[float]:
         return [a / b for a, b in zip(self.times[side], self.times[to], strict=True)]
 
 
-def take_turns(workers: Sequence[Worker], cases: Sequence[Json], seconds: float) -> Rounds:
+def take_turns(
+    workers: Sequence[Worker], cases: Sequence[Json], seconds: float, sittings: int = 1
+) -> Rounds:
     """Rounds of turns for about `seconds`, 5 to 101 that count, longer if others disturb.
 
     cases: one per worker. A side that fails is left out and named in `failures`. Each round starts
-    with another side, so that none always follows the same neighbour.
+    with another side, so that none always follows the same neighbour; each of the sittings, which
+    share the rounds, with new processes.
     """
     rounds = Rounds()
     counts: dict[Worker, int] = {}
     cost = 0.0
-    for worker, case in zip(workers, cases, strict=True):
+    given = dict(zip(workers, cases, strict=True))
+    for worker, case in given.items():
         try:
             once, rounds.notes[worker.side] = worker.prepare(case)
         except SideFailed as failure:
@@ -245,14 +268,20 @@ def take_turns(workers: Sequence[Worker], cases: Sequence[Json], seconds: float)
     rounds.times = {worker.side: [] for worker in ready}
     wanted = max(5, min(101, int(seconds / max(cost, 1e-3))))
     deadline = time.monotonic() + PATIENCE * max(seconds, wanted * cost)
-    turn = quiet = 0
+    turn = quiet = sitting = 0
     while ready and (turn < 5 or (quiet < wanted and time.monotonic() < deadline)):
+        if quiet * sittings >= wanted * (sitting + 1):
+            sitting += 1
+            for worker in ready:
+                worker.renew()
+                worker.prepare(given[worker])
         start, before, clock = turn % len(ready), _others_seconds(ready), time.monotonic()
         for worker in ready[start:] + ready[:start]:
             time.sleep(PAUSE)
             rounds.times[worker.side].append(worker.burst(counts[worker]))
         machine_seconds = (time.monotonic() - clock) * (os.cpu_count() or 1)
         rounds.others.append((_others_seconds(ready) - before) / machine_seconds)
+        rounds.sittings.append(sitting)
         quiet += rounds.others[-1] <= QUIET
         turn += 1
     rounds.keep_quiet()
