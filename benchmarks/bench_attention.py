@@ -478,7 +478,7 @@ def main() -> int:
         compare(report, options)
         if options.d != 64 and not options.without_ours:
             compare_widths(report, options)
-    names = ("k", "d", "causal", "per_head", "key_heads", "packed", "bf16")
+    names = ("k", "d", "causal", "per_head", "key_heads", "packed", "bf16", "sittings")
     setting = {name: getattr(options, name) for name in names}
     report.finish(options, place, **setting)
     return 1 if set(report.failures) & {OURS, OURS_PLAIN, TORCH} else 0

@@ -529,7 +529,7 @@ def main() -> int:
         compare_busy(report, options)
     else:
         compare(report, options)
-    report.finish(options, place, d=options.d)
+    report.finish(options, place, d=options.d, sittings=options.sittings)
     return 1 if any(TORCH not in key for key in report.failures) else 0
 
 
