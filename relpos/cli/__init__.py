@@ -34,7 +34,7 @@ from relpos.cli import aligning, decoding, evaluating, inspecting, training
 from relpos.cli.arguments import FAILED, INTERRUPTED, USAGE, Run, add_command, complain, flush
 
 _DESCRIPTION = """\
-Transformers with relative positions: trains them, translates, and says how to link with libcore.
+Trains Transformers with relative positions, translates, and tells how to link with libcore.
 
   relpos demo                                     see it work, in about a minute
   relpos train --source train.en --target train.de --output run

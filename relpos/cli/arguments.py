@@ -109,7 +109,7 @@ def add_unpickle(group: Any) -> None:
     group.add_argument(
         "--unpickle",
         action="store_true",
-        help="read a tokenizer of somebody's own from its pickle, which runs what they want",
+        help="read somebody's own tokenizer from its pickle, which runs their code",
     )
 
 

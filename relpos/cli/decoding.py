@@ -119,7 +119,7 @@ def add_search(command: Any, *, lengths: str, several: str = "", source: bool = 
         add("--coverage", type=float, metavar="B", help="penalty for sources not looked at (0)")
     add("--min-length", type=int, metavar="N", help="tokens, at least (0)")
     add("--max-length", type=int, metavar="N", help=f"tokens, at most ({lengths})")
-    add("--max-more", type=int, metavar="N", help="that number of tokens (50)")
+    add("--max-more", type=int, metavar="N", help="tokens beyond those (50)")
     add("--no-repeat", type=int, metavar="N", help="no N-gram of tokens twice (they may)")
     add("--no-unknown", action="store_true", help="never says the unknown token")
 

@@ -68,7 +68,7 @@ def add_commands(commands: Any) -> None:
         "--hypothesis", metavar="FILE", help="a translation that is there, instead of a new one"
     )
     data.add_argument(
-        "--text", metavar="FILE", help="for a language model: what it is to think something of"
+        "--text", metavar="FILE", help="for a language model: the lines that it is scored on"
     )
     scores = command.add_argument_group("scores")
     scores.add_argument("--lowercase", action="store_true", help="BLEU of lower case beside it")

@@ -60,7 +60,7 @@ def _add_demo(commands: Any) -> None:
         "learn to translate the names of numbers, in about a minute",
         "From English to German, up to 10^36. Nothing is downloaded: the sentences are made by\n"
         "rule, so that each translation is exactly right or wrong. Numbers of the test were never\n"
-        "trained on; half of them are twice as long as any that was.",
+        "trained on; half of them are longer than any that was.",
         _demo,
     )
     command.add_argument(
@@ -121,9 +121,9 @@ def _add_train(commands: Any) -> None:
         ("source", "sentences for the encoder"),
         ("target", "their translations, line by line"),
         ("text", "sentences for a decoder alone, instead of the two"),
-        ("validation-source", "the same for validation"),
-        ("validation-target", "the same for validation"),
-        ("validation-text", "the same for validation"),
+        ("validation-source", "--source of validation"),
+        ("validation-target", "--target of validation"),
+        ("validation-text", "--text of validation"),
     ):
         data.add_argument(f"--{name}", nargs="+", metavar="FILE", help=what)
     data.add_argument(
