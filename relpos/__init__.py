@@ -16,9 +16,9 @@ around it.
     translator = relpos.Translator.load("run")
     translator.translate(["Two dogs run through the snow."])
 
-Arrays are float32 NumPy arrays, (B, H, N, D) unless said otherwise, and are never copied. `Shaw` is
-one of many position schemes; `relpos.torch.attention` is the same for torch tensors.
-`relpos.reference` is the same in plain float64 NumPy.
+Attention takes float32 NumPy arrays, (B, H, N, D) unless said otherwise, and never copies them.
+`Shaw` is one of many position schemes; `relpos.torch.attention` is the same for torch tensors, and
+`relpos.reference` the same in plain float64 NumPy.
 """
 
 import importlib

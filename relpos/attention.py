@@ -67,10 +67,10 @@ class Gradients(Mapping[str, Array]):
     where the call had no such table. Where two schemes of a call have parameters of one name, those
     of the second are called key_table_2.
 
-    The gradient of an array that is several parameters is the sum over those of its names that are
-    there. Terms that read it where it lies add to one gradient, under the first name: tied `Shaw`,
-    `Plane(Shaw(t), Shaw(t), width=w)`. Where a scheme makes tables of it, or adds it to the queries,
-    each name has its own part: `TransformerXL(W, u, u)`, `(Shaw(t), RelativeKey(t))`.
+    One array may be several parameters: its gradient is then the sum over those of its names that
+    are there. Where terms use the array itself as their table, there is one sum, under the first
+    name: tied `Shaw`, `Plane(Shaw(t), Shaw(t), width=w)`. Where a scheme makes a table of it, or adds
+    it to queries, each name has its part: `TransformerXL(W, u, u)`, `(Shaw(t), RelativeKey(t))`.
     """
 
     __slots__ = ("_arrays",)
@@ -189,8 +189,8 @@ def attention(
     q: float32 (B, H, N, D). Like k, v and out an ndarray, or anything that exports DLPack or the
         array interface; used without a copy. On an NVIDIA GPU also bfloat16; all arrays and tables
         then lie there, and so does what is returned, a `DeviceArray` (docs/cuda.md).
-    k: float32 (B, H, M, D), or fewer heads that divide H: each then serves as many heads of q, side
-        by side, as torch's enable_gqa has it.
+    k: float32 (B, H, M, D), or with fewer heads, a number that divides H: each of them serves a
+        group of neighbouring heads of q, as with torch's enable_gqa.
     v: float32 (B, H, M, Dv), with the heads of k.
     position: a scheme, as `Shaw(...)` with its tables, or a tuple of schemes whose terms add up.
         None: no relation terms.
@@ -207,9 +207,9 @@ def attention(
         None: keys - queries of the sequence, so that the last query meets the last key.
     mask: bool (N, M), (B, N, M) or (B|1, H|1, N, M), True: visible. For packed arrays a list of
         one (n, m) or (H|1, n, m) per sequence, or (flat, starts): the matrices end to end, (count,)
-        or (H|1, count), and int (B,) where each begins. Together with causal, lengths and window,
-        only what all of them show is seen. On a CPU tiles of 64 keys and 96 queries (192 where keys
-        meet relations) that are hidden altogether are left out, as between documents.
+        or (H|1, count), and int (B,) where each begins. A key is seen only where mask, causal,
+        lengths and window all allow it. On a CPU tiles of 64 keys and 96 queries (192 with a term B)
+        that are wholly hidden, as between documents, are skipped.
     window: int or (left, right). Query i sees the keys from i + start - left to i + start + right;
         None for no bound on a side; one number bounds both.
     layout: "bhnd", or "bnhd" for padded arrays (B, N, H, D). Strided views of either will do,
@@ -223,14 +223,14 @@ def attention(
     precision: "f32", or "bf16": products of numbers rounded to bfloat16, summed in float32; faster
         on GPUs, and on CPUs with instructions for it (`build_info()["bf16"]`). Of bfloat16 arrays
         always "bf16".
-    out: as q, to be written and returned, another library's as an ndarray over its memory.
-        None: a new array.
-    return_maps: the names of maps that are wanted besides, or "all": "probabilities", those before
-        dropout, "logits", "content", and the relation terms, as in `attention_maps`, which can
-        choose heads and rows. None: none, and nothing of size N x M is made.
+    out: an array of the result's shape and type, of any kind that q may be; it is written and
+        returned, another library's as an ndarray over its memory. None: a new array.
+    return_maps: names of maps to return as well, or "all": "probabilities" (before dropout),
+        "logits", "content", and the relation terms, named as in `attention_maps`, which can also
+        choose heads and rows. None: no maps, and nothing of size N x M is made.
 
-    Returns float32 (B, H, N, Dv), in the layout of q. A query that may see no key gives zeros. With
-    return_maps (out, maps), an `AttentionMaps` of all sequences and heads.
+    Returns (B, H, N, Dv), of the type and in the layout of q. A query that may see no key gives
+    zeros. With return_maps: (out, maps), an `AttentionMaps` of all sequences and heads.
 
     Band and causal mask, N = 3, M = 5, start = 2 (the default), left = 2, right = 1. A number is
     the row of the relation table, x a key that a causal query does not see:

@@ -35,8 +35,8 @@ class DeviceArray:
 
         x = cupy.from_dlpack(out)      jax.dlpack.from_dlpack(out)      torch.from_dlpack(out)
 
-    takes it from there without a copy, and `out.numpy()` is a copy on the host. It has the memory
-    of what it was made of, or its own, which is freed when nobody refers to it any more.
+    each takes `out`, such an array, without a copy; `out.numpy()` is a copy on the host. It keeps
+    the memory of the array it was made from, or its own, until nobody refers to it any more.
 
     shape: tuple of int.
     dtype: "float32" or "bfloat16".
@@ -109,7 +109,7 @@ class DeviceArray:
         raise TypeError(f"the array lies on {self.device}; its numpy() is a copy on the host")
 
     def numpy(self) -> npt.NDArray[np.float32]:
-        """A copy on the host, of float32: bfloat16 has its place in it. Waits for the GPU."""
+        """A copy on the host, in float32, which holds bfloat16 exactly. Waits for the GPU."""
         wide = self.dtype == "float32"
         flat: npt.NDArray[Any] = np.empty(self.reach, np.float32 if wide else np.uint16)
         if flat.size > 0:

@@ -121,8 +121,8 @@ class Places:
 class TextEvaluation:
     """What `evaluate_text` found; `str` is a table of it.
 
-    lines: int. Those that have tokens. failed: int. Those of them that the model's numbers are not
-        finite of; they don't count.
+    lines: int. Those that have tokens. failed: int. Those of them for which the model's numbers
+        are not finite; they are left out of the rest.
     """
 
     lines: int
@@ -210,8 +210,8 @@ def evaluate(
     translations: str each.
     references: lists of str, of each of which line i is one way to say translation i.
     sources: str each; None: there is no BLEU by length.
-    translator: Translator. Its perplexity and accuracy on the first references, if given; it takes
-        sources.
+    translator: Translator. If given, its perplexity and accuracy on the first references, too;
+        needs sources.
     lowercase: bool. BLEU of lower case beside the other.
     tokenize: str. Of BLEU, as sacrebleu names it.
     lengths: int each, rising. Where ranges of words of the source end.
@@ -318,8 +318,8 @@ def evaluate_text(
     """What a language model thinks of lines of text, and by where in its line a token stands.
 
     translator: Translator of a decoder alone.
-    texts: str each. Lines that give no token don't count, as in training; of those that are too
-        long the beginning does.
+    texts: str each. Lines that give no token don't count, as in training; of a line that is too
+        long the beginning counts.
     places: int each, rising. Where ranges of places end, the first token of a line being at 1.
     progress: called with the number of lines that are done.
     """

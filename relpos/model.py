@@ -255,9 +255,9 @@ class Transformer:
 
     @property
     def parameters(self) -> Arrays:
-        """The weights by name, float32 views that may be written between calls; of a model on a
-        GPU read-only copies: `assign` changes the weights, and so does who writes to what
-        `in_place(name)` gives."""
+        """The weights by name, float32 views that may be written between calls. Of a model on a
+        GPU they are read-only copies: to change its weights use `assign`, or write to the array
+        that `parameters.in_place(name)` gives."""
         return self._parameters
 
     def assign(self, name: str, values: Any) -> None:
@@ -315,8 +315,8 @@ class Transformer:
         """One update: forward and backward of each batch, then clip and Adam.
 
         batches: Batch, or several that count as one: the loss is the mean over the labels of all.
-        wait: bool. False: a step on a GPU is begun, not waited for, and returns None; `result` tells
-            of it later. Who begins the next step before that keeps the GPU at work.
+        wait: bool. False: returns None, on a GPU as soon as the step has begun; `result` gives its
+            result later. To keep the GPU at work, begin the next step before you ask for it.
 
         A loss or gradient that is not finite raises nothing: `finite` is False, the weights are as
         they were, and the next attempt has other dropout.
@@ -362,8 +362,8 @@ class Transformer:
     def backward(self, batch: Batch, *, wait: bool = True) -> StepResult | None:
         """Forward with dropout, and backward: adds to the gradients.
 
-        wait: bool. False: returns None, and nobody is told what this batch lost; `update` tells of
-            all.
+        wait: bool. False: returns None, and this batch has no result of its own; that of `update`
+            is of all batches together.
 
         The first after an update or `zero_gradients` begins a new accumulation.
         """
@@ -544,8 +544,8 @@ class Transformer:
         that takes no time and no memory of their own, and several processes share them (but for
         what a search in bf16 on a CPU keeps, 2 bytes a weight of the decoder). Then the
         file may be removed, or replaced as `save` does it, but not be written into. Writing to
-        `parameters` changes the model, never the file. Read are those of a model on a GPU, those
-        that other writers have in another order, and those where a parameter has a number of values
+        `parameters` changes the model, never the file. Weights are read, not mapped, on a GPU, from
+        files of other writers that have another order, and where a parameter has a number of values
         that is no multiple of 16: in memory each begins at a multiple of 64 bytes.
         """
         own = Config.load(path) if config is None else config

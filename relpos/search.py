@@ -59,16 +59,15 @@ class Search:
     coverage: float. Adds coverage sum_i log(min(sum_j a_ji, 1)) to the score, a_ji being what
         target place j pays to source place i in the last layer, mean over its heads; 0: nothing.
     min_length: int. Tokens before the end, at least.
-    max_length: int. At most, those of a beginning that is given among them; 0: source tokens +
-        max_more, or without a source those of the beginning + max_more; or min_length, if that is
-        more.
-    max_more: int.
+    max_length: int. Tokens at most, a given beginning counted; 0: source tokens + max_more (without
+        a source, tokens of the beginning + max_more), or min_length, if that is more.
+    max_more: int. See max_length.
     no_repeat: int. No n-gram of so many tokens comes twice; 0: they may.
     suppressed: int each. Tokens that are never said.
     sample: bool. n_best independent draws a sentence, and no beam.
-    temperature: float. Logits are divided by it; log-probabilities of draws are those then.
-    top_k: int. Draws from so many most likely tokens; 0: from all.
-    top_p: float. And from the fewest that have this probability together; 1: all.
+    temperature: float. When sampling, logits are divided by it, and log_probability is of these.
+    top_k: int. Draws are from so many most likely tokens; 0: from all.
+    top_p: float. And from the fewest, likeliest first, that have this share together; 1: all.
     seed: int. Of the draws.
     average: bool. With the average of the weights, which a model in training with config.ema keeps.
     """

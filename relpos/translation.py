@@ -102,7 +102,7 @@ class Alignment:
 
     line: int. Its number, from 1.
     weights: float32 (n + 1, m). Row j: where it looks when it says target token j; the last row is
-        that of the end, which a target as long as the model takes has not.
+        that of the end. A target as long as the model takes has no such row: (n, m).
     links: (i, j) each. A token of target word j looks at one of source word i most; words are
         numbered from 0 and stand between white space. With a vocabulary of your own they are tokens.
     source_words, target_words: int (m,), int (n,). The word that each token belongs to.

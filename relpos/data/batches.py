@@ -231,7 +231,7 @@ class Batches(Iterable[tuple[Batch, ...]]):
 class InOrder(Iterable[Batch]):
     """Batches for validation: every sentence once, in the order of the cache, to the last.
 
-    Arguments as of `Batches`. Those longer than max_length cannot be had; `report` counts them.
+    Arguments as of `Batches`. Those longer than max_length are left out; `report` counts them.
     """
 
     def __init__(

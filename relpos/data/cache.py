@@ -127,8 +127,8 @@ class TokenCache:
             again as long as key and vocabulary are the same; without a key it is always built.
         progress: called with the number of lines read, now and then.
 
-        What comes from files is used again as long as the content of the files is what it was,
-        and the vocabulary; tokens that have been damaged are made anew. A build that fails or is
+        A cache of files is used again as long as their content and the vocabulary are what they
+        were; if its tokens have been damaged, it is built anew. A build that fails or is
         killed leaves the folder as it was; memory does not grow with the number of lines.
         """
         if isinstance(pairs, str) or not isinstance(pairs, Iterable):

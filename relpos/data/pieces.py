@@ -69,8 +69,8 @@ class SentencePiece:
             first; 1: every character of the lines.
         sentences: int. The most to learn from; more are sampled, with the seed.
         seed: int.
-        fewer: bool. Where the lines give fewer tokens than size, so many, and where their single
-            characters and the bytes alone are more, so many; False: an error.
+        fewer: bool. True: if the lines give fewer tokens than size, so many; if single characters and
+            bytes alone are more than size, so many. False: either is an error.
 
         The same lines and arguments give the same vocabulary, on any machine with the same
         sentencepiece.

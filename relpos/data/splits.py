@@ -59,8 +59,8 @@ class Splits:
         batches = relpos.data.Batches(cache, splits=splits)
 
     subwords: Subwords. With `spellings`, as SentencePiece has.
-    chance: float, 0 or more and below 1. That a token is split where it comes; of all pairs of tokens
-        that are spelled as it is, each is as likely, and its halves are split with the same chance.
+    chance: float, 0 or more and below 1, that a token is split, at each place where it comes. All
+        pairs of tokens spelled as it is are equally likely; its halves are split with the same chance.
 
     size: int, fingerprint: str. Of the subwords.
     checksum: int. Of all that decides, 32 bits.

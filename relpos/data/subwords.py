@@ -239,9 +239,9 @@ class Wrapped:
     size, bos, eos: int.
     unknown: int. -1: there is none.
 
-    It is saved with the model, one of Hugging Face's tokenizers in their format, any other by pickle,
-    which `load_subwords` reads only if it is told to; one that cannot be pickled is to be given
-    again. Its fingerprint is of what it makes of a few sentences and of each character of ASCII.
+    It is saved with the model: one of Hugging Face's tokenizers in their format, any other by pickle,
+    which `load_subwords` reads only if it is told to; one that cannot be pickled must be given to it
+    again. The fingerprint is made of its tokens for a few sentences and each character of ASCII.
     """
 
     kind = "wrapped"

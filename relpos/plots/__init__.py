@@ -6,9 +6,9 @@
     relpos.plots.content_and_relation(maps, "encoder", 0, 2)       # one head: why it looks there
     relpos.plots.by_offset(maps, "encoder", 0)                     # how far its heads look
 
-What draws into one pair of axes takes `ax` and returns it; what draws several takes `figure`, a
-figure or a subfigure, and returns that. None: a new one of pyplot, which a notebook shows. Layers
-and heads are counted from 0, as everywhere. docs/maps.md shows what there is.
+A function that draws into one pair of axes takes `ax` and returns it; one that draws several takes
+`figure`, a figure or a subfigure, and returns that. None: a new one of pyplot, which a notebook
+shows. Layers and heads are counted from 0, as everywhere. docs/maps.md shows what there is.
 
     canvas.py   axes, tokens along them, colours
     reading.py  what is read of `ModelMaps`

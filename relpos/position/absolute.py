@@ -178,8 +178,8 @@ class LearnedAbsolute(Absolute):
         return part
 
     def gradient(self, d: Any, offset: int = 0) -> Array:
-        """The gradient of `embedding` for that of table(n): (..., n, d_model), summed over the
-        leading axes."""
+        """The gradient of `embedding`, from d, that of table(n, offset): (..., n, d_model), summed
+        over the leading axes."""
         d = as_array("d", d)
         P, width = shape_of(self.embedding)
         is_array = isinstance(d, np.ndarray) and d.dtype.kind == "f"

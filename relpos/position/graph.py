@@ -116,7 +116,7 @@ class ShawGraph(Scheme):
         sequence (copied into one), or (flat, starts): the matrices end to end, (count,) or
         (H|1, count), and int (B,) where each begins. They are checked, and then read again: no
         thread may change them during a call. Backward reads them, too: they must still be what
-        forward saw. Of tensors torch sees to that, in relpos.torch.
+        forward saw, which for tensors, in relpos.torch, torch checks.
     edges: `EdgeList(query, key, label, sequence)` instead of labels.
     """
 

@@ -23,9 +23,9 @@ class MusicTransformer(Scheme):
     masked: bool. Whether the table is for causal attention. Keys after the query then have no
         relation (the paper's skewing leaves garbage there, for the causal mask to hide).
 
-    A pair outside the table has no relation, as in tensor2tensor, which pads it with zeros; the
-    last rows of a longer table are those that are used. The skewing of the paper is this same
-    function.
+    A pair outside the table has no relation, as in tensor2tensor, which pads it with zeros. Of a
+    table longer than a call needs the last rows are used where masked, else the middle ones. The
+    skewing of the paper is this same function.
     """
 
     parameters: ClassVar[tuple[str, ...]] = ("key_table", "value_table")

@@ -53,9 +53,9 @@ class RoPE(Scheme):
     base: float.
     scaling: None, "linear": positions divided by factor, or "ntk": base * factor^(width/(width-2)).
     factor: float. How many times longer than trained for.
-    angles: float (P,). The angle per position of each of P pairs in the place of base, scaling and
-        factor, for every other rule: Llama 3's, YaRN's. In pairs of columns up to 2 P, which is
-        what width says, if it says anything. None: as above.
+    angles: float (P,). The angle per position of each of P pairs, in place of base, scaling and
+        factor, for any other rule: Llama 3's, YaRN's. They turn the first 2 P columns; width, if
+        given, must be 2 P. None: as above.
     rotate_keys: bool. False: the keys come turned already, as a cache keeps them (`relpos.rotate`);
         their gradient is then that of the turned keys.
 

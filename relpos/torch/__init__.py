@@ -57,8 +57,8 @@ class Attention(torch.nn.Module):
         the module's, by their names, and may be replaced there; any tensor that requires a gradient
         gets one.
     causal, window, layout, scale, softcap, dropout: as in `relpos.attention`. Dropout is applied in
-        training alone, as in torch; what is dropped is a function of the call's `seed`, which is to be
-        another one every step.
+        training mode alone, as in torch. What is dropped follows from the `seed` of the call: give
+        another one at every step.
     precision: as in `attention` of this module.
 
     May be called in code that torch.compile compiles.
@@ -182,9 +182,9 @@ def attention(
     precision: "f32", "bf16", or None: "f32", but within torch.autocast what is said below.
     The others as in `relpos.attention`.
 
-    Within torch.autocast q, k and v are taken in the type of products, if that is bfloat16: on a GPU
-    as such tensors, on the CPU in float32 with the precision "bf16". Where it is float16, which
-    relpos has not, in float32. What torch.export has traced keeps what there was then.
+    Within torch.autocast of bfloat16, q, k and v become bfloat16 tensors on a GPU, and float32 ones
+    with the precision "bf16" on the CPU. Within that of float16, which relpos does not have, they
+    become float32. A program of torch.export keeps what held when it was traced.
 
     Returns a new tensor, of the type of q. Gradients of bfloat16 tables are summed in float32; a
     tensor that is several parameters gets the sum of theirs. In code that torch.compile compiles

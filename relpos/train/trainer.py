@@ -115,18 +115,18 @@ class Trainer:
         `relpos.data.read_pairs` and `read_lines` give, or any iterable, which is gone through more
         than once where subwords are learned from it; or a TokenCache.
     folder: str or PathLike. Where all of the run lies.
-    validation: as data; None: there is none. Where config.ema is not 0 it is the average of the
-        weights that is validated, and that the best checkpoint is the best by.
-    subwords: Subwords, or a function that makes them, which is called where the run has none yet, or
-        has to be given them again, as most objects of your own (`relpos.data.load_subwords`);
-        `relpos.data.Sides` of two where source and target have a vocabulary each.
+    validation: as data; None: there is none. Where config.ema is not 0, the average of the weights
+        is what is validated, and what decides which checkpoint is the best.
+    subwords: Subwords, or a function that makes them, which is called if the run has none yet, or
+        if they can't be read from its folder, as most objects of your own can't
+        (`relpos.data.load_subwords`); `relpos.data.Sides` where source and target have one each.
         None: sentencepiece's BPE, trained on data, with the configuration's target_vocabulary as
         its size, or as many as the data gives.
     start: str or PathLike. A model, named as for `Translator.load`, whose weights and subwords the
-        run begins with; what its configuration has otherwise than `config` is told. Moments and
-        schedule begin anew.
-    resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one; what its
-        configuration has otherwise than `config` is told. False: a folder with checkpoints is
+        run begins with; where its configuration differs from `config`, that is reported. Moments
+        and schedule begin anew.
+    resume: bool. Goes on from the newest whole checkpoint in `folder`, if there is one; where its
+        configuration differs from `config`, that is reported. False: a folder with checkpoints is
         refused.
 
     tokens, sentences: int. The most of a batch, on each side.
@@ -142,8 +142,8 @@ class Trainer:
         in a row without a better one. None: they don't.
 
     validate_bleu: bool. Validation data is translated too, greedily: its BLEU is in the log.
-    validate_every, save_every: int. Updates. save_minutes: float, whatever comes first. What a run
-        ends with is validated and saved, unless it was interrupted: then it is saved.
+    validate_every, save_every: int. Updates between. save_minutes: float. Saves after so long, if
+        that comes first. At its end a run is validated and saved; if interrupted, only saved.
     keep: int. Checkpoints that stay, the best validation's beside them.
     log_every: int. Updates to a line of the log.
     progress: "auto", a bar on terminals and in notebooks, else lines; "bar", "lines" or "none".
@@ -454,8 +454,8 @@ class Trainer:
     def train(self) -> Outcome:
         """Trains until something ends it, and saves.
 
-        Ctrl-C, or SIGTERM, finishes the step, saves and returns; a second one leaves after it. So
-        does the end of whoever reads the progress from a pipe.
+        Ctrl-C or SIGTERM finishes the step, saves and returns, and so does a pipe for the progress
+        whose reader has gone. A second signal raises KeyboardInterrupt.
         """
         log = None
         with self._alone(), interrupts() as interrupted:

@@ -25,7 +25,7 @@ extern "C" {
  * 1. A search in one call
  * ------------------------------------------------------------------------ */
 
-/* What divides the log-probability of a target of L tokens, those forced and its end counted. */
+/* What a target's log-probability is divided by; L counts its tokens, forced ones, and its end. */
 enum {
   RP_PENALTY_NONE = 0, /* none: 1 */
   RP_PENALTY_WU = 1,   /* wu: ((5 + L) / 6)^alpha */
@@ -37,10 +37,10 @@ typedef struct rp_search {
   size_t struct_size;
   int32_t begin, end; /* tokens: before the first, after the last */
 
-  /* Hypotheses a sentence, at most the vocabulary: of each step's continuations so many, the
-   * likeliest, are taken, those that say the end among them. 1: greedy. */
+  /* Hypotheses of a sentence, at most the vocabulary's size: each step takes so many of the
+   * likeliest continuations, those that say the end among them. 1: greedy. */
   int64_t beam;
-  int64_t n_best; /* results a sentence, at most beam; of sampling: draws */
+  int64_t n_best; /* results of a sentence, at most beam; when sampling, the number of draws */
   int penalty;    /* RP_PENALTY_... */
   double alpha;   /* >= 0 */
   /* Added to the score: coverage times sum_i log(min(sum_j a_ji, 1)), a_ji being what target place
@@ -48,13 +48,13 @@ typedef struct rp_search {
   double coverage;
 
   int64_t min_length; /* tokens before the end, at least */
-  /* At most, and never more than the model's max_length: a target of so many is cut off there,
-   * before it could say its end. 0: source tokens + max_more; without a source, those forced and
-   * max_more; or min_length, if that is more. What is forced is never cut. */
+  /* Tokens at most, and never more than the model's max_length: a target that has so many is cut
+   * off, without its end. 0: source tokens + max_more (without a source, forced tokens +
+   * max_more), or min_length, if that is more. What is forced is never cut. */
   int64_t max_length;
   int64_t max_more;
 
-  /* The probabilities of what is left are as they were: they add up to less than 1 then. */
+  /* What these rule out keeps its share: probabilities of the rest then sum to less than 1. */
   int64_t no_repeat;         /* no n-gram of so many tokens comes twice in a target; 0: they may */
   const int32_t *suppressed; /* tokens that are never said, [suppressed_count], or NULL */
   int64_t suppressed_count;
@@ -65,8 +65,8 @@ typedef struct rp_search {
   double top_p;       /* and from the fewest that have this share together; 1: all */
   uint64_t seed;      /* a draw depends on it, on its number and the sentence's ordinal alone */
 
-  /* != 0: by the average of the weights, which models in training with an ema keep; RP_ERROR_ORDER
-   * where one of them keeps none */
+  /* != 0: search with the average of the weights, which models made for training with an ema keep;
+   * RP_ERROR_ORDER where one of them keeps none */
   int average;
 } rp_search;
 
@@ -96,11 +96,11 @@ RP_API void rp_decoder_free(rp_decoder *decoder); /* takes NULL */
 
 /* Searches the targets of a batch of sources, within the models' limits: sentences times beam (or
  * draws) are at most limits.tokens. batch->target, if given, is what every target begins with,
- * search->begin not among it (a decoder alone, a language model, goes on from it); labels are not
- * read. Results replace those of the search before, and do not depend on what else is in the batch
- * but for rounding. A search ends when no hypothesis that is left can win. A sentence whose logits
- * are not finite has no results, and the rest is searched on. After a failure the results are those
- * of the search before. */
+ * without search->begin (a decoder alone, a language model, goes on from it); labels are not read.
+ * Results replace those of the search before. Except for rounding, a sentence's do not depend on
+ * what else is in the batch. A sentence's search ends when none of its unfinished hypotheses can
+ * win. One whose logits are not finite has no results; the others are not affected. After a failure
+ * the results are those of the search before. */
 RP_API rp_status rp_decoder_search(rp_decoder *decoder, const rp_batch *batch,
                                    const rp_search *search);
 
@@ -129,14 +129,14 @@ RP_API rp_status rp_decoder_result(const rp_decoder *decoder, int64_t sentence, 
  * ------------------------------------------------------------------------ */
 
 /* Encodes the sources of a batch, and reads what the targets begin with (batch->target, at least
- * one token a sentence) in one pass. Then there is a row for each sentence. logits: [sentences]
- * [vocabulary], of what comes next; or NULL. most_rows: the most that a step will have. */
+ * one token each) in one pass; each sentence is then one row of the next step. logits, or NULL:
+ * [sentences][vocabulary], of what comes next. most_rows: the most rows a step will have. */
 RP_API rp_status rp_decoder_begin(rp_decoder *decoder, const rp_batch *batch, int64_t most_rows,
                                   rp_real *logits);
 
-/* Row r goes on from row parents[r] of the step before (NULL: from row r) with tokens[r]. A row may
- * have several that go on from it, or none. logits: [rows][vocabulary] of what comes next, of an
- * ensemble the log of its mean probabilities; or NULL. Fails with RP_ERROR_SHAPE where a target
+/* Row r continues row parents[r] of the step before (NULL: row r) with tokens[r]. Any number of
+ * rows, or none, may continue the same one. logits, or NULL: [rows][vocabulary] of what comes next;
+ * of an ensemble, the log of its mean probabilities. Fails with RP_ERROR_SHAPE where a target
  * would be longer than the model's max_length. */
 RP_API rp_status rp_decoder_step(rp_decoder *decoder, int64_t rows, const int64_t *parents,
                                  const int32_t *tokens, rp_real *logits);
@@ -145,9 +145,9 @@ RP_API rp_status rp_decoder_step(rp_decoder *decoder, int64_t rows, const int64_
  * 4. Alignments
  * ------------------------------------------------------------------------ */
 
-/* Attention from targets to sources, the mean over layers (negative: from the last, -1) and in each
- * of them over heads (NULL: all), sentence by sentence, dense: that of sentence b is
- * [targets][sources] and begins where the one before ended. Targets are read as in training. */
+/* Attention from targets to sources, the mean over the given layers (negative ones count from the
+ * last, -1) and heads (NULL: all). weights: for each sentence [target tokens][source tokens], one
+ * sentence right behind the other. Targets are read as in training. */
 RP_API rp_status rp_model_alignments(rp_model *model, const rp_batch *batch, const int64_t *layers,
                                      int64_t layer_count, const int64_t *heads, int64_t head_count,
                                      rp_real *weights);

@@ -32,8 +32,8 @@ typedef struct rp_placement {
                     before the work is done */
   int element;   /* of q, k, v, out and their gradients; RP_BF16 on GPUs alone. Tables, lse and
                     all other gradients are RP_F32 always */
-  int precision; /* of products: RP_F32, or operands rounded to RP_BF16 and summed in f32;
-                    RP_BF16 where element is */
+  int precision; /* of products: RP_F32, or RP_BF16: operands rounded to it, sums in f32. Must
+                    be RP_BF16 where element is */
 } rp_placement;
 
 static inline rp_placement rp_placement_default(void) {
@@ -47,7 +47,7 @@ static inline rp_placement rp_placement_default(void) {
 typedef struct rp_device {
   size_t struct_size;  /* to be set by the caller */
   const char *name;    /* "cpu", "cuda:0", ... */
-  const char *title;   /* "NVIDIA H100 80GB HBM3"; of the CPU its table: "avx512" */
+  const char *title;   /* "NVIDIA H100 80GB HBM3"; of the CPU the instruction set: "avx512" */
   int64_t memory;      /* bytes; 0: unknown */
   int64_t memory_free; /* bytes, now; 0: unknown, as of a GPU that this process does not use */
   const char *problem; /* NULL: it can be used; else a sentence that says why not */

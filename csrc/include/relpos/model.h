@@ -178,16 +178,16 @@ RP_API rp_status rp_config_set(rp_config *config, const char *name, const char *
 RP_API rp_status rp_config_get(const rp_config *config, const char *name, char *text, size_t size);
 RP_API const char *rp_config_field(int index);
 
-/* Is this a model? RP_ERROR_ARGUMENT or RP_ERROR_SHAPE names the field that says no. */
+/* Can this be a model? If not, RP_ERROR_ARGUMENT or RP_ERROR_SHAPE; the message names the field. */
 RP_API rp_status rp_config_check(const rp_config *config);
 
 /* ------------------------------------------------------------------------
  * 2. A model
  * ------------------------------------------------------------------------ */
 
-/* How large a batch may be: all memory is planned from this, for the threads there are, and no step
- * takes more, whatever its lengths, but that a rare mixture may need somewhat more of attention's
- * scratch (and batches above 65,536 tokens or 8,192 sentences). Start from rp_limits_default(). */
+/* How large a batch may be. All memory is planned from this and the number of threads, and no step
+ * takes more, with two exceptions that may need more scratch for attention: a rare mixture of
+ * lengths, and more than 65,536 tokens or 8,192 sentences. Start from rp_limits_default(). */
 typedef struct rp_limits {
   size_t struct_size;
   int64_t tokens;     /* the most of a batch, on each side */
@@ -255,9 +255,9 @@ enum {
 RP_API rp_status rp_model_read(rp_model *model, int64_t index, int array, rp_real *to);
 RP_API rp_status rp_model_write(rp_model *model, int64_t index, int array, const rp_real *from);
 
-/* Where one of these lies itself, [count], until the model is freed: on a GPU in its memory, where
- * calls of the model are in order with work on the default stream. Weights and gradients may be
- * written between calls. */
+/* The address of such an array itself, [count], valid until the model is freed; of a model on a GPU
+ * it is GPU memory, and calls of the model are in order with work on the default stream. Weights
+ * and gradients may be written between calls. */
 RP_API rp_status rp_model_place(rp_model *model, int64_t index, int array, rp_real **place);
 
 /* ------------------------------------------------------------------------
@@ -272,8 +272,8 @@ typedef struct rp_graphs {
 } rp_graphs;
 
 /* Sentences end to end. Source tokens go to the encoder, target tokens to the decoder; a model
- * without one of them takes NULL there. The token at each place predicts its label: of the
- * decoder's places, or of the encoder's in a model without decoder. Start from
+ * without one of them takes NULL there. Labels, one for each token of the decoder, or of the
+ * encoder in a model without decoder, are what is to be predicted at its place. Start from
  * rp_batch_default(). */
 typedef struct rp_batch {
   size_t struct_size;
@@ -282,7 +282,7 @@ typedef struct rp_batch {
   const int64_t *source_offsets, *target_offsets; /* [sentences + 1], from 0, never falling */
   const int32_t *labels;                          /* -1: not counted */
   rp_graphs source_graphs, target_graphs;
-  const uint32_t *ordinals; /* [sentences] within the whole accumulated batch; NULL: as they come */
+  const uint32_t *ordinals; /* [sentences]: numbers in all that is accumulated; NULL: in order */
 } rp_batch;
 
 static inline rp_batch rp_batch_default(void) {
@@ -301,8 +301,8 @@ typedef struct rp_result {
   double gradient_norm;  /* of the mean loss, before clipping; updates alone */
   double learning_rate;  /* of this update */
   int64_t step, attempt; /* after the call: updates made, updates tried */
-  int finite;         /* 0: loss or gradient was not; nothing has been updated. 1 without labels */
-  char first_bad[64]; /* then: where the first number that is not finite arose */
+  int finite;            /* 0: loss or gradient is not, and nothing was updated. 1 without labels */
+  char first_bad[64];    /* if finite is 0: where the first number that is not finite arose */
 } rp_result;
 
 /* One update from `count` batches: forward and backward of each, then clip and Adam. The loss is
@@ -315,9 +315,9 @@ typedef struct rp_result {
 RP_API rp_status rp_model_step(rp_model *model, const rp_batch *batches, int64_t count,
                                rp_result *result);
 
-/* The result of the oldest step or update that was begun without one and has not been asked for.
- * Waits for that step and for nothing behind it: who begins step t + 1 before asking for step t
- * never lets a GPU wait. The last eight are kept, older ones that nobody asked for are lost.
+/* The result of the oldest step or update that was called with result NULL and has not been asked
+ * for. Waits for that step, not for later ones: begin step t + 1 before you ask for step t, and a
+ * GPU never waits. The last eight are kept; older ones that nobody asked for are lost.
  * RP_ERROR_ORDER where there is none. */
 RP_API rp_status rp_model_result(rp_model *model, rp_result *result);
 
@@ -349,14 +349,13 @@ RP_API rp_status rp_model_update(rp_model *model, rp_result *result);
 RP_API rp_status rp_model_zero_gradients(rp_model *model);
 
 /* Updates made, and tried: they decide the learning rate and dropout's masks. Asking for step waits
- * for all updates that were begun. 0 <= step <= attempt <= 2^40, which is also as far as they
- * count: an update after that is RP_ERROR_ORDER, and so is setting them while gradients wait for
- * rp_model_update. */
+ * for all updates that were begun. 0 <= step <= attempt <= 2^40; at that limit an update fails with
+ * RP_ERROR_ORDER, and so does setting the counters while gradients wait for rp_model_update. */
 RP_API rp_status rp_model_counters(rp_model *model, int64_t *step, int64_t *attempt);
 RP_API rp_status rp_model_set_counters(rp_model *model, int64_t step, int64_t attempt);
 
-/* Of the schedule, at step t >= 1. NaN where t is less or the configuration is none, with the
- * reason in rp_last_error(). */
+/* The schedule's learning rate at step t >= 1. NaN where t is less, or rp_config_check would fail,
+ * with the reason in rp_last_error(). */
 RP_API double rp_learning_rate(const rp_config *config, int64_t t);
 
 /* log p(label) of every place, without dropout: scores[places], 0 where the label is -1. hits:
@@ -390,10 +389,10 @@ static inline rp_model_map rp_model_map_default(void) {
 }
 
 /* Any number of maps from one pass, which ends behind the last layer that is asked for; nothing of
- * the size of a map is made but the maps themselves. dropout != 0: behind the dropout that the next
- * rp_model_backward of this batch would draw; the probabilities are those before attention's own in
- * any case. Weights, gradients, counters and what is accumulated stay as they are. Where it fails,
- * the maps are unspecified. */
+ * the size of a map is made but the maps themselves. dropout != 0: with the dropout that the next
+ * rp_model_backward of this batch would draw; probabilities are those before attention's own
+ * dropout in any case. Weights, gradients, counters and what is accumulated stay as they are. Where
+ * it fails, the maps are unspecified. */
 RP_API rp_status rp_model_attention_maps(rp_model *model, const rp_batch *batch, int dropout,
                                          const rp_model_map *maps, int64_t count);
 
@@ -408,12 +407,12 @@ RP_API rp_status rp_model_attention_map(rp_model *model, const rp_batch *batch, 
  * stack has the same. */
 RP_API const char *rp_model_attention_part(const rp_model *model, int kind, int index, int *show);
 
-/* What a map of probabilities comes to. p: [rows][keys], those of the queries from `row` on, of
- * `queries` in all; p of key j meets the offset j - i. NULL: not wanted. The others are
+/* Sums over a map of probabilities. p: [rows][keys], those of the queries from `row` on, of
+ * `queries` in all; the offset of query i and key j is j - i. The results, NULL where not wanted:
  *   mass      [queries - 1 + keys], to which place queries - 1 + j - i gets p / queries added;
  *   entropy   [rows], set to -sum_j p ln p, in nats;
  *   distance  one number, which gets the sum of p |j - i| / queries added.
- * So a long map can come some rows at a time, from zeros on; the bits are those of one call. */
+ * So a long map can be given some rows at a time, from zeros on, with the bits of one call. */
 RP_API rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t row,
                              int64_t rows, double *mass, double *entropy, double *distance);
 
@@ -427,30 +426,29 @@ enum {
   RP_SAVE_OPTIMIZER = 2 /* moments, average, and the counters */
 };
 
-/* Writes a safetensors file, whole or not at all: a new one takes the place of what path names, be
- * it a link, with the mode that the umask leaves. A folder, a device or a FIFO stays, and it is
- * RP_ERROR_FILE. */
+/* Writes a safetensors file, whole or not at all: a new one, with the mode that the umask leaves,
+ * replaces what path names, even a link (not what that points to). A folder, a device or a FIFO is
+ * not replaced: RP_ERROR_FILE. */
 RP_API rp_status rp_model_save(rp_model *model, const char *path, int what);
 
 /* Reads weights or optimizer state into a model of the same shapes; a failure leaves the model as
- * it was. A tensor that is missing, unknown or of another shape is named. Weights become the
- * average as well, so that the optimizer state, which has its own, comes after them. RP_ERROR_ORDER
- * while gradients wait for rp_model_update. */
+ * it was. A tensor that is missing, unknown or of another shape is named. Reading weights sets the
+ * average to them as well, so read the optimizer state, which has its own average, after them.
+ * RP_ERROR_ORDER while gradients wait for rp_model_update. */
 RP_API rp_status rp_model_load(rp_model *model, const char *path, int what);
 
 /* A model from a file of weights, which has its configuration; limits.training must be 0. *model is
- * NULL where it fails. Weights that lie in the file as they do in memory are mapped, not copied:
- * those that rp_model_save has written do, unless the size of a parameter other than the last is no
- * multiple of 64 bytes. Others are read. Mapped weights share memory with whatever else has read
- * the file and are not part of what the model takes: its rp_memory.parameters are 0, but for pages
- * that are written, which the file does not see. The file may be removed, or replaced as
- * rp_model_save does it, but not be written into or cut short while the model lives. Constants grow
- * with the max_length that a file says: of one from elsewhere ask rp_config_load and
- * rp_model_memory first. */
+ * NULL where it fails. Weights that lie in the file as they do in memory are mapped, others are
+ * read. Those that rp_model_save has written are mapped, unless a parameter other than the last has
+ * a size that is no multiple of 64 bytes. Mapped weights share memory with whatever else reads the
+ * file, and the model takes none for them (rp_memory.parameters is 0) but for pages that are
+ * written to; such writes do not reach the file. While the model lives the file may be removed, or
+ * replaced as rp_model_save does it, but not be written into or cut short. Constants grow with the
+ * max_length in the file: for one from elsewhere call rp_config_load and rp_model_memory first. */
 RP_API rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **model);
 
-/* The configuration that a file of weights carries. RP_ERROR_FILE also where the file has other
- * tensors than it says, so that sizes need not be believed. */
+/* The configuration that a file of weights carries. RP_ERROR_FILE also where the file's tensors are
+ * not those of that configuration: its sizes are checked, not believed. */
 RP_API rp_status rp_config_load(const char *path, rp_config *config);
 
 /* ------------------------------------------------------------------------

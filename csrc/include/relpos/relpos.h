@@ -12,9 +12,9 @@
  *   B batch, H heads, N queries, M keys, D head width, Dv value width,
  *   T rows of a relation table, k clip distance.
  *
- * Thread safety: every function may be called from any thread at any time. Concurrent calls share
- * one pool of threads: the first one uses it, the others compute on their own thread. Results do
- * not depend on either. No thread inside of one may be cancelled asynchronously.
+ * Thread safety: every function may be called from any thread at any time. There is one pool of
+ * threads: of concurrent calls the first uses it, and each other computes on its own thread alone.
+ * Results are the same either way. A thread inside a call must not be cancelled asynchronously.
  */
 #ifndef RELPOS_RELPOS_H
 #define RELPOS_RELPOS_H
@@ -97,8 +97,8 @@ typedef struct rp_rows {
   int64_t batch_stride, head_stride, row_stride;
 } rp_rows;
 
-/* The same, to be written. Rows of different (b, h, row) must not overlap, nor any
- * memory that is written overlap any that the same call reads or writes otherwise. */
+/* The same, to be written. Rows of different (b, h, row) must not overlap, and memory
+ * that a call writes must not overlap any other that it reads or writes. */
 typedef struct rp_rows_out {
   rp_real *data;
   int64_t batch_stride, head_stride, row_stride;
@@ -132,7 +132,7 @@ enum {
  * RP_MAP_LABEL: labels of 1, 2 or 4 signed bytes, from 0 to T - 1, or -1: no relation (the pair
  * itself stays visible). The matrix of sequence b and head h has one row per query in use and lies
  * at labels + (b * label_batch_stride + h * label_head_stride) labels, rows label_row_stride apart;
- * a stride of 0 shares it. Maps are checked, and then read again: they must not change in a call.
+ * a stride of 0 shares it. Maps are checked, then read again: do not change them during a call.
  *
  * RP_MAP_EDGES: the edges of query i (counted over the rows of the padded array, b * N + i,
  * or the tokens of the packed one) are edge_starts[i] to edge_starts[i + 1] - 1, from
@@ -152,14 +152,14 @@ typedef struct rp_relation {
   /* Positions of queries [B, N] or [tokens] and of keys [B, M] or [tokens], below 2^30 in
    * magnitude; both or neither. A stride of 0 gives every sequence the same ones. */
   const int32_t *query_positions, *key_positions;
-  int64_t query_position_stride, key_position_stride; /* between sequences; padded alone */
+  int64_t query_position_stride, key_position_stride; /* between sequences; not if packed */
 
   const void *labels;
   int label_bytes; /* 1, 2 or 4; labels are aligned to it */
   int64_t label_batch_stride, label_head_stride, label_row_stride;
-  const int64_t *label_starts; /* [B], or NULL: of sequence b in place of b * label_batch_stride;
-                                  its rows are then as many labels apart as it has keys, and
-                                  the head stride still counts */
+  const int64_t *label_starts; /* [B]: where sequence b begins, used instead of
+                                  b * label_batch_stride; rows are then as many labels apart as
+                                  the sequence has keys; the head stride still counts. Or NULL */
 
   const int64_t *edge_starts; /* [B * N + 1] or [tokens + 1] */
   const int32_t *edge_keys, *edge_labels;
@@ -191,7 +191,7 @@ typedef struct rp_mask {
 typedef struct rp_attention {
   size_t struct_size; /* set by rp_attention_default() */
   int64_t B, H;
-  int64_t N, M; /* rows of the padded arrays; with offsets nothing but >= 0 */
+  int64_t N, M; /* rows of the padded arrays; with offsets any number >= 0 */
   int64_t D, Dv;
 
   /* Padded arrays: rows in use, [B] each. NULL: all N, all M. lengths alone serves queries and
@@ -199,7 +199,7 @@ typedef struct rp_attention {
   const int64_t *lengths, *key_lengths;
 
   /* Packed arrays: sequence b owns the rows offsets[b] to offsets[b + 1] - 1, [B + 1] each, from 0
-   * and never falling. offsets alone serves queries and keys. Excludes lengths on its side. */
+   * and never falling. offsets alone serves queries and keys. A packed side has no lengths. */
   const int64_t *offsets, *key_offsets;
 
   /* Absolute position of query 0 of each sequence, key 0 standing at 0; [B].
@@ -209,10 +209,10 @@ typedef struct rp_attention {
   int causal;   /* != 0: query i sees the keys j <= i + start */
   double scale; /* within 1e30 of 0, no denormal; 0 means 1/sqrt(D) */
 
-  /* Relation terms, by what meets what. */
-  rp_relation key[RP_TERMS];   /* A: a query meets a relation */
-  rp_relation query[RP_TERMS]; /* B: a key meets a relation */
-  rp_relation bias[RP_TERMS];  /* c: a number per head and relation, not scaled */
+  /* Relation terms, by what is multiplied with a row of their table. */
+  rp_relation key[RP_TERMS];   /* A: q_i, since the row acts as a key */
+  rp_relation query[RP_TERMS]; /* B: k_j, since the row acts as a query */
+  rp_relation bias[RP_TERMS];  /* c: nothing, a number per head and relation, not scaled */
   rp_relation value[RP_TERMS]; /* added to the values */
 
   /* Added to every query before it meets the key terms (not the keys): [H, D] with
@@ -234,11 +234,11 @@ typedef struct rp_attention {
   double dropout; /* from 0 to below 1 */
   uint32_t dropout_key[2];
   uint32_t dropout_site;
-  uint32_t dropout_first; /* ordinal of sequence 0 among all that share the key; b's is b more */
-  const uint32_t *dropout_ordinals; /* [B]: each sequence's own, dropout_first unread; or NULL */
+  uint32_t dropout_first; /* sequence b has the ordinal dropout_first + b among all of this key */
+  const uint32_t *dropout_ordinals; /* [B]: each sequence's, instead of dropout_first; or NULL */
   const struct rp_placement *placement; /* where arrays lie (device.h); NULL: on the host, f32 */
-  /* Heads of k, v and their gradients; each serves H / key_heads heads of queries, side by side.
-   * 0: H of them. Tables, position_bias, masks and maps have H in any case. */
+  /* Heads of k, v and their gradients; each serves H / key_heads heads of queries, which lie side
+   * by side. 0: H of them. Tables, position_bias, masks and maps have H heads in any case. */
   int64_t key_heads;
 } rp_attention;
 
@@ -252,22 +252,22 @@ static inline rp_attention rp_attention_default(void) {
   return a;
 }
 
-/* Bytes of workspace that forward and backward need for this call, with its positions, edge_starts,
- * arrays that terms share, and the current number of threads. Either result may be NULL. */
+/* Bytes of workspace that forward and backward need for this call. They depend, too, on positions,
+ * edge_starts, which arrays terms share, and the number of threads. Either result may be NULL. */
 RP_API rp_status rp_attention_workspace(const rp_attention *a, int64_t *forward_bytes,
                                         int64_t *backward_bytes);
 
 /* out_i and, where lse is not NULL, the natural log-sum-exp of each row's scores
  * (-inf where a query sees no key): [B, H, N], or [H, tokens] for packed queries. workspace: at
- * least the bytes asked for, aligned to 64; its content is meaningless before and after. Allocates
- * nothing, but that a process's first call makes the pool of threads. */
+ * least the bytes that rp_attention_workspace tells, aligned to 64; its content is meaningless
+ * before and after. Allocates nothing, except that a process's first call makes the thread pool. */
 RP_API rp_status rp_attention_forward(const rp_attention *a, rp_rows q, rp_rows k, rp_rows v,
                                       rp_rows_out out, rp_real *lse, void *workspace,
                                       int64_t workspace_bytes);
 
-/* Where the gradients go. Those of q, k and v are needed, and overwritten; those of tables and of
- * position_bias are added to what is there, laid out as these themselves, or not computed where
- * NULL. Terms may name the same memory (tied tables). Start from zeros, as in
+/* Where the gradients go. Those of q, k and v are required, and overwritten. Those of tables and
+ * position_bias are laid out as these, and added to what is there; where NULL they are not
+ * computed. Terms may name the same memory (tied tables). Fields not set must be 0, as in
  * rp_attention_gradients g = {.q = ..., .k = ..., .v = ...}. */
 typedef struct rp_attention_gradients {
   rp_rows_out q, k, v;
@@ -287,7 +287,7 @@ RP_API rp_status rp_attention_backward(const rp_attention *a, rp_rows q, rp_rows
 enum {
   RP_SHOW_PROBABILITIES = 0, /* p, before dropout; 0 where hidden */
   RP_SHOW_SCORES = 1,        /* s, after softcap; -inf where hidden */
-  RP_SHOW_CONTENT = 2,       /* scale * q_i . k_j; like all parts 0 where hidden or -inf */
+  RP_SHOW_CONTENT = 2,       /* scale * q_i . k_j; a part is 0 where hidden, or itself -inf */
   RP_SHOW_KEY = 10,
   RP_SHOW_QUERY = 20,
   RP_SHOW_BIAS = 30
@@ -295,7 +295,7 @@ enum {
 
 /* Rows `row` to row + rows - 1 of one head's map in sequence b, computed again by the kernels of
  * attention: to[rows][keys of the sequence], on the host, rows to_stride apart. A term that the
- * call does not have shows zeros. Its workspace is its own, and does not grow with the map.
+ * call does not have shows zeros. Allocates a workspace, which does not grow with the map.
  * Fails with RP_ERROR_ARGUMENT, RP_ERROR_SHAPE or RP_ERROR_MEMORY; to is then unspecified. */
 RP_API rp_status rp_attention_map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b,
                                   int64_t head, int64_t row, int64_t rows, rp_real *to,
@@ -312,16 +312,16 @@ RP_API rp_status rp_attention_map(const rp_attention *a, rp_rows q, rp_rows k, i
  * Obtain it from rp_rotation_default(), then set what differs. */
 typedef struct rp_rotation {
   size_t struct_size;     /* set by rp_rotation_default() */
-  int64_t B, H, N, D;     /* as in rp_attention, as are: */
-  const int64_t *lengths; /* rows beyond: not read, written as zeros; left alone in place */
+  int64_t B, H, N, D;     /* as in rp_attention; so are lengths and offsets */
+  const int64_t *lengths; /* rows beyond: not read, written as zeros; where out is x, left alone */
   const int64_t *offsets;
 
-  /* Row i of sequence b stands at start[b] + i, [B], or i (NULL); or at explicit positions,
-   * [B, N] or [tokens], without start. Positions are within 2^40 of 0. A stride of 0 gives
-   * every sequence the same ones. */
+  /* Row i of sequence b stands at start[b] + i, start being [B], or at i where start is NULL; or
+   * at its explicit position, [B, N] or [tokens], and start is NULL. Positions are within 2^40 of
+   * 0. A stride of 0 gives every sequence the same ones. */
   const int64_t *start;
   const int32_t *positions;
-  int64_t position_stride; /* between sequences; padded alone */
+  int64_t position_stride; /* between sequences; not if packed */
 
   const double *frequencies; /* [pairs], finite, radians a position; see rp_frequencies */
   int64_t pairs;             /* from 0 to D / 2 */
@@ -346,8 +346,8 @@ enum {
   RP_FREQUENCIES_CLOSED = 1 /* base^(-c / (pairs - 1)): Tensor2Tensor; the last is 1 / base */
 };
 
-/* frequencies[c] for c below pairs. base > 0, 10000 in the literature; NTK scaling by f is
- * base * f^(pairs / (pairs - 1)), linear scaling divides all by f. Fails as rp_rotate does. */
+/* frequencies[c] for c below pairs. base > 0, 10000 in the literature. To scale by f: NTK, give
+ * base * f^(pairs / (pairs - 1)); linear, divide all results by f. Fails as rp_rotate does. */
 RP_API rp_status rp_frequencies(int64_t pairs, double base, int rule, double *frequencies);
 
 /* Sinusoidal positions: row r of table[rows][width] has sin t and cos t, with t = (first + r) *
@@ -357,9 +357,9 @@ RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int int
                              const double *frequencies, rp_real *table);
 
 /* Transformer-XL's relations: row left - t of table[H][left + 1 + right][D] is weight[H D][width]
- * times the sinusoid of t. waves: those from 0 to the longest distance, in halves; NULL: of base
- * 10000, made on the way, a thousand at a time. Both signs of t share one product. rp_wave_gradient
- * adds the gradient of weight to dweight. Both fail as rp_rotate does, or with RP_ERROR_MEMORY. */
+ * times the sinusoid of t. waves: the sinusoids of 0 to the longest distance, in a row sines, then
+ * cosines; NULL: of base 10000, made inside, a thousand at a time. Both signs of t share a product.
+ * rp_wave_gradient adds to dweight. Both fail as rp_rotate does, or with RP_ERROR_MEMORY. */
 RP_API rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
                                const rp_real *waves, const rp_real *weight, rp_real *table);
 RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
@@ -370,7 +370,7 @@ RP_API rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t l
  * ------------------------------------------------------------------------ */
 
 /* Threads used by every later call, the caller's included, at most 1024; results do not depend on
- * it. 0 returns to the default: RELPOS_NUM_THREADS (a bad one is an error of calls that compute),
+ * it. 0 returns to the default: RELPOS_NUM_THREADS (if it is wrong, calls that compute fail),
  * else OMP_NUM_THREADS, else the cores this process may run on. */
 RP_API rp_status rp_set_threads(int threads);
 RP_API int rp_get_threads(void);
@@ -391,7 +391,7 @@ typedef struct rp_build_info {
 } rp_build_info;
 
 /* Fills info. RELPOS_ISA=portable|avx2|avx512|amx|neon in the environment chooses the instruction
- * set (and the BLAS core); one that is not there is an error of the first call that computes. */
+ * set (and the BLAS core); if it is not there, the first call that computes fails. */
 RP_API rp_status rp_build_info_get(rp_build_info *info);
 
 #ifdef __cplusplus
