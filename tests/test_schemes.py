@@ -591,6 +591,34 @@ def test_alibi_over_far_positions_makes_no_row_for_each_distance(
     )
 
 
+def single_pairs(kind: str, random: np.random.Generator) -> Any:
+    """A scheme that gives the only pair several numbers: they add up to less than they are."""
+    if kind == "edges":
+        table = random.standard_normal((15, 16)).astype(np.float32)
+        nowhere = np.zeros(40, np.int64)
+        return relpos.ShawGraph(
+            table, edges=relpos.EdgeList(nowhere, nowhere, random.integers(0, 15, 40))
+        )
+    large, small = (np.float32(x * random.standard_normal()) for x in (100, 1))
+    return tuple(
+        relpos.ShawGraph(bias_table=np.array([x], np.float32), labels=np.zeros((1, 1), np.int8))
+        for x in (large, small - large)
+    )
+
+
+@pytest.mark.parametrize("kind", ["edges", "biases"])
+def test_a_single_key_has_all_the_weight(kind: str) -> None:
+    """But for how the log-sum-exp is rounded, and exp2's error: a sum that forward and backward
+    begin with other numbers has two values, and the weight is off by their difference."""
+    random = np.random.default_rng(0)
+    one = np.ones((1, 1, 1, 1), np.float32)
+    for _ in range(200):
+        q, k = random.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+        _, context = relpos.attention_forward(q, k, one, position=single_pairs(kind, random))
+        weight = relpos.attention_backward(context, one).v.item()
+        assert abs(weight - 1) <= 4 * 2.0**-24 * (1 + abs(context.lse.item()))
+
+
 def test_t5_by_label(real: Any) -> None:
     q, k, v, _ = activations(real)
     table = parameters(EXAMPLES["t5"], real)["bias_table"]

@@ -443,13 +443,18 @@ static bool meets_strip(const lookup *x, const pair_scratch *w, int64_t i, int64
   return (int32_t)all >= 0;
 }
 
-/* Is any of these terms taken pair by pair? */
-static bool takes_each(const pair_terms *p, const pair_scratch *w, bool values) {
-  bool any = false;
+/* May these terms give a pair more than one number, or are they taken pair by pair? Then they are
+ * added up by themselves: begun with -lse in backward and with the maximum in forward, the same sum
+ * is rounded in two ways, and the weight of a single key is not 1. */
+static bool adds_up(const pair_terms *p, const pair_scratch *w, bool values) {
+  int terms = 0;
+  bool several = false;
   for (int n = 0; n < p->count; n++) {
-    any |= (p->list[n].kind == PAIR_VALUE) == values && pair_by_pair(&p->list[n], w);
+    const lookup *const x = &p->list[n];
+    if ((x->kind == PAIR_VALUE) != values) continue;
+    several |= x->relation->map == RP_MAP_EDGES || pair_by_pair(x, w) || terms++ > 0;
   }
-  return any;
+  return several;
 }
 
 /* What pairs add to a strip from row i of a block on, for score_strip, in units of log 2; NULL:
@@ -460,7 +465,7 @@ static const real *strip_more(const pair_terms *p, const pair_scratch *w, bool v
                               int64_t count, const real *row_start, const real *zeros, bool alone,
                               real *strip) {
   const bool banded = !values && p->query.present;
-  const bool starts = alone && !banded && !takes_each(p, w, values);
+  const bool starts = alone && !banded && !adds_up(p, w, values);
   const real *const start = starts ? row_start : zeros;
   real *const to = banded ? w->scores + i * RPI_TILE : starts ? strip : w->more;
   bool first = !banded;
@@ -571,6 +576,8 @@ static void collect_each(const pair_terms *p, int which, const pair_scratch *w, 
     }
   }
 }
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "of two numbers the lower half is first");
 
 /* A few weights of a row. */
 #define RPI_FEW (RPI_LANES < 4 ? RPI_LANES : 4)
