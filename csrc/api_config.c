@@ -62,9 +62,11 @@ rp_status rp_config_check(const rp_config *config) {
 rp_status rp_config_load(const char *path, rp_config *config) {
   RPI_TRY(check_given("rp_config_load", "path", path));
   RPI_TRY(check_given("rp_config_load", "config", config));
+  const int cancel = rpi_cancel_enter();
   const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_weights_config(path, config);
   rpi_float_leave(caller);
+  rpi_cancel_leave(cancel);
   return status;
 }
 

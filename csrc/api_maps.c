@@ -5,7 +5,9 @@
  */
 #include <stdio.h>
 
+#include "api_attention.h"
 #include "api_model.h"
+#include "base/memory.h"
 #include "base/threads.h"
 #include "model/maps.h"
 #include "relpos/decode.h"
@@ -94,8 +96,13 @@ rp_status rp_model_attention_map(rp_model *m, const rp_batch *batch, int kind, i
 
 rp_status rp_map_sums(const rp_real *p, int64_t queries, int64_t keys, int64_t row, int64_t rows,
                       double *mass, double *entropy, double *distance) {
+  int64_t numbers;
   RPI_CHECK(queries >= 0 && keys >= 0, RP_ERROR_SHAPE,
             "map: queries=%lld, keys=%lld, must not be negative", (rpi_wide)queries,
+            (rpi_wide)keys);
+  RPI_CHECK(rpi_multiply(queries, keys, &numbers) && numbers <= INT64_MAX / (int64_t)sizeof *p &&
+                queries <= RPI_LIMIT && keys <= RPI_LIMIT,
+            RP_ERROR_SHAPE, "map: queries=%lld, keys=%lld, are too many", (rpi_wide)queries,
             (rpi_wide)keys);
   RPI_CHECK(row >= 0 && row <= queries && rows >= 0 && rows <= queries - row, RP_ERROR_SHAPE,
             "map: rows=%lld from row=%lld, but there are %lld queries", (rpi_wide)rows,

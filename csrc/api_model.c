@@ -2,7 +2,6 @@
  *
  * api_model.c: the public functions of a model: they check, lock, and call inward.
  */
-#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -67,9 +66,11 @@ rp_status rp_model_open(const char *path, const rp_limits *limits, rp_model **mo
             "model: limits.training=%d, must be 0 for a model that is opened; rp_model_create and "
             "rp_model_load make one that trains",
             limits->training);
+  const int cancel = rpi_cancel_enter();
   const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_model_open(path, limits, model);
   rpi_float_leave(caller);
+  rpi_cancel_leave(cancel);
   return status;
 }
 
@@ -167,7 +168,7 @@ rp_status rpi_model_enter(rp_model *m) {
   RPI_CHECK(m, RP_ERROR_ARGUMENT, "model: model is NULL");
   RPI_CHECK(!atomic_flag_test_and_set(&m->busy), RP_ERROR_ORDER,
             "model: another call into this model is at work; one model, one call at a time");
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &m->cancel);
+  m->cancel = rpi_cancel_enter();
   m->caller = rpi_float_enter(false);
   const rp_ops *ops;
   rpi_model_weights_changed(m); /* who knows by whom, between calls */
@@ -178,10 +179,10 @@ rp_status rpi_model_enter(rp_model *m) {
 }
 
 rp_status rpi_model_leave(rp_model *m, rp_status status) {
-  int cancel = m->cancel; /* another's, once busy is cleared */
+  const int cancel = m->cancel; /* another's, once busy is cleared */
   rpi_float_leave(m->caller);
   atomic_flag_clear(&m->busy);
-  pthread_setcancelstate(cancel, &cancel);
+  rpi_cancel_leave(cancel);
   return status;
 }
 

@@ -29,7 +29,7 @@
 /* Above 2 GiB some systems refuse, others come up short. */
 #define LARGEST_TRANSFER ((int64_t)1 << 30)
 
-enum { TEMPORARY_NAMES = 100, SUFFIX_BYTES = 48, LONGEST_NAME = 255 };
+enum { TEMPORARY_NAMES = 10000, SUFFIX_BYTES = 48, LONGEST_NAME = 255 };
 
 /* ---- the system's calls ---------------------------------------------------- */
 

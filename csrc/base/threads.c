@@ -379,11 +379,13 @@ static void end_workers(int from) {
   for (int i = from; i < pool.size; i++) pthread_join(pool.worker[i], NULL);
 }
 
-/* Signals are for the program's own threads: a handler of Python's must not run
- * on ours. */
+/* Signals are for the program's own threads: a handler of Python's must not run on ours. But those
+ * that a thread's own fault raises are for it: blocked, they end the process past its handlers. */
 static bool start_worker(int worker) {
+  static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
   sigset_t all, saved;
   sigfillset(&all);
+  for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) sigdelset(&all, own[i]);
   pool.first_seen[worker] = generation_of(atomic_load(&pool.gate));
   if (pthread_sigmask(SIG_SETMASK, &all, &saved) != 0) return false;
   const int error = pthread_create(&pool.worker[worker], NULL, work, (void *)(intptr_t)worker);
@@ -431,6 +433,14 @@ static void run_in_pool(int64_t tasks, int workers, rpi_task fn, void *context) 
   wait_until_empty();
 }
 
+int rpi_cancel_enter(void) {
+  int before;
+  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before);
+  return before;
+}
+
+void rpi_cancel_leave(int before) { pthread_setcancelstate(before, &before); }
+
 void rpi_parallel_for(int64_t tasks, int workers, rpi_task fn, void *context) {
   if (workers > tasks) workers = (int)tasks;
   if (workers <= 1 || in_task || rpi_threads_get() == 1 || atomic_exchange(&pool.busy, true)) {
@@ -438,13 +448,12 @@ void rpi_parallel_for(int64_t tasks, int workers, rpi_task fn, void *context) {
     return;
   }
   /* cancelled while it waits for others, a thread would keep the lock, and busy, for ever */
-  int cancel;
-  pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
+  const int cancel = rpi_cancel_enter();
   const int threads = rpi_threads_get();
   if (pool.asked != threads) resize(threads);
   if (workers > pool.size) workers = pool.size;
   if (workers > 1) run_in_pool(tasks, workers, fn, context);
   else run_inline(tasks, fn, context);
   atomic_store(&pool.busy, false);
-  pthread_setcancelstate(cancel, &cancel);
+  rpi_cancel_leave(cancel);
 }

@@ -51,6 +51,11 @@ typedef fenv_t rpi_float_state;
 rpi_float_state rpi_float_enter(bool flush);
 void rpi_float_leave(rpi_float_state before);
 
+/* Nobody cancels the thread from here on, and then again as before: a thread that ends in between
+ * leaves locks, files and memory behind. */
+int rpi_cancel_enter(void);
+void rpi_cancel_leave(int before);
+
 /* What rp_set_threads and rp_get_threads do, once the argument is checked: 0 is
  * the default, and the pool follows at its next use. */
 void rpi_threads_set(int threads);

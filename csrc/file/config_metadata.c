@@ -58,11 +58,11 @@ static rp_status check_complete(const loading *l) {
   return rpi_config_check(&l->config);
 }
 
-rp_status rpi_config_load(const char *path, rp_config *config) {
+rp_status rpi_config_load(const char *path, rp_config *config, rpi_header_mark *mark) {
   loading l;
   memset(&l, 0, sizeof l); /* padding too, as in presets */
   l.config.struct_size = sizeof l.config;
-  RPI_TRY(rpi_safetensors_metadata(path, take_pair, &l)); /* the sentence has the path */
+  RPI_TRY(rpi_safetensors_metadata(path, take_pair, &l, mark)); /* the sentence has the path */
   RPI_CHECK(check_complete(&l) == RP_OK, RP_ERROR_FILE, "cannot read the configuration in '%s': %s",
             path, rp_last_error());
   *config = l.config;

@@ -27,7 +27,7 @@ typedef struct rpi_config_pairs {
 rp_status rpi_config_pairs_of(const rp_config *config, rpi_config_pairs *to);
 
 /* The configuration that the file at path carries, checked by itself: the file's tensors may be
- * others (model_file.h). *config is untouched on failure. */
-rp_status rpi_config_load(const char *path, rp_config *config);
+ * others (model_file.h). *config is untouched on failure. mark: see safetensors.h, or NULL. */
+rp_status rpi_config_load(const char *path, rp_config *config, rpi_header_mark *mark);
 
 #endif

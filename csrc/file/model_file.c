@@ -167,26 +167,28 @@ static rp_status see_pair(void *context, const char *key, const char *value) {
 }
 
 /* is_new: a model that nobody has yet. Only then may a failure leave a part of the file in it. */
-static rp_status read_tensors(rp_model *m, const char *path, int what, listing *l, bool is_new) {
+static rp_status read_tensors(rp_model *m, const char *path, int what, listing *l, bool is_new,
+                              rpi_header_mark *mark) {
   mirror x;
   RPI_TRY(mirror_make(m, what, l, &x));
   rp_status status = mirror_read(m, &x); /* what lies between the tensors stays as it is */
   if (status == RP_OK)
-    status = rpi_safetensors_read(path, l->tensors, l->count, is_new || x.count > 0);
+    status = rpi_safetensors_read(path, l->tensors, l->count, is_new || x.count > 0, mark);
   if (status == RP_OK) status = mirror_write(m, &x);
   mirror_release(&x);
   return status;
 }
 
-static rp_status load(rp_model *m, const char *path, int what, listing *l, bool is_new) {
+static rp_status load(rp_model *m, const char *path, int what, listing *l, bool is_new,
+                      rpi_header_mark *mark) {
   counters found = {path, -1, -1};
   if (what == RP_SAVE_OPTIMIZER) {
-    RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found));
+    RPI_TRY(rpi_safetensors_metadata(path, see_pair, &found, mark));
     RPI_CHECK(found.step >= 0 && found.attempt >= found.step, RP_ERROR_FILE,
               "model: %s has step %lld and attempt %lld (-1: none), so it is no optimizer state",
               path, (rpi_wide)found.step, (rpi_wide)found.attempt);
   }
-  RPI_TRY(read_tensors(m, path, what, l, is_new));
+  RPI_TRY(read_tensors(m, path, what, l, is_new, mark));
   if (what == RP_SAVE_WEIGHTS && m->average) {
     const int64_t bytes = m->layout.numbers * (int64_t)sizeof(real);
     RPI_TRY(m->ops->copy(m->average, m->weights, bytes));
@@ -195,25 +197,27 @@ static rp_status load(rp_model *m, const char *path, int what, listing *l, bool 
   return rpi_model_count_from(m, found.step, found.attempt);
 }
 
-static rp_status load_listed(rp_model *m, const char *path, int what, bool is_new) {
+static rp_status load_listed(rp_model *m, const char *path, int what, bool is_new,
+                             rpi_header_mark *mark) {
   listing l = {.count = 0};
   RPI_TRY(list(m, what, &l));
-  const rp_status status = load(m, path, what, &l, is_new);
+  const rp_status status = load(m, path, what, &l, is_new, mark);
   release(&l);
   return status;
 }
 
 rp_status rpi_model_load(rp_model *m, const char *path, int what) {
-  return load_listed(m, path, what, false);
+  rpi_header_mark mark = {0};
+  return load_listed(m, path, what, false, &mark);
 }
 
 /* ---- a model from a file --------------------------------------------------- */
 
-static rp_status check_tensors(const char *path, const rpi_layout *layout) {
+static rp_status check_tensors(const char *path, const rpi_layout *layout, rpi_header_mark *mark) {
   listing l = {.count = 0};
   RPI_TRY(make_room(layout->count, &l));
   add_all(layout, "", NULL, &l);
-  const rp_status status = rpi_safetensors_check(path, l.tensors, l.count);
+  const rp_status status = rpi_safetensors_check(path, l.tensors, l.count, mark);
   release(&l);
   return status;
 }
@@ -221,7 +225,7 @@ static rp_status check_tensors(const char *path, const rpi_layout *layout) {
 /* Has the file the tensors of its configuration? Whoever makes a model of it allocates what the
  * configuration says, which may be anything; so the tensors, which must be there, are asked first.
  * Names and shapes of 2,048 layers take 11 MB. */
-static rp_status check_weights(const char *path, const rp_config *config) {
+static rp_status check_weights(const char *path, const rp_config *config, rpi_header_mark *mark) {
   rpi_layout layout;
   rpi_arena counting = rpi_arena_counting();
   rpi_layout_make(config, &counting, &layout);
@@ -230,42 +234,67 @@ static rp_status check_weights(const char *path, const rp_config *config) {
             (rpi_wide)counting.used);
   rpi_arena arena = rpi_arena_over(memory, counting.used);
   rpi_layout_make(config, &arena, &layout);
-  const rp_status status = check_tensors(path, &layout);
+  const rp_status status = check_tensors(path, &layout, mark);
   rpi_release(memory);
   return status;
 }
 
-rp_status rpi_weights_config(const char *path, rp_config *config) {
-  rp_config found;
-  RPI_TRY(rpi_config_load(path, &found));
-  RPI_TRY(check_weights(path, &found));
-  *config = found;
-  return RP_OK;
+static rp_status weights_config(const char *path, rp_config *config, rpi_header_mark *mark) {
+  RPI_TRY(rpi_config_load(path, config, mark));
+  return check_weights(path, config, mark);
 }
 
-static rp_status map_weights(rp_model *m, const char *path) {
+static rp_status map_weights(rp_model *m, const char *path, rpi_header_mark *mark) {
   listing l = {.count = 0};
   RPI_TRY(list(m, RP_SAVE_WEIGHTS, &l));
-  const rp_status status = rpi_safetensors_map(path, l.tensors, l.count, &m->mapping, &m->weights);
+  const rp_status status =
+      rpi_safetensors_map(path, l.tensors, l.count, mark, &m->mapping, &m->weights);
   release(&l);
   return status;
 }
 
 /* Mapped, or else read into memory of their own. */
-static rp_status take_weights(rp_model *m, const char *path) {
-  if (m->ops->host) RPI_TRY(map_weights(m, path));
+static rp_status take_weights(rp_model *m, const char *path, rpi_header_mark *mark) {
+  if (m->ops->host) RPI_TRY(map_weights(m, path, mark));
   if (m->weights) return RP_OK;
   RPI_TRY(rpi_model_own_weights(m));
-  return load_listed(m, path, RP_SAVE_WEIGHTS, true);
+  return load_listed(m, path, RP_SAVE_WEIGHTS, true, mark);
+}
+
+static rp_status open_model(const char *path, const rp_limits *limits, rp_model **model,
+                            rpi_header_mark *mark) {
+  rp_config config;
+  rp_model *m = NULL;
+  RPI_TRY(weights_config(path, &config, mark));
+  RPI_TRY(rpi_model_create_bare(&config, limits, &m));
+  const rp_status status = take_weights(m, path, mark);
+  if (status == RP_OK) *model = m;
+  else rpi_model_free(m);
+  return status;
+}
+
+/* A path is opened for its configuration, and again for its tensors. Where another file takes its
+ * place in between, as training replaces them, it is begun anew. */
+enum { TRIES = 16 };
+
+rp_status rpi_weights_config(const char *path, rp_config *config) {
+  rp_status status = RP_OK;
+  rp_config found;
+  for (int i = 0; i < TRIES; i++) {
+    rpi_header_mark mark = {0};
+    status = weights_config(path, &found, &mark);
+    if (!mark.changed) break;
+  }
+  if (status == RP_OK) *config = found;
+  return status;
 }
 
 rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {
-  rp_config config;
-  rp_model *m = NULL;
-  RPI_TRY(rpi_weights_config(path, &config));
-  RPI_TRY(rpi_model_create_bare(&config, limits, &m));
-  const rp_status status = take_weights(m, path);
-  if (status == RP_OK) *model = m;
-  else rpi_model_free(m);
+  rp_status status = RP_OK;
+  for (int i = 0; i < TRIES; i++) {
+    rpi_header_mark mark = {0};
+    status = open_model(path, limits, model, &mark);
+    if (!mark.changed) break;
+  }
   return status;
 }

@@ -55,6 +55,12 @@ static bool bytes_of(const rpi_tensor *tensor, int64_t *bytes) {
   return true;
 }
 
+static uint64_t hash_of(const char *begin, const char *end) {
+  uint64_t at = 0;
+  for (; begin < end; begin++) at = (at ^ (unsigned char)*begin) * UINT64_C(0x100000001B3);
+  return at ^ at >> 32;
+}
+
 /* ---- tensors by name ------------------------------------------------------- */
 
 /* A table of hashes, half of it empty: the names of a deep model are tens of thousands, and a file
@@ -78,11 +84,7 @@ static rp_status names_make(const rpi_tensor *tensors, int64_t count, const char
 
 /* The slot of the tensor with this name, or the empty one where it would be. */
 static int64_t *slot_of(const name_table *x, const char *name) {
-  uint64_t at = 0;
-  for (const char *letter = name; *letter != '\0'; letter++) {
-    at = (at ^ (unsigned char)*letter) * UINT64_C(0x100000001B3);
-  }
-  for (at ^= at >> 32;; at++) {
+  for (uint64_t at = hash_of(name, name + strlen(name));; at++) {
     int64_t *const slot = &x->slots[at & (uint64_t)(x->count - 1)];
     if (*slot < 0 || strcmp(x->tensors[*slot].name, name) == 0) return slot;
   }
@@ -319,8 +321,20 @@ static rp_status read_header(rpi_header *r, metadata *m, entry_fn each, void *co
   return r->at == r->end ? RP_OK : rpi_header_fail(r, "its end");
 }
 
+/* Is it the header that was met before, where one was? */
+static rp_status recognise(const rpi_header *r, rpi_header_mark *mark) {
+  if (!mark) return RP_OK;
+  const uint64_t bytes = (uint64_t)(r->end - r->begin), hash = hash_of(r->begin, r->end);
+  mark->changed = mark->bytes != 0 && (mark->bytes != bytes || mark->hash != hash);
+  RPI_CHECK(!mark->changed, RP_ERROR_FILE,
+            "cannot read '%s': another file took its place meanwhile", r->path);
+  mark->bytes = bytes;
+  mark->hash = hash;
+  return RP_OK;
+}
+
 /* The text of the header, which the caller releases; the file then stands where the data begin. */
-static rp_status take_header(rpi_file *file, rpi_header *r) {
+static rp_status take_header(rpi_file *file, rpi_header_mark *mark, rpi_header *r) {
   unsigned char prefix[PREFIX];
   RPI_TRY(rpi_file_take(file, prefix, PREFIX));
   uint64_t length = 0;
@@ -331,24 +345,22 @@ static rp_status take_header(rpi_file *file, rpi_header *r) {
   char *const text = rpi_allocate((size_t)length);
   RPI_CHECK(text != NULL, RP_ERROR_MEMORY, "no memory for the header of '%s', %llu bytes",
             file->path, (unsigned long long)length);
-  const rp_status status = rpi_file_take(file, text, (int64_t)length);
-  if (status != RP_OK) {
-    rpi_release(text);
-    return status;
-  }
   *r = (rpi_header){.path = file->path, .begin = text, .at = text, .end = text + length};
-  return RP_OK;
+  rp_status status = rpi_file_take(file, text, (int64_t)length);
+  if (status == RP_OK) status = recognise(r, mark);
+  if (status != RP_OK) rpi_release(text);
+  return status;
 }
 
 rp_status rpi_safetensors_metadata(const char *path,
                                    rp_status (*each)(void *context, const char *key,
                                                      const char *value),
-                                   void *context) {
+                                   void *context, rpi_header_mark *mark) {
   rpi_file file;
   rpi_header r;
   metadata m;
   RPI_TRY(rpi_file_open(path, &file));
-  rp_status status = take_header(&file, &r);
+  rp_status status = take_header(&file, mark, &r);
   rpi_file_close(&file);
   if (status != RP_OK) return status;
   status = read_header(&r, &m, NULL, NULL);
@@ -372,6 +384,7 @@ typedef struct wanted {
   span *spans;
   int64_t count;
   name_table names;
+  rpi_header_mark *mark;
 } wanted;
 
 static rp_status match(void *context, const char *path, const entry *e) {
@@ -441,7 +454,7 @@ static rp_status check_spans(const wanted *w, const char *path, int64_t *bytes) 
 static rp_status find_spans(rpi_file *file, wanted *w, int64_t *bytes) {
   rpi_header r;
   metadata m;
-  RPI_TRY(take_header(file, &r));
+  RPI_TRY(take_header(file, w->mark, &r));
   rp_status status = read_header(&r, &m, match, w);
   if (status == RP_OK) status = check_spans(w, file->path, bytes);
   rpi_release(r.begin);
@@ -476,10 +489,10 @@ static rp_status take_data_in_place(rpi_file *file, const wanted *w) {
 
 /* Opens the file and finds the tensors, whose data come next. The spans and the file are the
  * caller's to release and close; after a failure there is nothing to be. */
-static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count, rpi_file *file,
-                      wanted *w, int64_t *bytes) {
+static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count,
+                      rpi_header_mark *mark, rpi_file *file, wanted *w, int64_t *bytes) {
   assert(count >= 0 && count <= INT64_MAX / (int64_t)sizeof(span));
-  *w = (wanted){.tensors = tensors, .count = count};
+  *w = (wanted){.tensors = tensors, .count = count, .mark = mark};
   w->spans = rpi_allocate((size_t)count * sizeof(span));
   RPI_CHECK(w->spans != NULL, RP_ERROR_MEMORY, "no memory to read '%s'", path);
   rp_status status = names_make(tensors, count, path, &w->names);
@@ -498,11 +511,11 @@ static rp_status find(const char *path, const rpi_tensor *tensors, int64_t count
 }
 
 rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count,
-                               bool in_place) {
+                               bool in_place, rpi_header_mark *mark) {
   rpi_file file;
   wanted w;
   int64_t bytes = 0;
-  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  RPI_TRY(find(path, tensors, count, mark, &file, &w, &bytes));
   const rp_status status = in_place ? take_data_in_place(&file, &w) : take_data(&file, &w, bytes);
   rpi_file_close(&file);
   rpi_release(w.spans);
@@ -523,12 +536,13 @@ static rp_status map_all(const rpi_file *file, int64_t bytes, rpi_mapping *mappi
                   file->path, (rpi_wide)there, (rpi_wide)expected);
 }
 
-rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count) {
+rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count,
+                                rpi_header_mark *mark) {
   rpi_file file;
   rpi_mapping mapping;
   wanted w;
   int64_t bytes = 0;
-  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  RPI_TRY(find(path, tensors, count, mark, &file, &w, &bytes));
   const rp_status status = map_all(&file, bytes, &mapping);
   rpi_file_unmap(&mapping);
   rpi_file_close(&file);
@@ -554,13 +568,13 @@ static rp_status map_data(const rpi_file *file, const wanted *w, int64_t bytes,
 }
 
 rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,
-                              rpi_mapping *mapping, rp_real **data) {
+                              rpi_header_mark *mark, rpi_mapping *mapping, rp_real **data) {
   rpi_file file;
   wanted w;
   int64_t bytes = 0;
   *mapping = (rpi_mapping){.memory = NULL};
   *data = NULL;
-  RPI_TRY(find(path, tensors, count, &file, &w, &bytes));
+  RPI_TRY(find(path, tensors, count, mark, &file, &w, &bytes));
   const rp_status status = map_data(&file, &w, bytes, mapping, data);
   rpi_file_close(&file);
   rpi_release(w.spans);

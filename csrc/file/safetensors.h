@@ -12,6 +12,7 @@
 #define RPI_SAFETENSORS_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
 #include "base/error.h"
 #include "base/file.h"
@@ -38,28 +39,35 @@ typedef struct rpi_text_pair {
 rp_status rpi_safetensors_write(const char *path, const rpi_text_pair *metadata, int64_t pairs,
                                 const rpi_tensor *tensors, int64_t count);
 
+/* By which the header of a file is known again: another file may have its path at the next call. */
+typedef struct rpi_header_mark {
+  uint64_t bytes, hash; /* 0, 0: of none so far, the first that is read is the one */
+  bool changed;         /* another header was met, and that was refused */
+} rpi_header_mark;
+
 /* Reads exactly these tensors, whose names differ: RP_ERROR_FILE names the first that is missing,
- * unknown, of another shape or type, or a header that is not one. Nothing is written to them on
- * failure: the data wait in memory of their own until all of them are there. in_place: they do not,
- * for tensors that nobody has yet. */
+ * unknown, of another shape or type, or a header that is not one, or not that of the mark (NULL:
+ * any is). Nothing is written to them on failure: the data wait in memory of their own until all of
+ * them are there. in_place: they do not, for tensors that nobody has yet. */
 rp_status rpi_safetensors_read(const char *path, const rpi_tensor *tensors, int64_t count,
-                               bool in_place);
+                               bool in_place, rpi_header_mark *mark);
 
 /* Are these tensors what the file has, all of them, with their data? Fails as rpi_safetensors_read
  * does, and allocates no more than the header and some bytes a tensor. */
-rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count);
+rp_status rpi_safetensors_check(const char *path, const rpi_tensor *tensors, int64_t count,
+                                rpi_header_mark *mark);
 
 /* As rpi_safetensors_read, but without a copy: *data is then the place 0 of these tensors in the
  * mapped file, and theirs is not looked at. NULL, with RP_OK and no mapping, where the file has
  * them in other places, does not begin its data at a multiple of RPI_ALIGN, or cannot be mapped. */
 rp_status rpi_safetensors_map(const char *path, const rpi_tensor *tensors, int64_t count,
-                              rpi_mapping *mapping, rp_real **data);
+                              rpi_header_mark *mark, rpi_mapping *mapping, rp_real **data);
 
 /* Calls each(context, key, value) for the metadata of a file whose whole header can be read; a
  * failure of it ends the calls. The texts live until it returns. */
 rp_status rpi_safetensors_metadata(const char *path,
                                    rp_status (*each)(void *context, const char *key,
                                                      const char *value),
-                                   void *context);
+                                   void *context, rpi_header_mark *mark);
 
 #endif

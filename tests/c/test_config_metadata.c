@@ -25,7 +25,7 @@ static void test_presets_come_back(void) {
     CHECK_INT(rpi_config_pairs_of(&config, &written), RP_OK);
     CHECK_INT(written.count, RPI_CONFIG_PAIRS);
     CHECK_INT(rpi_safetensors_write(path, written.pairs, written.count, NULL, 0), RP_OK);
-    if (!CHECK_INT(rpi_config_load(path, &back), RP_OK)) printf(": %s", rp_last_error());
+    if (!CHECK_INT(rpi_config_load(path, &back, NULL), RP_OK)) printf(": %s", rp_last_error());
     CHECK(memcmp(&config, &back, sizeof config) == 0);
     CHECK_INT(memory.held, 0);
     CHECK_INT(faults.opened, 0);
@@ -48,14 +48,14 @@ static void test_a_file_from_before(void) {
   }
   CHECK_INT(lacking, 5);
   CHECK_INT(rpi_safetensors_write(path, more, kept, NULL, 0), RP_OK);
-  if (!CHECK_INT(rpi_config_load(path, &back), RP_OK)) printf(": %s", rp_last_error());
+  if (!CHECK_INT(rpi_config_load(path, &back, NULL), RP_OK)) printf(": %s", rp_last_error());
   CHECK(memcmp(&config, &back, sizeof config) == 0);
 }
 
 static void pairs_refused(const rpi_text_pair *pairs, int64_t count, const char *sentence) {
   rp_config config = rp_config_default(), before = config;
   CHECK_INT(rpi_safetensors_write(path, pairs, count, NULL, 0), RP_OK);
-  CHECK_INT(rpi_config_load(path, &config), RP_ERROR_FILE);
+  CHECK_INT(rpi_config_load(path, &config, NULL), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), sentence);
   CHECK_TEXT(rp_last_error(), path);
   CHECK(memcmp(&config, &before, sizeof config) == 0);

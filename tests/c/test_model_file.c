@@ -7,6 +7,9 @@
 
 #include "file/model_file.h"
 
+#include <limits.h>
+#include <pthread.h>
+
 #include "faults.h"
 #include "file/config_metadata.h"
 #include "relpos/model.h"
@@ -310,6 +313,141 @@ static void test_optimizer_state(void) {
   CHECK_INT(memory.held, 0);
 }
 
+/* ---- a path that names one file, and then another ---------------------------- */
+
+static char files[2][sizeof path + 8]; /* both are on the path in turn */
+static int swaps, on_path;
+
+static void put_on_path(int which) {
+  char link_path[sizeof path + 8];
+  snprintf(link_path, sizeof link_path, "%s.link", path);
+  on_path = which;
+  CHECK_INT(link(files[which], link_path), 0);
+  CHECK_INT(rename(link_path, path), 0);
+}
+
+/* What was opened stays so; the next who opens the path has the other file. */
+static int swapping_open(void *context, const char *name, int flags, int mode) {
+  const int descriptor = faulty_open(context, name, flags, mode);
+  if (swaps > 0 && strcmp(name, path) == 0) {
+    swaps--;
+    put_on_path(!on_path);
+  }
+  return descriptor;
+}
+
+/* Two models in the files, one on the path. */
+static void save_both(int64_t other_feed_forward, int what) {
+  for (int i = 0; i < 2; i++) {
+    snprintf(files[i], sizeof files[i], "%s.%d", path, i);
+    rp_config config = config_of(i == 0 ? 32 : other_feed_forward);
+    config.seed = (uint64_t)i + 1;
+    const rp_limits limits = limits_of(1);
+    const rp_batch batch = batch_of();
+    rp_model *model = NULL;
+    CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+    for (int n = 0; n <= i; n++) CHECK_INT(rp_model_step(model, &batch, 1, NULL), RP_OK);
+    CHECK_INT(rp_model_save(model, files[i], what), RP_OK);
+    rp_model_free(model);
+  }
+  put_on_path(0);
+}
+
+static void remove_both(void) {
+  for (int i = 0; i < 2; i++) CHECK_INT(unlink(files[i]), 0);
+}
+
+/* Weights and configuration are of one file, however often another takes its place meanwhile; and
+ * where that never ends, it is said. */
+static void test_another_takes_its_place(int64_t other_feed_forward) {
+  rpi_io io = faulty_io;
+  io.open = swapping_open;
+  rpi_set_io(&io);
+  save_both(other_feed_forward, RP_SAVE_WEIGHTS);
+  const rp_limits limits = limits_of(0);
+  for (int times = 0; times < 8; times++) {
+    reset();
+    swaps = times;
+    rp_model *const model = opened(RP_OK);
+    rp_model *alone = NULL;
+    CHECK_INT(swaps, 0);
+    if (!CHECK(model != NULL)) continue;
+    const rp_config *const config = rp_model_config(model);
+    CHECK_INT(config->feed_forward, config->seed == 1 ? 32 : other_feed_forward);
+    CHECK_INT(rp_model_open(files[config->seed - 1], &limits, &alone), RP_OK);
+    if (alone) check_same(alone, model);
+    rp_model_free(alone);
+    rp_model_free(model);
+    rp_config read;
+    swaps = times;
+    CHECK_INT(rp_config_load(path, &read), RP_OK);
+    CHECK_INT(read.feed_forward, read.seed == 1 ? 32 : other_feed_forward);
+  }
+  swaps = INT_MAX;
+  opened(RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "another file took its place meanwhile");
+  CHECK(INT_MAX - swaps < 100);
+  CHECK_INT(memory.held, 0);
+  CHECK_INT(faults.mapped, 0);
+  swaps = 0;
+  remove_both();
+  rpi_set_io(&faulty_io);
+}
+
+/* Counters and moments are of one file too: the model stays as it was. */
+static void test_another_optimizer_takes_its_place(void) {
+  reset();
+  rpi_io io = faulty_io;
+  io.open = swapping_open;
+  rpi_set_io(&io);
+  save_both(32, RP_SAVE_OPTIMIZER);
+  const rp_config config = config_of(32);
+  const rp_limits limits = limits_of(1);
+  rp_model *model = NULL;
+  CHECK_INT(rp_model_create(&config, &limits, &model), RP_OK);
+  swaps = 1;
+  CHECK_INT(rp_model_load(model, path, RP_SAVE_OPTIMIZER), RP_ERROR_FILE);
+  CHECK_TEXT(rp_last_error(), "another file took its place meanwhile");
+  int64_t step = -1, attempt = -1;
+  CHECK_INT(rp_model_counters(model, &step, &attempt), RP_OK);
+  CHECK_INT(step, 0);
+  CHECK_INT(rp_model_load(model, path, RP_SAVE_OPTIMIZER), RP_OK);
+  CHECK_INT(rp_model_counters(model, &step, &attempt), RP_OK);
+  CHECK_INT(step, 2); /* of the file that is there now */
+  rp_model_free(model);
+  remove_both();
+  rpi_set_io(&faulty_io);
+}
+
+/* ---- a thread that is cancelled ----------------------------------------------- */
+
+/* It is to be cancelled when it calls, and opens and reads: those are no places to end at. */
+static void *open_cancelled(void *done) {
+  const rp_limits limits = limits_of(0);
+  rp_model *model = NULL;
+  rp_config config;
+  pthread_cancel(pthread_self());
+  *(int *)done += rp_config_load(path, &config) == RP_OK;
+  *(int *)done += rp_model_open(path, &limits, &model) == RP_OK;
+  rp_model_free(model);
+  pthread_testcancel();
+  return NULL;
+}
+
+static void test_cancelled(void) {
+  reset();
+  rp_model_free(saved(32));
+  int done = 0;
+  pthread_t caller;
+  void *ended = NULL;
+  CHECK_INT(pthread_create(&caller, NULL, open_cancelled, &done), 0);
+  CHECK_INT(pthread_join(caller, &ended), 0);
+  CHECK(ended == PTHREAD_CANCELED);
+  CHECK_INT(done, 2);
+  CHECK_INT(faults.opened, 0);
+  CHECK_INT(memory.held, 0);
+}
+
 static void test_arguments(void) {
   reset();
   rp_model_free(saved(32));
@@ -403,6 +541,10 @@ int main(void) {
   test_sizes_are_not_believed();
   test_data_that_are_not_there();
   test_optimizer_state();
+  test_another_takes_its_place(32);
+  test_another_takes_its_place(20);
+  test_another_optimizer_takes_its_place();
+  test_cancelled();
   test_arguments();
   /* the header; layout, names and tensors, spans, their names, the header; the model, its offsets
    * and four blocks; names and tensors; spans, their names, the header */

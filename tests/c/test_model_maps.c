@@ -430,6 +430,10 @@ static void test_sums_refused(void) {
   REFUSED(rp_map_sums(NULL, 1, 1, 0, 1, &sum, NULL, NULL), RP_ERROR_ARGUMENT, "map: p is NULL");
   REFUSED(rp_map_sums(p, -1, 1, 0, 0, &sum, NULL, NULL), RP_ERROR_SHAPE, "queries=-1, keys=1");
   REFUSED(rp_map_sums(p, 1, -1, 0, 1, &sum, NULL, NULL), RP_ERROR_SHAPE, "queries=1, keys=-1");
+  const int64_t most = (int64_t)1 << 40;
+  REFUSED(rp_map_sums(p, most + 1, 1, 0, 1, &sum, NULL, NULL), RP_ERROR_SHAPE, "are too many");
+  REFUSED(rp_map_sums(p, 1, INT64_MAX, 0, 1, &sum, NULL, NULL), RP_ERROR_SHAPE, "are too many");
+  REFUSED(rp_map_sums(p, most, most, 0, 1, &sum, NULL, NULL), RP_ERROR_SHAPE, "are too many");
   static const int64_t rows[][2] = {{0, 2}, {1, 1}, {-1, 1}, {2, 0}, {0, -1}, {1, INT64_MAX}};
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     REFUSED(rp_map_sums(p, 1, 1, rows[i][0], rows[i][1], &sum, NULL, NULL), RP_ERROR_SHAPE,

@@ -103,12 +103,12 @@ static rp_status read_two(void) {
   rp_real found[4];
   rpi_set_io(&memory_io);
   two(tensors, false);
-  const rp_status in_place = rpi_safetensors_read("made", tensors, 2, true);
+  const rp_status in_place = rpi_safetensors_read("made", tensors, 2, true, NULL);
   memcpy(found, matrix_data, sizeof found);
   CHECK_INT(memory.held, 0);
   two(tensors, false);
   reset();
-  const rp_status status = rpi_safetensors_read("made", tensors, 2, false);
+  const rp_status status = rpi_safetensors_read("made", tensors, 2, false, NULL);
   rpi_set_io(&faulty_io);
   CHECK_INT(in_place, status);
   CHECK(status != RP_OK || memcmp(found, matrix_data, sizeof found) == 0);
@@ -197,7 +197,7 @@ static void test_round_trip(void) {
   }
   reset();
   CHECK_INT(rpi_safetensors_write(path, metadata, 3, tensors, COUNT), RP_OK);
-  if (!CHECK_INT(rpi_safetensors_read(path, reading, COUNT, false), RP_OK))
+  if (!CHECK_INT(rpi_safetensors_read(path, reading, COUNT, false, NULL), RP_OK))
     printf(": %s", rp_last_error());
   for (int i = 0; i < COUNT; i++) {
     for (int j = 0; j < 32; j++) {
@@ -205,14 +205,14 @@ static void test_round_trip(void) {
     }
   }
   seen s = {.count = 0};
-  CHECK_INT(rpi_safetensors_metadata(path, note, &s), RP_OK);
+  CHECK_INT(rpi_safetensors_metadata(path, note, &s, NULL), RP_OK);
   CHECK_INT(s.count, 3);
   for (int i = 0; i < 3; i++) {
     CHECK(strcmp(s.keys[i], metadata[i].key) == 0);
     CHECK(strcmp(s.values[i], metadata[i].value) == 0);
   }
   s = (seen){.fail_at = 2};
-  CHECK_INT(rpi_safetensors_metadata(path, note, &s), RP_ERROR_ORDER);
+  CHECK_INT(rpi_safetensors_metadata(path, note, &s, NULL), RP_ERROR_ORDER);
   CHECK_TEXT(rp_last_error(), "enough");
   CHECK_INT(s.count, 2);
   CHECK_INT(memory.held, 0);
@@ -222,9 +222,9 @@ static void test_round_trip(void) {
   snprintf(empty, sizeof empty, "8%7s{}%54s", "", "");
   memcpy(empty, "\x38\0\0\0\0\0\0", 8);
   CHECK(file_is(empty, 64));
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false, NULL), RP_OK);
   s = (seen){.count = 0};
-  CHECK_INT(rpi_safetensors_metadata(path, note, &s), RP_OK);
+  CHECK_INT(rpi_safetensors_metadata(path, note, &s, NULL), RP_OK);
   CHECK_INT(s.count, 0);
 }
 
@@ -297,7 +297,7 @@ static void test_texts(void) {
   make(header, NULL, 0);
   rpi_set_io(&memory_io);
   seen s = {.count = 0};
-  CHECK_INT(rpi_safetensors_metadata("made", note, &s), RP_OK);
+  CHECK_INT(rpi_safetensors_metadata("made", note, &s, NULL), RP_OK);
   rpi_set_io(&faulty_io);
   CHECK_INT(s.count, 2);
   CHECK(strcmp(s.keys[0], "\"\\/\b\f\n\r\t") == 0);
@@ -435,7 +435,7 @@ static void test_no_headers(void) {
     refused(headers[i], "'made' is no safetensors file: its header should have ");
     rpi_set_io(&memory_io);
     seen s = {.count = 0};
-    CHECK_INT(rpi_safetensors_metadata("made", note, &s), RP_ERROR_FILE);
+    CHECK_INT(rpi_safetensors_metadata("made", note, &s, NULL), RP_ERROR_FILE);
     CHECK_INT(s.count, 0);
     rpi_set_io(&faulty_io);
   }
@@ -494,7 +494,7 @@ static void test_large_headers(void) {
   }
   reset();
   CHECK_INT(rpi_safetensors_write(path, metadata, RPI_MOST_PAIRS, NULL, 0), RP_OK);
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false, NULL), RP_OK);
   char *content = malloc(20000); /* one more, behind the 8 bytes of the length */
   int used = 8 + snprintf(content + 8, 20000 - 8, "{\"__metadata__\":{");
   for (int i = 0; i < PAIRS; i++) {
@@ -503,7 +503,7 @@ static void test_large_headers(void) {
   used += snprintf(content + used, (size_t)(20000 - used), "}}");
   for (int i = 0; i < 8; i++) content[i] = (char)((used - 8) >> (i < 4 ? 8 * i : 31) & 0xFF);
   put(content, (size_t)used);
-  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read(path, NULL, 0, false, NULL), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "no more than 1024 texts of metadata");
   free(content);
 }
@@ -637,7 +637,7 @@ static rp_status read_with_faults(int call, int allocation) {
   faults.error = EIO;
   faults.largest = 20;
   memory.fail_at = allocation;
-  const rp_status status = rpi_safetensors_read(path, tensors, 2, false);
+  const rp_status status = rpi_safetensors_read(path, tensors, 2, false, NULL);
   CHECK_INT(faults.opened, 0);
   CHECK_INT(memory.held, 0);
   CHECK(two_are(status == RP_OK));
@@ -658,9 +658,9 @@ static void test_many(void) {
   }
   reset();
   CHECK_INT(rpi_safetensors_write(path, NULL, 0, written, MANY), RP_OK);
-  CHECK_INT(rpi_safetensors_read(path, wanted, MANY, false), RP_OK);
+  CHECK_INT(rpi_safetensors_read(path, wanted, MANY, false, NULL), RP_OK);
   CHECK(memcmp(read, numbers, sizeof read) == 0);
-  CHECK_INT(rpi_safetensors_read(path, wanted, MANY - 1, false), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read(path, wanted, MANY - 1, false, NULL), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "its tensor 'layer4999.bias' is unknown here");
   written[7].name = names[3];
   CHECK_INT(rpi_safetensors_write(path, NULL, 0, written, MANY), RP_ERROR_ARGUMENT);
@@ -690,7 +690,7 @@ static void test_every_call_of_read_fails(void) {
     faults.fail_at = n;
     faults.error = EIO;
     seen s = {.count = 0};
-    const rp_status status = rpi_safetensors_metadata(path, note, &s);
+    const rp_status status = rpi_safetensors_metadata(path, note, &s, NULL);
     CHECK_INT(faults.opened, 0);
     CHECK_INT(memory.held, 0);
     if (faults.last == NULL) break;
@@ -699,17 +699,17 @@ static void test_every_call_of_read_fails(void) {
   reset();
   memory.fail_at = 1;
   seen s = {.count = 0};
-  CHECK_INT(rpi_safetensors_metadata(path, note, &s), RP_ERROR_MEMORY);
+  CHECK_INT(rpi_safetensors_metadata(path, note, &s, NULL), RP_ERROR_MEMORY);
   CHECK_INT(faults.opened, 0);
 }
 
 static void test_paths(void) {
   reset();
-  CHECK_INT(rpi_safetensors_read("/no/such/file", NULL, 0, false), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read("/no/such/file", NULL, 0, false, NULL), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "cannot open '/no/such/file': No such file");
-  CHECK_INT(rpi_safetensors_read(folder, NULL, 0, false), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_read(folder, NULL, 0, false, NULL), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "directory");
-  CHECK_INT(rpi_safetensors_metadata("/no/such/file", note, NULL), RP_ERROR_FILE);
+  CHECK_INT(rpi_safetensors_metadata("/no/such/file", note, NULL, NULL), RP_ERROR_FILE);
   CHECK_INT(rpi_safetensors_write("/no/such/file", NULL, 0, NULL, 0), RP_ERROR_FILE);
   CHECK_TEXT(rp_last_error(), "/no/such/file");
   CHECK_INT(memory.held, 0);

@@ -219,6 +219,32 @@ static void test_cancelled_caller(void) {
   }
 }
 
+/* Handlers of the program's run on its own threads, but what a worker's fault raises reaches it. */
+static void look_at_signals(void *context, int64_t task, int worker) {
+  static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS};
+  static const int others[] = {SIGINT, SIGTERM, SIGALRM, SIGCHLD, SIGUSR1};
+  (void)task;
+  sleep_microseconds(1000);
+  if (worker == 0) return;
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, NULL, &blocked);
+  bool right = true;
+  for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) {
+    right = right && sigismember(&blocked, own[i]) == 0;
+  }
+  for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
+    right = right && sigismember(&blocked, others[i]) == 1;
+  }
+  atomic_fetch_add((atomic_int *)context, right ? 1 : 1000);
+}
+
+static void test_signals_of_workers(void) {
+  rpi_threads_set(4);
+  atomic_int looked = 0;
+  rpi_parallel_for(40, 4, look_at_signals, &looked);
+  CHECK(looked >= 1 && looked < 1000);
+}
+
 /* ---- nested and concurrent ------------------------------------------------- */
 
 typedef struct nest {
@@ -555,6 +581,7 @@ int main(void) {
   test_work_is_shared();
   test_caller_sleeps_until_done();
   test_cancelled_caller();
+  test_signals_of_workers();
   test_nested();
   test_eight_callers_at_once();
   if (fork_works) {
