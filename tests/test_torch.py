@@ -19,6 +19,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ import numpy as np
 import pytest
 
 import relpos
+import scheme_examples
 from capi import Core
 from double_core import double_core
 from stand_in import stand_in
 from test_readme import BLOCKS, IN_TORCH, LEFT_OUT
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
 import relpos.torch  # noqa: E402
 
 PACKAGE = Path(relpos.__file__).parent.parent
@@ -953,15 +957,82 @@ class _Function(torch.nn.Module):
         return relpos.torch.attention(q, k, v, position=relpos.Shaw(self.table))
 
 
+class _Layer(torch.nn.Module):
+    def __init__(self, position: Any) -> None:
+        super().__init__()
+        self.attention = relpos.torch.Attention(position, causal=True, dropout=0.1)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.attention(x, x, x, seed=3)
+
+
+def _layers(name: str) -> list[_Layer]:
+    """Alike but for their tables."""
+    example = scheme_examples.EXAMPLES[name]
+    tables = [scheme_examples.parameters(example, np.float32, seed) for seed in range(12)]
+    return [
+        _Layer(example.make(**{x: torch.nn.Parameter(torch.from_numpy(t[x])) for x in t}))
+        for t in tables
+    ]
+
+
+def _stream(grad: bool = True) -> Any:
+    x = torch.from_numpy(scheme_examples.activations(np.float32)[0])
+    return x.requires_grad_(grad)
+
+
+@pytest.mark.parametrize("name", ["shaw", "t5", "graph", "xl"])
+def test_layers_that_are_alike_share_a_graph(name: str) -> None:
+    """More of them than torch compiles graphs of one function."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layers = _layers(name)
+    x = _stream()
+    leaves = [x, *(p for layer in layers for p in layer.parameters())]
+    found = expected = x
+    for layer in layers:
+        found = torch.compile(layer, fullgraph=True, backend=counter)(found)
+        expected = layer(expected)
+    assert counter.frame_count == 1 and torch.equal(found, expected)
+    pairs = zip(*(torch.autograd.grad(y.sum(), leaves) for y in (found, expected)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_threads_of_exported_code() -> None:
+    """What is kept from forward to backward is kept for all of them in one place."""
+    layer, x = _layers("xl")[0], _stream(grad=False)
+    given = [part.requires_grad_() for part in (x[:, :, :-3].clone(), x)]
+    run = [torch.export.export(layer, (part,)).module() for part in given]
+
+    def gradient(i: int) -> Any:
+        return torch.autograd.grad(run[i](given[i]).sum(), given[i])[0]
+
+    expected = [gradient(i) for i in range(2)]
+
+    def work(i: int) -> bool:
+        return all(torch.equal(gradient(i % 2), expected[i % 2]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
+
+
+def test_a_module_without_gradients_holds_no_lowered_tables() -> None:
+    layer, x = _layers("xl")[0], _stream(grad=False)
+    kept = layer.attention._kept[True, "f32"]
+    y = layer(x)
+    assert kept.last is not None
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+    assert kept.last is None
+
+
 def test_exported() -> None:
-    """The function says in the graph what it is; the module says why it does not."""
+    """A function says in the graph what it is, and so does a module."""
     x = [a.detach() for a in qkv()]
     module = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(tensor(5, D, grad=False))))
-    with pytest.raises(Exception, match="an Attention module cannot be exported"):
-        torch.export.export(module.eval(), tuple(x))
-    function = _Function().eval()
-    exported = torch.export.export(function, tuple(x))
-    assert torch.equal(exported.module()(*x), function(*x))
+    for each in (module.eval(), _Function().eval()):
+        exported = torch.export.export(each, tuple(x))
+        assert torch.equal(exported.module()(*x), each(*x))
     with pytest.raises(RuntimeError, match="the scheme of this graph is gone, or another"):
         relpos.torch.calls.spec_of("0")
 

@@ -25,7 +25,7 @@ except ImportError:
 from torch import Tensor
 
 from relpos.position.arrays import check_constant
-from relpos.position.combine import Position, schemes_of
+from relpos.position.combine import Position, schemes_of, with_tables
 from relpos.position.written import Parts, as_text, write
 from relpos.request import Layout, Mask, Window
 from relpos.torch.arguments import (
@@ -45,11 +45,6 @@ from relpos.torch.operation import OPERATION
 __all__ = ["Attention", "attention"]
 
 
-def _is_exporting() -> bool:
-    """torch.compiler.is_exporting(), which says yes to all that torch.compile compiles up to 2.11."""
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
-
-
 class Attention(torch.nn.Module):
     """`relpos.attention` as a module: the scheme and the options once, tensors with every call.
 
@@ -61,7 +56,7 @@ class Attention(torch.nn.Module):
         another one at every step.
     precision: as in `attention` of this module.
 
-    May be called in code that torch.compile compiles.
+    May be called in code that torch.compile compiles, and in a model that torch.export exports.
     """
 
     def __init__(
@@ -122,26 +117,28 @@ class Attention(torch.nn.Module):
     ) -> Tensor:
         """Tensors as `attention` takes them; integers for lengths, offsets and query_start, best as
         tensors on the CPU; a bool tensor for mask, not with offsets: `attention` takes packed
-        masks. seed: below 2^63, another one every step.
-
-        Cannot be exported (`torch.export`); `attention` can."""
-        if _is_exporting():
-            raise RuntimeError(
-                "relpos.torch: an Attention module cannot be exported, its scheme being known to "
-                "this process alone; call relpos.torch.attention in a module of your own, which can"
-            )
+        masks. seed: below 2^63, another one every step."""
         precision = precision_for(q, self._precision)
         q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
         check_tensors(q, k, v)
         check_mask(mask)
         seed = check_seed(seed)
         spec, tables = self._kept[self.training, precision], self._tables()
+        if torch.compiler.is_compiling():  # a graph that knows no module serves all that are alike
+            own = spec.arrays | dict(zip(spec.tensors, tables, strict=True))
+            return attention(
+                q, k, v, position=with_tables(spec.position, own), lengths=lengths,
+                key_lengths=key_lengths, offsets=offsets, key_offsets=key_offsets,
+                query_start=query_start, seed=seed, **(spec.options | {"mask": mask}),
+            )  # fmt: skip
         check_parameters(zip(spec.tensors, tables, strict=True))
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
         check_host(host)
         host = host + spec.others
         out: Tensor = OPERATION(q, k, v, tables, host, [], [], seed, spec.name)[0]
+        if not out.requires_grad:
+            spec.last = None  # nobody comes back for it
         return out
 
 

@@ -93,6 +93,17 @@ class Kept(Spec):
         return Kept, (self.position, self.options)  # copies have a number of their own
 
 
+class Holder:
+    """Has the `last` of many."""
+
+    last: Lowering | None = None
+
+
+# One for all texts, or each of them would hold tables of its last call for good. An object, and not a
+# class: threads that set an attribute of a class together have crashed Python.
+_of_texts = Holder()
+
+
 class Written(Spec):
     """Schemes and options as a text, which is the name: those of compiled code, which may run when
     what it was made of is gone."""
@@ -103,8 +114,7 @@ class Written(Spec):
         self.layout = dict(self.written[2][1:])["layout"]
 
     def holder(self) -> Any:
-        """One for all texts, or each of them would hold tables of its last call for good."""
-        return Written
+        return _of_texts
 
     def over(self, tables: Sequence[Tensor], numbers: Numbers) -> Call:
         own = [table_of(x) for x in tables]
