@@ -315,11 +315,11 @@ static void test_optimizer_state(void) {
 
 /* ---- a path that names one file, and then another ---------------------------- */
 
-static char files[2][sizeof path + 8]; /* both are on the path in turn */
+static char files[2][sizeof path + 16]; /* both are on the path in turn */
 static int swaps, on_path;
 
 static void put_on_path(int which) {
-  char link_path[sizeof path + 8];
+  char link_path[sizeof path + 16];
   snprintf(link_path, sizeof link_path, "%s.link", path);
   on_path = which;
   CHECK_INT(link(files[which], link_path), 0);
