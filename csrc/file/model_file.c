@@ -261,12 +261,13 @@ static rp_status take_weights(rp_model *m, const char *path, rpi_header_mark *ma
   return load_listed(m, path, RP_SAVE_WEIGHTS, true, mark);
 }
 
-static rp_status open_model(const char *path, const rp_limits *limits, rp_model **model,
-                            rpi_header_mark *mark) {
-  rp_config config;
+/* The configuration; and the model, where one is wanted. */
+static rp_status open_once(const char *path, const rp_limits *limits, rp_config *config,
+                           rp_model **model, rpi_header_mark *mark) {
+  RPI_TRY(weights_config(path, config, mark));
+  if (!model) return RP_OK;
   rp_model *m = NULL;
-  RPI_TRY(weights_config(path, &config, mark));
-  RPI_TRY(rpi_model_create_bare(&config, limits, &m));
+  RPI_TRY(rpi_model_create_bare(config, limits, &m));
   const rp_status status = take_weights(m, path, mark);
   if (status == RP_OK) *model = m;
   else rpi_model_free(m);
@@ -277,24 +278,25 @@ static rp_status open_model(const char *path, const rp_limits *limits, rp_model 
  * place in between, as training replaces them, it is begun anew. */
 enum { TRIES = 16 };
 
-rp_status rpi_weights_config(const char *path, rp_config *config) {
+static rp_status open_weights(const char *path, const rp_limits *limits, rp_config *config,
+                              rp_model **model) {
   rp_status status = RP_OK;
-  rp_config found;
   for (int i = 0; i < TRIES; i++) {
     rpi_header_mark mark = {0};
-    status = weights_config(path, &found, &mark);
+    status = open_once(path, limits, config, model, &mark);
     if (!mark.changed) break;
   }
-  if (status == RP_OK) *config = found;
   return status;
 }
 
+rp_status rpi_weights_config(const char *path, rp_config *config) {
+  rp_config found;
+  RPI_TRY(open_weights(path, NULL, &found, NULL));
+  *config = found;
+  return RP_OK;
+}
+
 rp_status rpi_model_open(const char *path, const rp_limits *limits, rp_model **model) {
-  rp_status status = RP_OK;
-  for (int i = 0; i < TRIES; i++) {
-    rpi_header_mark mark = {0};
-    status = open_model(path, limits, model, &mark);
-    if (!mark.changed) break;
-  }
-  return status;
+  rp_config config;
+  return open_weights(path, limits, &config, model);
 }

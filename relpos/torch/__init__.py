@@ -119,10 +119,6 @@ class Attention(torch.nn.Module):
         tensors on the CPU; a bool tensor for mask, not with offsets: `attention` takes packed
         masks. seed: below 2^63, another one every step."""
         precision = precision_for(q, self._precision)
-        q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
-        check_tensors(q, k, v)
-        check_mask(mask)
-        seed = check_seed(seed)
         spec, tables = self._kept[self.training, precision], self._tables()
         if torch.compiler.is_compiling():  # a graph that knows no module serves all that are alike
             own = spec.arrays | dict(zip(spec.tensors, tables, strict=True))
@@ -131,6 +127,10 @@ class Attention(torch.nn.Module):
                 key_lengths=key_lengths, offsets=offsets, key_offsets=key_offsets,
                 query_start=query_start, seed=seed, **(spec.options | {"mask": mask}),
             )  # fmt: skip
+        q, k, v = as_autocast(q), as_autocast(k), as_autocast(v)
+        check_tensors(q, k, v)
+        check_mask(mask)
+        seed = check_seed(seed)
         check_parameters(zip(spec.tensors, tables, strict=True))
         check_tangents(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]

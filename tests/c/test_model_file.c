@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <pthread.h>
 
+#include "cancelled.h"
 #include "faults.h"
 #include "file/config_metadata.h"
 #include "relpos/model.h"
@@ -444,11 +445,7 @@ static void test_cancelled(void) {
   reset();
   rp_model_free(saved(32));
   int done = 0;
-  pthread_t caller;
-  void *ended = NULL;
-  CHECK_INT(pthread_create(&caller, NULL, open_cancelled, &done), 0);
-  CHECK_INT(pthread_join(caller, &ended), 0);
-  CHECK(ended == PTHREAD_CANCELED);
+  check_ends_cancelled(open_cancelled, &done);
   CHECK_INT(done, 2);
   CHECK_INT(faults.opened, 0);
   CHECK_INT(memory.held, 0);

@@ -24,6 +24,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "cancelled.h"
 #include "check.h"
 
 /* The thread sanitizer ends a forked child that starts threads, unless told. */
@@ -210,11 +211,7 @@ static void test_cancelled_caller(void) {
   for (int threads = 4; threads >= 3; threads--) { /* and while it ends a worker */
     rpi_threads_set(threads);
     atomic_int done = 0;
-    pthread_t caller;
-    void *ended = NULL;
-    CHECK_INT(pthread_create(&caller, NULL, call_cancelled, &done), 0);
-    CHECK_INT(pthread_join(caller, &ended), 0);
-    CHECK(ended == PTHREAD_CANCELED);
+    check_ends_cancelled(call_cancelled, &done);
     if (!CHECK_INT(done, 1040)) exit(1); /* whoever calls next would wait for ever */
   }
 }
