@@ -518,6 +518,25 @@ def test_forward_mode_is_refused() -> None:
         torch.func.jvp(lambda x: relpos.torch.attention(x, k, v), (q,), (q,))
 
 
+def test_transforms_are_refused() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    key = tensor(5, D, grad=False)
+
+    def by_q(x: Any) -> Any:
+        return relpos.torch.attention(x, k, v).sum()
+
+    def by_table(x: Any) -> Any:
+        return relpos.torch.attention(q, k, v, position=relpos.Shaw(x)).sum()
+
+    said = "^relpos.torch: cannot be inside grad, vjp, jacrev or vmap of torch.func; use "
+    for call, x in ((by_q, q), (by_table, key)):
+        for transform in (torch.func.grad, torch.func.jacrev):
+            with pytest.raises(RuntimeError, match=said):
+                transform(call)(x)
+        with pytest.raises(RuntimeError, match=said):
+            torch.func.vmap(call)(x.expand(2, *x.shape))
+
+
 def test_gradients_of_gradients_are_refused() -> None:
     """When they are asked for; a graph for them may be made."""
     q, k, v = qkv()
@@ -594,7 +613,7 @@ def test_a_table_of_another_type_is_refused() -> None:
         relpos.Shaw(tensor(5, D).double())
     q, k, v = qkv()
     module = relpos.torch.Attention(relpos.Shaw(torch.nn.Parameter(tensor(5, D)))).double()
-    with pytest.raises(TypeError, match=r"^key_table: expected float32, got float64; use .float"):
+    with pytest.raises(TypeError, match=r"^key_table: expected float32 or .*, got float64; use"):
         module(q, k, v)
     module.float()(q, k, v)
     module.key_table = None
@@ -602,14 +621,51 @@ def test_a_table_of_another_type_is_refused() -> None:
         module(q, k, v)
     table = torch.nn.Parameter(tensor(5, D))
     position = relpos.Shaw(table)
-    table.data = table.data.bfloat16()
+    table.data = table.data.half()
 
     def call() -> Any:
         return relpos.torch.attention(q, k, v, position=position)
 
     for each in (call, torch.compile(call, backend="aot_eager")):
-        with pytest.raises(TypeError, match=r"^key_table: expected float32, got bfloat16; use .f"):
+        with pytest.raises(TypeError, match=r"^key_table: expected float32 .*, got float16"):
             each()
+
+
+@pytest.mark.parametrize("form", ["function", "module", "compiled"])
+def test_tables_of_bfloat16(form: str) -> None:
+    """Are widened, which changes none of their numbers: those computed within torch.autocast."""
+    q, k, v = qkv()
+    one, other = tensor(5, D), tensor(5, D, seed=1)
+    found = []
+    for wide in (False, True):
+        with torch.autocast("cpu"):
+            key, value = (torch.nn.functional.linear(x, torch.eye(D)) for x in (one, other))
+        assert key.dtype == torch.bfloat16
+        key, value = (key.float(), value.float()) if wide else (key, value)
+
+        def call(key: Any, value: Any) -> Any:
+            return relpos.torch.attention(q, k, v, position=relpos.Shaw(key, value))
+
+        if form == "module":
+            out = relpos.torch.Attention(relpos.Shaw(key, value))(q, k, v)
+        elif form == "compiled":
+            out = torch.compile(call, backend="aot_eager", fullgraph=True)(key, value)
+        else:
+            out = call(key, value)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), (q, one, other))])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_memory_stays_torchs_to_give_back() -> None:
+    """FSDP gives the memory of gathered parameters back, Tensor.numpy() forbids that for good."""
+    q, k, v = qkv()
+    key, labels = tensor(5, D), torch.zeros(N, N, dtype=torch.int8)
+    position = (relpos.Shaw(key), relpos.ShawGraph(value_table=tensor(5, D, seed=1), labels=labels))
+    relpos.torch.attention(q, k, v, position=position).sum().backward()
+    for x in (q, k, v, key, position[1].value_table):
+        assert x.untyped_storage().resizable()
+        x.untyped_storage().resize_(0)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -1116,6 +1172,15 @@ def test_numbers_that_would_be_learned_are_refused() -> None:
     with pytest.raises(TypeError, match="^scale: expected a number, got a tensor that requires"):
         relpos.T5Bias(tensor(8, H), scale=learned)
     relpos.torch.attention(q, k, v, scale=learned.detach())
+
+
+def test_the_module_says_what_it_is() -> None:
+    table = torch.nn.Parameter(tensor(5, D))
+    module = relpos.torch.Attention((relpos.Shaw(table), relpos.ALiBi()), causal=True, dropout=0.1)
+    assert repr(module) == f"Attention(Shaw, ALiBi, key_table=(5, {D}), causal=True, dropout=0.1)"
+    module.key_table = torch.nn.Parameter(tensor(7, D))
+    assert f"key_table=(7, {D})" in repr(module)
+    assert repr(relpos.torch.Attention(precision="bf16")) == "Attention(precision='bf16')"
 
 
 def test_the_module() -> None:

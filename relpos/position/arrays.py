@@ -132,8 +132,8 @@ def describe(x: Any) -> str:
 
 
 def may_be_narrow(table: Any) -> bool:
-    """Whether a table may be bfloat16: tensors of torch on a GPU, which relpos.torch widens."""
-    return bool(getattr(table, "is_cuda", False))
+    """Whether a table may be bfloat16: tensors of torch, which relpos.torch widens."""
+    return hasattr(table, "new_tensor")
 
 
 def _fix(name: str, table: Any) -> str:

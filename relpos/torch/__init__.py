@@ -16,6 +16,7 @@ torch's current stream (docs/cuda.md). There are no gradients of gradients.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 try:
@@ -34,8 +35,8 @@ from relpos.torch.arguments import (
     check_mask,
     check_parameters,
     check_seed,
-    check_tangents,
     check_tensors,
+    check_transforms,
     host_of,
     precision_for,
 )
@@ -92,6 +93,18 @@ class Attention(torch.nn.Module):
         for name in self._own:
             self.register_parameter(name, tensors[name])
 
+    def extra_repr(self) -> str:
+        """The schemes, their tensors, and the options that are not as they come."""
+        kept, usual = self._a_kept(), inspect.signature(Attention).parameters
+        schemes = [type(x).__name__ for x in schemes_of(kept.position)]
+        tables = [
+            f"{name}={tuple(x.shape)}" for name, x in zip(kept.tensors, self._tables(), strict=True)
+        ]
+        options = kept.options | {"precision": self._precision}
+        options = {x: options[x] for x in usual if x != "position"}
+        said = [f"{x}={y!r}" for x, y in options.items() if y != usual[x].default]
+        return ", ".join(schemes + tables + said)
+
     def _a_kept(self) -> Kept:
         """Any: all are over the same tensors."""
         return next(iter(self._kept.values()))
@@ -132,7 +145,7 @@ class Attention(torch.nn.Module):
         check_mask(mask)
         seed = check_seed(seed)
         check_parameters(zip(spec.tensors, tables, strict=True))
-        check_tangents(q, k, v, *tables)
+        check_transforms(q, k, v, *tables)
         host = host_of(lengths, key_lengths, offsets, key_offsets, query_start) + [mask]
         check_host(host)
         host = host + spec.others
@@ -171,7 +184,8 @@ def attention(
     q, k, v: float32 tensors on the CPU, or float32 or bfloat16 ones on one GPU, used where they
         lie.
     position: a scheme, or a tuple of them, made of tensors (`relpos.Shaw(key_table)` with tensors
-        that may require gradients) or of arrays, which then are constants.
+        that may require gradients; float32, or bfloat16, which is widened) or of arrays, which then
+        are constants.
     lengths, key_lengths, offsets, key_offsets, query_start: integers, as tensors or otherwise. The
         host reads them: tensors on a GPU are copied, and waited for. So is a mask.
     mask: a bool tensor, or as `relpos.attention` takes it.
@@ -221,7 +235,7 @@ def attention(
         kept = Kept(position, options)
         tables = list(kept.tensors.values())
         check_parameters(kept.tensors.items())
-        check_tangents(q, k, v, *tables)
+        check_transforms(q, k, v, *tables)
         host = host + kept.others
         found = OPERATION(q, k, v, tables, host, [], [], seed, kept.name)
     out: Tensor = found[0]

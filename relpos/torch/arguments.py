@@ -151,9 +151,15 @@ def _check_type(name: str, x: Tensor, q: Tensor) -> None:
         raise TypeError(f"{name}: expected {own} as q, got {got}; use {name}.to(q.dtype)")
 
 
-def check_tangents(*tensors: Tensor) -> None:
-    """Forward-mode derivatives: torch would take them to be zero, and say nothing."""
+def check_transforms(*tensors: Tensor) -> None:
+    """Forward-mode derivatives: torch would take them to be zero, and say nothing. Of what the
+    transforms of torch.func make of an operation it would not say whose."""
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("relpos.torch: has no forward-mode derivatives (jvp, jacfwd)")
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise RuntimeError(
+            "relpos.torch: cannot be inside grad, vjp, jacrev or vmap of torch.func; use "
+            "torch.autograd.grad, and for vmap the batch axis"
+        )

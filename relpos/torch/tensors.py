@@ -65,9 +65,10 @@ def stream_of(x: Tensor) -> int:
 
 
 def array_of(x: Tensor) -> Any:
-    """A tensor as relpos.attention takes it: the same memory."""
+    """A tensor as relpos.attention takes it: the same memory. Tensor.numpy() would forbid torch to
+    give that memory back, as FSDP does."""
     x = x.detach()
-    return TensorArray(x) if is_on_gpu(x) else x.numpy()
+    return TensorArray(x) if is_on_gpu(x) else np.from_dlpack(x)
 
 
 def tensor_of(x: Any) -> Tensor:
@@ -77,10 +78,10 @@ def tensor_of(x: Any) -> Tensor:
 
 def check_table(name: str, x: Tensor) -> None:
     """A module's parameters change their type with it, as by .double()."""
-    types = ("float32", "bfloat16") if is_on_gpu(x) else (str(np.dtype(arrays.REAL)),)
+    real = "float32" if is_on_gpu(x) else str(np.dtype(arrays.REAL))
     got = str(x.dtype).removeprefix("torch.")
-    if got not in types:
-        raise TypeError(f"{name}: expected {' or '.join(types)}, got {got}; use .float()")
+    if got not in (real, "bfloat16"):
+        raise TypeError(f"{name}: expected {real} or bfloat16, got {got}; use .float()")
 
 
 def table_of(x: Tensor) -> Any:
