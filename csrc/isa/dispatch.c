@@ -44,10 +44,14 @@ static const rp_ops *chosen; /* NULL: requested cannot be had */
 static const char *narrow;   /* what multiplies bf16 there */
 static char requested[32];   /* RELPOS_ISA, cut to fit; "": not set */
 static char available[64];
+static char blas[32]; /* RELPOS_BLAS, likewise, where it is unknown */
 
 static void choose(void) {
-  const char *name = getenv("RELPOS_ISA");
+  const char *name = getenv("RELPOS_ISA"), *wish = getenv("RELPOS_BLAS");
   if (name != NULL) snprintf(requested, sizeof requested, "%s", name);
+  if (wish != NULL && strcmp(wish, "builtin") != 0 && strcmp(wish, "openblas") != 0) {
+    snprintf(blas, sizeof blas, "%s", wish);
+  }
   const int features = rpi_cpu_features();
   for (int i = 0; i < CANDIDATES; i++) {
     if ((features & candidates[i].feature) == 0) continue;
@@ -75,6 +79,8 @@ rp_status rpi_ops_get(const rp_ops **ops) {
   RPI_CHECK(chosen != NULL, RP_ERROR_ARGUMENT, "RELPOS_ISA: '%s' %s; available here: %s", requested,
             is_known(requested) ? "cannot run on this machine" : "is unknown", available);
   *ops = chosen;
+  RPI_CHECK(blas[0] == '\0', RP_ERROR_ARGUMENT,
+            "RELPOS_BLAS: '%s' is unknown, must be builtin or openblas", blas);
   return rpi_threads_check();
 }
 

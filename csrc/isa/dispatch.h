@@ -10,8 +10,9 @@
 extern const rp_ops rpi_ops_portable, rpi_ops_avx2, rpi_ops_avx512, rpi_ops_amx, rpi_ops_neon;
 
 /* The best table this machine can run, or the one RELPOS_ISA names. An unknown
- * or unavailable name is RP_ERROR_ARGUMENT, again at every call; so is a RELPOS_NUM_THREADS that is
- * no number of threads (base/threads.h), but then *ops is set. */
+ * or unavailable name is RP_ERROR_ARGUMENT, again at every call; so are an unknown RELPOS_BLAS
+ * (base/blas.h) and a RELPOS_NUM_THREADS that is no number of threads (base/threads.h), but then
+ * *ops is set. */
 rp_status rpi_ops_get(const rp_ops **ops);
 
 /* What multiplies bf16 in the table of rpi_ops_get: "AVX512-BF16", "AMX", or "none": plain code. */

@@ -74,6 +74,16 @@ static void test_the_unknown_fails_every_time(const char *isa) {
   }
 }
 
+static void test_an_unknown_blas_fails_every_time(const char *isa) {
+  (void)isa;
+  setenv("RELPOS_BLAS", "mkl", 1);
+  for (int i = 0; i < 2; i++) {
+    const rp_ops *ops = NULL;
+    CHECK_INT(rpi_ops_get(&ops), RP_ERROR_ARGUMENT);
+    CHECK_TEXT(rp_last_error(), "RELPOS_BLAS: 'mkl' is unknown, must be builtin or openblas");
+  }
+}
+
 int main(void) {
   static const struct {
     const char *name;
@@ -95,5 +105,6 @@ int main(void) {
   run_case("portable avx2", test_the_unknown_fails_every_time);
   run_case("a-name-longer-than-any-buffer-that-would-be-reasonable-for-it",
            test_the_unknown_fails_every_time);
+  run_case(NULL, test_an_unknown_blas_fails_every_time);
   return check_report();
 }
