@@ -237,12 +237,8 @@ static rp_status check_inputs(const rp_attention *a, rp_rows q, rp_rows k, rp_ro
   return check_input(a, "v", v, KEYS, a->Dv);
 }
 
-static rpi_array dense(const char *name, const rp_real *data, int64_t count) {
-  return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data, false};
-}
-
 static rpi_array array_of_lse(const rp_attention *a, const rp_real *lse) {
-  return dense("lse", lse, a->H * (a->offsets ? a->offsets[a->B] : a->B * a->N));
+  return rpi_dense("lse", lse, a->H * (a->offsets ? a->offsets[a->B] : a->B * a->N));
 }
 
 /* g: backward's gradients, whose inputs forward's results are; NULL: forward, without a dout. */
@@ -421,6 +417,17 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
   return RP_OK;
 }
 
+static rp_status check_map_apart(const rp_attention *a, rp_rows q, rp_rows k, int64_t keys,
+                                 int64_t rows, const rp_real *to, int64_t to_stride) {
+  rpi_array arrays[RPI_TABLES + 3];
+  int count = rpi_tables(a, NULL, arrays);
+  arrays[count++] = array_of(a, "q", q, QUERIES, a->D);
+  arrays[count++] = array_of(a, "k", k, KEYS, a->D);
+  arrays[count] = rpi_dense("to", to, keys);
+  arrays[count].axes[2] = (axis){keys == 0 ? 0 : rows, to_stride};
+  return rpi_check_apart("attention", arrays, count, count + 1);
+}
+
 static rp_status map(const rp_attention *a, rp_rows q, rp_rows k, int what, int64_t b, int64_t head,
                      int64_t row, int64_t rows, rp_real *to, int64_t to_stride) {
   const rp_ops *ops = NULL;
@@ -455,6 +462,7 @@ rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int 
   RPI_TRY(check_input(&a, "q", q, QUERIES, a.D));
   RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
   RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
+  RPI_TRY(check_map_apart(&a, q, k, rpi_keys_of(&a, b), rows, to, to_stride));
   RPI_TRY(rpi_check_labels(&a));
   return map(&a, q, k, what, b, head, row, rows, to, to_stride);
 }
@@ -483,12 +491,12 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   RPI_CHECK(values || all == 0, RP_ERROR_ARGUMENT, "attention: values is NULL");
   RPI_TRY(rp_attention_workspace(&a, &bytes, NULL));
   const int64_t table = (2 * k + 1) * D;
-  const rpi_array arrays[] = {dense("q", q, all),
-                              dense("keys", keys, all),
-                              dense("values", values, all),
-                              dense("key_table", key_table, table),
-                              dense("value_table", value_table, table),
-                              dense("out", out, all)};
+  const rpi_array arrays[] = {rpi_dense("q", q, all),
+                              rpi_dense("keys", keys, all),
+                              rpi_dense("values", values, all),
+                              rpi_dense("key_table", key_table, table),
+                              rpi_dense("value_table", value_table, table),
+                              rpi_dense("out", out, all)};
   RPI_TRY(rpi_check_apart("attention", arrays, 5, 6)); /* by the names they have here */
   rp_status status = RP_ERROR_MEMORY;
   /* another thread may call rp_set_threads between the question and the call: ask again */

@@ -57,6 +57,11 @@ typedef struct rpi_array {
   bool added_to;          /* and may be one with others that are: gradients of tied tables */
 } rpi_array;
 
+/* `count` numbers that lie side by side. */
+static inline rpi_array rpi_dense(const char *name, const rp_real *data, int64_t count) {
+  return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data, false};
+}
+
 /* Of a number of q, k, v, out and their gradients. */
 static inline int64_t rpi_placed_bytes(const rp_placement *placement) {
   return rpi_element_bytes(placement ? placement->element : RP_F32);

@@ -35,7 +35,8 @@ static int insert(axis *axes, int count, axis added) {
 }
 
 static bool is_empty(const rpi_array *x) {
-  return !x->data || x->axes[0].count == 0 || x->axes[1].count == 0 || x->axes[2].count == 0;
+  return !x->data || x->width == 0 || x->axes[0].count == 0 || x->axes[1].count == 0 ||
+         x->axes[2].count == 0;
 }
 
 /* Rows of x and y overlap where y's begins less than its width before x's, or less than x's width

@@ -144,6 +144,13 @@ static rp_status make_sinusoid(int64_t rows, int64_t width, int64_t first, int i
   if (count == 0) return RP_OK; /* however many rows of no width */
   const int64_t pairs = width / 2;
   RPI_TRY(check_frequencies("sinusoid", pairs, frequencies));
+  const rpi_array arrays[] = {{.name = "frequencies",
+                               .data = frequencies,
+                               .axes = {{1, 0}, {1, 0}, {1, 0}},
+                               .width = pairs,
+                               .element = (int64_t)sizeof *frequencies},
+                              rpi_dense("table", table, count)};
+  RPI_TRY(rpi_check_apart("sinusoid", arrays, 1, 2));
   for (int64_t row = 0; row < rows; row++, table += width) {
     for (int64_t c = 0; c < pairs; c++) {
       const double angle = (double)(first + row) * frequencies[c];
@@ -169,9 +176,9 @@ static void close_waves(rpi_waves *w) {
   rpi_release(w->angles);
 }
 
-/* What rp_wave_table and rp_wave_gradient share: the checks, and a job with memory of its own. */
-static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
-                            const rp_real *waves, rpi_waves *w) {
+/* What rp_wave_table and rp_wave_gradient share: the sizes, and a job without memory so far. */
+static rp_status check_waves(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
+                             const rp_real *waves, rpi_waves *w) {
   const struct {
     const char *name;
     int64_t value;
@@ -181,11 +188,13 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
               "wave table: %s=%lld, must be from 0 to 2^40", sizes[i].name,
               (rpi_wide)sizes[i].value);
   }
-  int64_t columns = 0, numbers = 0, table = 0, all = 0;
+  int64_t columns = 0, numbers = 0, table = 0, all = 0, given = 0;
   const bool fits = rpi_multiply(H, D, &columns) && rpi_multiply(columns, width, &numbers) &&
                     rpi_multiply(D, left + 1 + right, &table) &&
-                    rpi_multiply(columns, left + 1 + right, &all) && numbers <= INT64_MAX / 16 &&
-                    all <= INT64_MAX / 16 && columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
+                    rpi_multiply(columns, left + 1 + right, &all) &&
+                    rpi_multiply(rpi_max(left, right) + 1, width, &given) &&
+                    numbers <= INT64_MAX / 16 && all <= INT64_MAX / 16 && given <= INT64_MAX / 16 &&
+                    columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
   RPI_CHECK(fits, RP_ERROR_SHAPE,
             "wave table: the sizes of H=%lld, D=%lld, width=%lld and %lld distances overflow",
             (rpi_wide)H, (rpi_wide)D, (rpi_wide)width, (rpi_wide)(left + 1 + right));
@@ -197,14 +206,31 @@ static rp_status open_waves(int64_t H, int64_t D, int64_t width, int64_t left, i
                    .waves = waves,
                    .head_stride = table,
                    .row_stride = D};
-  const int64_t some = rpi_waves_scratch(H, D, left, right), made = RPI_WAVE_ROWS * width;
+  return RP_OK;
+}
+
+static rpi_array array_of_waves(const rpi_waves *w) {
+  return rpi_dense("waves", w->waves, (rpi_max(w->left, w->right) + 1) * w->width);
+}
+
+static rpi_array array_of_table(const rpi_waves *w, const char *name, const rp_real *table) {
+  return rpi_dense(name, table, w->heads * w->head_stride);
+}
+
+static rpi_array array_of_weight(const rpi_waves *w, const char *name, const rp_real *weight) {
+  return rpi_dense(name, weight, w->heads * w->head_width * w->width);
+}
+
+static rp_status open_waves(rpi_waves *w) {
+  const int64_t some = rpi_waves_scratch(w->heads, w->head_width, w->left, w->right);
+  const int64_t made = RPI_WAVE_ROWS * w->width, angles = rpi_waves_angles(w->width);
   w->some = rpi_allocate((size_t)some * sizeof *w->some);
-  if (!waves) w->made = rpi_allocate((size_t)made * sizeof *w->made);
-  if (!waves) w->angles = rpi_allocate((size_t)rpi_waves_angles(width) * sizeof *w->angles);
-  if (w->some && (waves || (w->made && w->angles))) return RP_OK;
+  if (!w->waves) w->made = rpi_allocate((size_t)made * sizeof *w->made);
+  if (!w->waves) w->angles = rpi_allocate((size_t)angles * sizeof *w->angles);
+  if (w->some && (w->waves || (w->made && w->angles))) return RP_OK;
   close_waves(w);
   return rpi_fail(RP_ERROR_MEMORY, "wave table: no memory for %lld numbers",
-                  (rpi_wide)(some + (waves ? 0 : made + rpi_waves_angles(width))));
+                  (rpi_wide)(some + (w->waves ? 0 : made + angles)));
 }
 
 rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
@@ -215,7 +241,11 @@ rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64
             "wave table: weight is NULL");
   RPI_CHECK(table || H == 0 || D == 0, RP_ERROR_ARGUMENT, "wave table: table is NULL");
   RPI_TRY(rpi_ops_get(&ops));
-  RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  RPI_TRY(check_waves(H, D, width, left, right, waves, &w));
+  const rpi_array arrays[] = {array_of_waves(&w), array_of_weight(&w, "weight", weight),
+                              array_of_table(&w, "table", table)};
+  RPI_TRY(rpi_check_apart("wave table", arrays, 2, 3));
+  RPI_TRY(open_waves(&w));
   const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_waves_forward(ops, &w, weight, table);
   rpi_float_leave(caller);
@@ -231,7 +261,11 @@ rp_status rp_wave_gradient(int64_t H, int64_t D, int64_t width, int64_t left, in
   RPI_CHECK(dweight || H == 0 || D == 0 || width == 0, RP_ERROR_ARGUMENT,
             "wave table: dweight is NULL");
   RPI_TRY(rpi_ops_get(&ops));
-  RPI_TRY(open_waves(H, D, width, left, right, waves, &w));
+  RPI_TRY(check_waves(H, D, width, left, right, waves, &w));
+  const rpi_array arrays[] = {array_of_waves(&w), array_of_table(&w, "dtable", dtable),
+                              array_of_weight(&w, "dweight", dweight)};
+  RPI_TRY(rpi_check_apart("wave table", arrays, 2, 3));
+  RPI_TRY(open_waves(&w));
   const rpi_float_state caller = rpi_float_enter(false);
   const rp_status status = rpi_waves_backward(ops, &w, dtable, dweight);
   rpi_float_leave(caller);

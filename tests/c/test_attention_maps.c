@@ -376,6 +376,12 @@ static void test_refusals(void) {
   REFUSED(RP_ERROR_SHAPE, "attention: to_stride=", m.to_stride = (INT64_C(1) << 40) + 1);
   REFUSED(RP_ERROR_SHAPE, "at least the sequence's 3 keys", m.a.key_lengths = key_lengths,
           m.to_stride = 2);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: to shares memory with q; give it an array of its own",
+          m.q.data = m.to);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: to shares memory with k",
+          m.k.data = m.to + m.rows * M - 1);
+  REFUSED(RP_ERROR_ARGUMENT, "attention: to shares memory with key[0].table",
+          m.a.key[0] = ((rp_relation){.table = m.to, .row_stride = D}));
   rp_relation of_labels = {.table = numbers, .row_stride = D, .rows = 4, .map = RP_MAP_LABEL};
   of_labels.labels = labels;
   of_labels.label_bytes = 1;

@@ -348,6 +348,8 @@ static void test_refused(void) {
   CHECK_INT(rp_sinusoid(2, 2, 0, 0, &none, table), RP_ERROR_ARGUMENT);
   CHECK_TEXT(rp_last_error(), "sinusoid: frequencies[0]=inf, must be within 1e+290");
   CHECK_INT(rp_sinusoid(2, 2, 0, 0, w, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_sinusoid(2, 2, 0, 0, w, (rp_real *)w), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "sinusoid: table shares memory with frequencies");
   CHECK_INT(rp_sinusoid(2, 2, 0, 0, w, table), RP_OK);
   CHECK_INT(rp_sinusoid(4, 1, 0, 0, NULL, table), RP_OK);
 }

@@ -282,6 +282,15 @@ static void test_public(void) {
   CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, t.weight, NULL), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, NULL, t.dweight), RP_ERROR_ARGUMENT);
   CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, t.dtable, NULL), RP_ERROR_ARGUMENT);
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, t.table + 8, t.table), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "wave table: table shares memory with weight; give it an array");
+  CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.table, t.weight, t.table), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "wave table: table shares memory with waves");
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.waves, t.dweight, t.dweight), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "wave table: dweight shares memory with dtable");
+  CHECK_INT(rp_wave_gradient(1, 3, 2, 1, 1, t.dweight + 5, t.dtable, t.dweight), RP_ERROR_ARGUMENT);
+  CHECK_TEXT(rp_last_error(), "wave table: dweight shares memory with waves");
+  CHECK_INT(rp_wave_table(1, 0, 2, 1, 1, t.waves, t.table, t.table), RP_OK); /* no numbers */
   const rpi_allocator none = {.allocate = refuse, .release = keep};
   rpi_set_allocator(&none);
   CHECK_INT(rp_wave_table(1, 3, 2, 1, 1, t.waves, t.weight, t.table), RP_ERROR_MEMORY);
