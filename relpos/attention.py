@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from relpos import _core
 from relpos.device_array import DeviceArray, Placement, check_beside, memory_of, place_of
+from relpos.maps import AttentionMaps, maps_of_call
 from relpos.position import combine
 from relpos.position.arrays import Array, Given, as_array
 from relpos.position.combine import Position
@@ -25,6 +25,7 @@ from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Scheme, Shape, subclasses
 from relpos.request import (
     ARRAYS,
+    Integers,
     Layout,
     Mask,
     Request,
@@ -35,11 +36,6 @@ from relpos.request import (
     make_call,
     read_request,
 )
-
-if TYPE_CHECKING:
-    from relpos.maps import AttentionMaps
-
-Integers = npt.ArrayLike
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -249,8 +245,6 @@ def attention(
     )  # fmt: skip
     if return_maps is None or request.shape is None:
         return _forward(request, position, with_lse=False)[0]
-    from relpos.maps import maps_of_call  # which needs this module
-
     maps = maps_of_call(request, position, return_maps)
     return _forward(request, position, with_lse=False)[0], maps
 

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from relpos import maps
-from relpos.attention import Integers
 from relpos.batch import Batch, packed
 from relpos.maps import AttentionMaps, Choice
 from relpos.model import ATTENTIONS, Transformer
 from relpos.model_maps import KINDS, ModelMaps
 from relpos.position.arrays import Given, check_choice, check_integers, check_truth, describe
 from relpos.position.combine import Position
-from relpos.request import Layout, Mask, Window
+from relpos.request import Integers, Layout, Mask, Window
 from relpos.translation import why_failed
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from relpos import _core
-from relpos.attention import Integers
 from relpos.device_array import memory_of
 from relpos.position import arrays, combine
 from relpos.position.arrays import Array, Given, check_integers, describe
 from relpos.position.combine import Position
 from relpos.position.rope import turn
 from relpos.position.terms import Lowered, Shape, Term
-from relpos.request import Layout, Mask, Request, Window, lower, make_call, read_request
+from relpos.request import Integers, Layout, Mask, Request, Window, lower, make_call, read_request
 
 Choice = Integers | slice | None  # an int, ints, a slice, as an index of NumPy; None: all
 Map = Any  # float32 array, or a list of one for each sequence

@@ -42,6 +42,7 @@ from relpos.position.graph import Pairs, matrices
 from relpos.position.terms import Band, Edges, Labels, Lowered, Shape, Side, Term
 from relpos.reference import philox4x32
 
+Integers = npt.ArrayLike  # lengths, offsets and starts
 Layout = Literal["bhnd", "bnhd"]
 Mask = Any  # bool array, list of bool arrays, or (flat, starts)
 Window = int | tuple[int | None, int | None] | None
