@@ -48,10 +48,11 @@ static bool overlap(const rpi_array *x, const rpi_array *y) {
   int64_t from = (int64_t)((uintptr_t)y->data - (uintptr_t)x->data);
   for (int i = 0; i < 6; i++) {
     const rpi_array *const of = i < 3 ? x : y;
-    const axis own = {of->axes[i % 3].count, of->axes[i % 3].stride * of->element};
-    if (own.count == 1 || own.stride == 0) continue;
-    if (of == x) from -= (own.count - 1) * own.stride; /* counted from x's last row */
-    count = insert(axes, count, own);
+    const axis own = of->axes[i % 3];
+    if (own.count == 1 || own.stride == 0) continue; /* one never taken may be anything */
+    const int64_t bytes = own.stride * of->element;
+    if (of == x) from -= (own.count - 1) * bytes; /* counted from x's last row */
+    count = insert(axes, count, (axis){own.count, bytes});
   }
   return reaches(axes, count, from, -y->width * y->element, x->width * x->element);
 }

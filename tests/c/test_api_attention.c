@@ -274,6 +274,8 @@ static void test_output_strides(void) {
   c.a.B = 1;
   c.q.batch_stride = c.k.batch_stride = c.v.batch_stride = c.out.batch_stride = -1;
   CHECK_INT(forward(&c), RP_OK);
+  c.q.batch_stride = c.out.batch_stride = INT64_MAX;
+  CHECK_INT(forward(&c), RP_OK);
 }
 
 /* What is written has numbers of its own; columns of one packed array have. */
