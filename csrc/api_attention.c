@@ -125,9 +125,12 @@ static rp_status check_numbers(const rp_attention *a) {
             RP_ERROR_SHAPE,
             "attention: position_bias_stride=%lld, must be at least the row's width D=%lld",
             (rpi_wide)a->position_bias_stride, (rpi_wide)a->D);
-  const axis heads = {a->position_bias ? a->H : 0, a->position_bias_stride};
-  return rpi_check_rows("attention", "position_bias", a->position_bias, (axis){1, 0}, heads,
-                        (axis){1, 0}, a->D, false);
+  const rpi_array bias = {
+      .name = "position_bias",
+      .data = a->position_bias,
+      .axes = {{1, 0}, {a->position_bias ? a->H : 0, a->position_bias_stride}, {1, 0}},
+      .width = a->D};
+  return rpi_check_rows("attention", &bias, false);
 }
 
 /* Everything that the shape alone decides, of a copy that has all fields. */
@@ -166,11 +169,10 @@ rp_status rpi_placement_ops(const char *call, const rp_placement *placement, con
 
 /* Taken from the smallest stride up, each step of an array that is written must clear
  * what lies below it. */
-rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
-                         axis head, axis row, int64_t width, bool written) {
-  if (batch.count == 0 || head.count == 0 || row.count == 0) return RP_OK;
-  RPI_CHECK(data, RP_ERROR_ARGUMENT, "%s: %s is NULL", call, name);
-  axis axes[3] = {batch, head, row};
+rp_status rpi_check_rows(const char *call, const rpi_array *x, bool written) {
+  axis axes[3] = {x->axes[0], x->axes[1], x->axes[2]};
+  if (axes[0].count == 0 || axes[1].count == 0 || axes[2].count == 0) return RP_OK;
+  RPI_CHECK(x->data, RP_ERROR_ARGUMENT, "%s: %s is NULL", call, x->name);
   for (int i = 1; i < 3; i++) { /* by stride, smallest first */
     for (int j = i; j > 0 && axes[j].stride < axes[j - 1].stride; j--) {
       const axis swapped = axes[j];
@@ -178,20 +180,20 @@ rp_status rpi_check_rows(const char *call, const char *name, const void *data, a
       axes[j - 1] = swapped;
     }
   }
-  int64_t extent = width;
+  int64_t extent = x->width;
   for (int i = 0; i < 3; i++) {
     if (axes[i].count == 1) continue;
     RPI_CHECK(axes[i].stride >= 0, RP_ERROR_SHAPE,
-              "%s: %s has a stride of %lld; strides must not be negative", call, name,
+              "%s: %s has a stride of %lld; strides must not be negative", call, x->name,
               (rpi_wide)axes[i].stride);
     RPI_CHECK(!written || axes[i].stride >= extent, RP_ERROR_SHAPE,
               "%s: %s has a stride of %lld inside rows that span %lld numbers; rows that "
               "are written must not overlap",
-              call, name, (rpi_wide)axes[i].stride, (rpi_wide)extent);
+              call, x->name, (rpi_wide)axes[i].stride, (rpi_wide)extent);
     int64_t reach = 0;
     RPI_CHECK(rpi_multiply(axes[i].stride, axes[i].count - 1, &reach) &&
                   rpi_add(reach, extent, &extent) && extent <= INT64_MAX / 16,
-              RP_ERROR_SHAPE, "%s: %s: its size overflows", call, name);
+              RP_ERROR_SHAPE, "%s: %s: its size overflows", call, x->name);
   }
   return RP_OK;
 }
@@ -213,8 +215,8 @@ static rpi_array array_of(const rp_attention *a, const char *name, rp_rows x, si
 
 static rp_status check_array(const rp_attention *a, const char *name, rp_rows x, side of,
                              int64_t width, bool written) {
-  const rpi_array r = array_of(a, name, x, of, width);
-  return rpi_check_rows("attention", name, x.data, r.axes[0], r.axes[1], r.axes[2], width, written);
+  const rpi_array array = array_of(a, name, x, of, width);
+  return rpi_check_rows("attention", &array, written);
 }
 
 static rp_status check_input(const rp_attention *a, const char *name, rp_rows x, side of,

@@ -42,12 +42,6 @@ typedef struct axis {
   int64_t count, stride;
 } axis;
 
-/* The array is there, its strides are not negative and its last element can be
- * addressed; rows that are to be written do not overlap. An empty array may be NULL.
- * `call` begins the sentence. */
-rp_status rpi_check_rows(const char *call, const char *name, const void *data, axis batch,
-                         axis head, axis row, int64_t width, bool written);
-
 /* Where the numbers of an array lie; one that is empty or absent has none. */
 typedef struct rpi_array {
   const char *name;
@@ -61,6 +55,11 @@ typedef struct rpi_array {
 static inline rpi_array rpi_dense(const char *name, const rp_real *data, int64_t count) {
   return (rpi_array){name, data, {{1, 0}, {1, 0}, {1, 0}}, count, (int64_t)sizeof *data, false};
 }
+
+/* The array is there, its strides are not negative and its last element can be
+ * addressed; rows that are to be written do not overlap. An empty array may be NULL.
+ * `call` begins the sentence. */
+rp_status rpi_check_rows(const char *call, const rpi_array *x, bool written);
 
 /* Of a number of q, k, v, out and their gradients. */
 static inline int64_t rpi_placed_bytes(const rp_placement *placement) {

@@ -131,8 +131,9 @@ static rp_status check_positions(const rp_attention *a, const term *t, bool keys
   if (offsets) return RP_OK;
   char name[48];
   snprintf(name, sizeof name, "%s.%s", t->name, what);
-  RPI_TRY(rpi_check_rows("attention", name, positions, (axis){a->B, stride}, (axis){1, 0},
-                         (axis){most, 1}, 1, false));
+  const rpi_array array = {
+      .name = name, .data = positions, .axes = {{a->B, stride}, {1, 0}, {most, 1}}, .width = 1};
+  RPI_TRY(rpi_check_rows("attention", &array, false));
   if (stride == 0) return check_position_row(t, what, positions, 0, most);
   for (int64_t b = 0; b < a->B; b++) {
     const int64_t rows = keys ? rpi_keys_of(a, b) : rpi_queries_of(a, b);
@@ -174,8 +175,9 @@ static rp_status check_band(const rp_attention *a, const term *t, int64_t *T) {
 
 /* ---- matrices of pairs: labels and masks ---------------------------------------- */
 
-static rp_status check_matrix(const rp_attention *a, const char *name, const void *data, axis batch,
-                              axis head, int64_t row_stride, const int64_t *starts) {
+/* strides: of sequences, heads and rows; where there are starts, rows lie end to end. */
+static rp_status check_matrix(const rp_attention *a, const char *name, const void *data,
+                              const int64_t *strides, const int64_t *starts) {
   int64_t queries = 0, keys = 0;
   for (int64_t b = 0; b < a->B; b++) {
     const int64_t rows = rpi_queries_of(a, b), columns = rpi_keys_of(a, b);
@@ -190,19 +192,20 @@ static rp_status check_matrix(const rp_attention *a, const char *name, const voi
     RPI_CHECK(rpi_multiply(rows, columns, &all) && all <= INT64_MAX / 32, RP_ERROR_SHAPE,
               "attention: %s: its size overflows", name);
   }
-  if (starts) { /* rows lie end to end */
-    batch.stride = 0;
-    row_stride = keys;
-  }
-  return rpi_check_rows("attention", name, data, batch, head, (axis){queries, row_stride}, keys,
-                        false);
+  const rpi_array array = {.name = name,
+                           .data = data,
+                           .axes = {{a->B, starts ? 0 : strides[0]},
+                                    {a->H, strides[1]},
+                                    {queries, starts ? keys : strides[2]}},
+                           .width = keys};
+  return rpi_check_rows("attention", &array, false);
 }
 
 static rp_status check_mask(const rp_attention *a) {
   const rp_mask *const m = &a->mask;
   if (!m->data) return RP_OK;
-  return check_matrix(a, "mask", m->data, (axis){a->B, m->batch_stride},
-                      (axis){a->H, m->head_stride}, m->row_stride, m->starts);
+  const int64_t strides[] = {m->batch_stride, m->head_stride, m->row_stride};
+  return check_matrix(a, "mask", m->data, strides, m->starts);
 }
 
 static rp_status check_label_matrix(const rp_attention *a, const term *t) {
@@ -213,8 +216,8 @@ static rp_status check_label_matrix(const rp_attention *a, const term *t) {
             "attention: %s.label_bytes=%d, must be 1, 2 or 4", t->name, r->label_bytes);
   RPI_CHECK((uintptr_t)r->labels % (unsigned)r->label_bytes == 0, RP_ERROR_ARGUMENT,
             "attention: %s=%p, must be aligned to label_bytes=%d", name, r->labels, r->label_bytes);
-  return check_matrix(a, name, r->labels, (axis){a->B, r->label_batch_stride},
-                      (axis){a->H, r->label_head_stride}, r->label_row_stride, r->label_starts);
+  const int64_t strides[] = {r->label_batch_stride, r->label_head_stride, r->label_row_stride};
+  return check_matrix(a, name, r->labels, strides, r->label_starts);
 }
 
 /* The first label of query i, counted from r->labels. */

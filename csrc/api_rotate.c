@@ -84,11 +84,9 @@ static rp_status rotate(const rp_rotation *r, rp_rows x, rp_rows_out out) {
                                    {r->H, out.head_stride},
                                    {rows, out.row_stride}}}};
   for (int i = 0; i < 2; i++) {
-    rpi_array *const own = &arrays[i];
-    own->width = r->D;
-    own->element = rpi_placed_bytes(r->placement);
-    RPI_TRY(rpi_check_rows("rotate", own->name, own->data, own->axes[0], own->axes[1], own->axes[2],
-                           r->D, i > 0));
+    arrays[i].width = r->D;
+    arrays[i].element = rpi_placed_bytes(r->placement);
+    RPI_TRY(rpi_check_rows("rotate", &arrays[i], i > 0));
   }
   if (r->B == 0 || r->H == 0 || rows == 0) return RP_OK;
   RPI_CHECK(x.data != out.data || ((batches == 1 || x.batch_stride == out.batch_stride) &&
