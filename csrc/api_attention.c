@@ -505,7 +505,7 @@ rp_status rp_shaw_attention(int64_t B, int64_t H, int64_t N, int64_t D, int64_t 
   for (int attempt = 0; status == RP_ERROR_MEMORY && attempt < 100; attempt++) {
     int64_t now = 0;
     RPI_TRY(rp_attention_workspace(&a, &now, NULL));
-    bytes = now > bytes ? now : bytes;
+    bytes = rpi_max(now, bytes);
     void *const workspace = rpi_allocate((size_t)bytes);
     RPI_CHECK(workspace, RP_ERROR_MEMORY, "attention: no memory for a workspace of %lld bytes",
               (rpi_wide)bytes);

@@ -255,7 +255,7 @@ static rp_status read_logits(rp_decoder *d, int64_t rows, rp_real *logits) {
   const rp_model *const m = d->models[0];
   if (m->ops->host) return rpi_decoder_logits(d, 0, rows, logits);
   for (int64_t first = 0; first < rows; first += d->block_rows) {
-    const int64_t count = rows - first < d->block_rows ? rows - first : d->block_rows;
+    const int64_t count = rpi_min(rows - first, d->block_rows);
     RPI_TRY(rpi_decoder_logits(d, first, count, m->scratch.logits));
     RPI_TRY(m->ops->read(logits + first * d->vocabulary, m->scratch.logits,
                          count * d->vocabulary * (int64_t)sizeof *logits));

@@ -126,7 +126,7 @@ static rp_status check_positions(const rp_attention *a, const term *t, bool keys
   for (int64_t b = 0; b < a->B; b++) {
     const int64_t rows = keys ? rpi_keys_of(a, b) : rpi_queries_of(a, b);
     if (offsets) RPI_TRY(check_position_row(t, what, positions + offsets[b], b, rows));
-    most = rows > most ? rows : most;
+    most = rpi_max(rows, most);
   }
   if (offsets) return RP_OK;
   char name[48];
@@ -182,8 +182,8 @@ static rp_status check_matrix(const rp_attention *a, const char *name, const voi
   for (int64_t b = 0; b < a->B; b++) {
     const int64_t rows = rpi_queries_of(a, b), columns = rpi_keys_of(a, b);
     if (rows == 0 || columns == 0) continue;
-    queries = rows > queries ? rows : queries;
-    keys = columns > keys ? columns : keys;
+    queries = rpi_max(rows, queries);
+    keys = rpi_max(columns, keys);
     if (!starts) continue;
     int64_t all = 0;
     RPI_CHECK(starts[b] >= 0 && starts[b] <= RPI_LIMIT, RP_ERROR_SHAPE,
@@ -281,8 +281,7 @@ static int64_t labels_in_use(const scan *s, int64_t b, int64_t i) {
   const int64_t end = s->sequences == 1 ? s->a->B : b + 1;
   int64_t most = 0;
   for (; b < end; b++) {
-    const int64_t keys = rpi_keys_of(s->a, b);
-    if (i < rpi_queries_of(s->a, b) && keys > most) most = keys;
+    if (i < rpi_queries_of(s->a, b)) most = rpi_max(rpi_keys_of(s->a, b), most);
   }
   return most;
 }
@@ -326,15 +325,15 @@ static rp_status check_labels(const rp_attention *a, const term *t) {
   const rp_relation *const r = t->relation;
   int64_t queries = 0, keys = 1;
   for (int64_t b = 0; b < a->B; b++) {
-    if (rpi_queries_of(a, b) > queries) queries = rpi_queries_of(a, b);
-    if (rpi_keys_of(a, b) > keys) keys = rpi_keys_of(a, b);
+    queries = rpi_max(rpi_queries_of(a, b), queries);
+    keys = rpi_max(rpi_keys_of(a, b), keys);
   }
-  const int64_t rows = keys < SCAN_LABELS ? SCAN_LABELS / keys : 1;
+  const int64_t rows = rpi_max(SCAN_LABELS / keys, 1);
   scan s = {.a = a,
             .relation = r,
             .sequences = r->label_starts || r->label_batch_stride ? a->B : 1,
             .heads = r->label_head_stride ? a->H : 1,
-            .blocks = (queries + rows - 1) / rows,
+            .blocks = rpi_divide_up(queries, rows),
             .rows = rows};
   rpi_parallel_for(s.sequences * s.heads * s.blocks, rpi_threads_get(), scan_block, &s);
   return atomic_load(&s.bad) ? fail_label(a, t) : RP_OK;

@@ -143,10 +143,9 @@ static int32_t *owners_at(const rpi_cache *c, int which) { return c->owners[whic
 static rp_status lengthen(rpi_cache *c) {
   const int64_t *const counts = counts_at(c, c->now);
   int64_t longest = 0;
-  for (int64_t r = 0; r < c->rows; r++) longest = counts[r] > longest ? counts[r] : longest;
+  for (int64_t r = 0; r < c->rows; r++) longest = rpi_max(longest, counts[r]);
   if (longest < c->list_room) return RP_OK;
-  int64_t wanted = 2 * c->list_room;
-  if (wanted > c->start.most_length) wanted = c->start.most_length;
+  const int64_t wanted = rpi_min(2 * c->list_room, c->start.most_length);
   rpi_room other = {NULL, 0}; /* in place of the list that is not in use */
   const int64_t bytes = wanted * (int64_t)sizeof(real *);
   RPI_TRY(rpi_room_need(&other, c->start.most_rows, bytes));
@@ -305,14 +304,10 @@ static rp_status encode(rpi_cache *c, rpi_run *run) {
   const rpi_side *const source = &run->side[RPI_ENCODER];
   const bool encoder = c->model->stack[RPI_ENCODER].parts != 0;
   c->source_rows = encoder ? source->rows : 0;
-  c->longest_source = 0;
   RPI_TRY(rpi_room_need(&c->source_offsets, c->sentences + 1, sizeof(int64_t)));
   int64_t *const offsets = c->source_offsets.memory;
-  for (int64_t b = 0; b <= c->sentences; b++) {
-    offsets[b] = encoder ? source->offsets[b] : 0;
-    const int64_t length = b > 0 ? offsets[b] - offsets[b - 1] : 0;
-    if (length > c->longest_source) c->longest_source = length;
-  }
+  for (int64_t b = 0; b <= c->sentences; b++) offsets[b] = encoder ? source->offsets[b] : 0;
+  c->longest_source = rpi_longest(offsets, c->sentences);
   if (c->start.attention) {
     const int64_t bytes = c->longest_source * (int64_t)sizeof(real);
     RPI_TRY(need_numbers(c, &c->attention, c->start.most_rows, c->longest_source));
@@ -404,12 +399,7 @@ static rp_status read_beginnings(rpi_cache *c, rpi_run *run) {
 
 static rp_status need_rows(rpi_cache *c, const rpi_side *target) {
   const int64_t most = c->start.most_rows;
-  int64_t longest = 0;
-  for (int64_t b = 0; b < c->sentences; b++) {
-    const int64_t length = target->offsets[b + 1] - target->offsets[b];
-    longest = length > longest ? length : longest;
-  }
-  c->list_room = longest + 64 < c->start.most_length ? longest + 64 : c->start.most_length;
+  c->list_room = rpi_min(rpi_longest(target->offsets, c->sentences) + 64, c->start.most_length);
   for (int i = 0; i < 2; i++) {
     RPI_TRY(rpi_room_need(&c->lists[i], most, c->list_room * (int64_t)sizeof(real *)));
     RPI_TRY(rpi_room_need(&c->counts[i], most, sizeof(int64_t)));

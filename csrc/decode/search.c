@@ -77,9 +77,9 @@ static rp_status make(rp_decoder *d, rp_model *const *models, int64_t count) {
   d->max_length = d->most_rows = d->block_rows = INT64_MAX;
   for (int64_t k = 0; k < count; k++) {
     const rp_model *const m = d->models[k] = models[k];
-    if (m->config.max_length < d->max_length) d->max_length = m->config.max_length;
-    if (m->limits.tokens < d->most_rows) d->most_rows = m->limits.tokens;
-    if (m->loss_rows < d->block_rows) d->block_rows = m->loss_rows;
+    d->max_length = rpi_min(d->max_length, m->config.max_length);
+    d->most_rows = rpi_min(d->most_rows, m->limits.tokens);
+    d->block_rows = rpi_min(d->block_rows, m->loss_rows);
     RPI_TRY(rpi_cache_create(models[k], &d->caches[k]));
   }
   return RP_OK;
@@ -115,7 +115,7 @@ static rp_status add_model(rp_decoder *d, int64_t k, int64_t first, int64_t coun
 rp_status rpi_decoder_logits(rp_decoder *d, int64_t first, int64_t count, real *logits) {
   if (d->count == 1) return rpi_cache_logits(d->caches[0], first, count, logits);
   for (int64_t done = 0; done < count; done += d->block_rows) {
-    const int64_t rows = count - done < d->block_rows ? count - done : d->block_rows;
+    const int64_t rows = rpi_min(count - done, d->block_rows);
     for (int64_t k = 0; k < d->count; k++) {
       RPI_TRY(add_model(d, k, first + done, rows, logits + done * d->vocabulary));
     }
@@ -657,10 +657,9 @@ static rp_status round_weights(const search *s) {
 static rp_status begin(search *s) {
   write_beginnings(s);
   RPI_TRY(round_weights(s));
-  const rpi_cache_start start = {
-      .most_rows = s->sentences * s->width,
-      .most_length = s->longest + 1 < s->d->max_length ? s->longest + 1 : s->d->max_length,
-      .attention = s->q->coverage > 0};
+  const rpi_cache_start start = {.most_rows = s->sentences * s->width,
+                                 .most_length = rpi_min(s->longest + 1, s->d->max_length),
+                                 .attention = s->q->coverage > 0};
   for (int64_t k = 0; k < s->d->count; k++) {
     rpi_run run = s->d->runs[k];
     run.side[RPI_DECODER] =

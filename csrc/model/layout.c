@@ -38,7 +38,7 @@ static int64_t declare(builder *b, const char *name, enum rpi_start start, bool 
   p.count = (leading != 0 ? leading : 1) * (rows != 0 ? rows : 1) * columns;
   if (layout->parameters) layout->parameters[layout->count] = p;
   layout->count++;
-  layout->numbers += (p.count + ALIGN_NUMBERS - 1) / ALIGN_NUMBERS * ALIGN_NUMBERS;
+  layout->numbers += rpi_round_up(p.count, ALIGN_NUMBERS);
   return p.at;
 }
 

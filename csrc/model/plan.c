@@ -247,9 +247,8 @@ static rp_status plan_behind(rp_model *m, int64_t first, int64_t length, int64_t
   offsets[0] = 0;
   offsets[1] = first;
   while (sentences <= planned_sentences(m)) { /* empty ones in the end: work of their own, too */
-    const int64_t left = tokens - offsets[sentences];
-    offsets[sentences + 1] = offsets[sentences] + (length < left ? length : left);
-    sentences++;
+    const int64_t begin = offsets[sentences++];
+    offsets[sentences] = begin + rpi_min(length, tokens - begin);
   }
   rpi_run run = {.model = m,
                  .sentences = sentences,
@@ -326,8 +325,7 @@ static rp_status make_fixed(rp_model *m, rp_memory *memory) {
   m->classes =
       m->config.decoder.layers != 0 ? m->config.target_vocabulary : m->config.source_vocabulary;
   const int64_t logits = m->ops->host ? LOGITS : DEVICE_LOGITS;
-  m->loss_rows = logits / m->classes < 16 ? 16 : logits / m->classes;
-  if (m->loss_rows > m->limits.tokens) m->loss_rows = m->limits.tokens;
+  m->loss_rows = rpi_min(rpi_max(logits / m->classes, 16), m->limits.tokens);
   carve(m, &p, memory);
   const bool fits = !p.fixed.failed && !p.numbers.failed && !p.step.failed && add_up(memory);
   RPI_CHECK(fits, RP_ERROR_SHAPE,

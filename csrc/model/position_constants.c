@@ -47,7 +47,7 @@ static int32_t bucket_of(const rpi_positions *p, int64_t d) {
   }
   if (p->has.distance) return (int32_t)(p->config->max_length - 1 - d);
   const int64_t row = deberta_bucket(-d, stack->buckets, stack->max_distance) + p->has.rows / 2;
-  return (int32_t)(row < 0 ? 0 : row < p->has.rows ? row : p->has.rows - 1);
+  return (int32_t)rpi_min(rpi_max(row, 0), p->has.rows - 1);
 }
 
 static double frequency(int64_t c, double base, double steps) {
@@ -88,14 +88,14 @@ static void fill_sinusoids(int64_t width, double steps, int64_t rows, int64_t fi
   }
 }
 
+static int64_t span_of(const rpi_positions *p) { return p->has.left + 1 + p->has.right; }
+
 void rpi_positions_fill(const rpi_positions *p) {
   const rp_stack *const stack = rpi_stack_of(p->config, p->stack);
-  const int64_t left = p->has.left, span = left + 1 + p->has.right;
+  const int64_t left = p->has.left, span = span_of(p);
   for (int64_t r = 0; p->buckets && r < span; r++) p->buckets[r] = bucket_of(p, r - left);
   if (p->frequencies) fill_rope(p, stack);
 }
-
-static int64_t span_of(const rpi_positions *p) { return p->has.left + 1 + p->has.right; }
 
 static void make_distances(const rpi_positions *p, real *to) {
   const int64_t left = p->has.left, span = span_of(p);

@@ -41,7 +41,7 @@ rpi_scheme rpi_scheme_of(const rp_config *config, int number) {
     case RP_POSITION_T5:
       has.bias = true;
       has.rows = stack->buckets;
-      has.left = stack->max_distance < reach ? stack->max_distance : reach;
+      has.left = rpi_min(stack->max_distance, reach);
       has.right = rpi_is_causal(number) ? 0 : has.left;
       break;
     case RP_POSITION_DEBERTA:
@@ -144,16 +144,6 @@ static rp_status project_back(const rp_ops *ops, const rpi_positions *p, const r
   return ops->linear_backward(&args);
 }
 
-/* The longest distance of a batch, on either side. */
-static int64_t longest_distance_of(const rp_attention *a) {
-  int64_t longest = 1;
-  for (int64_t b = 0; b < a->B; b++) {
-    const int64_t length = a->offsets[b + 1] - a->offsets[b];
-    if (length > longest) longest = length;
-  }
-  return longest - 1;
-}
-
 /* A term over the distances that the scheme tells apart. */
 static rp_relation band(const rpi_positions *p, const real *table, int64_t head_stride,
                         int64_t row_stride) {
@@ -210,10 +200,10 @@ static rp_status set_waves(const rp_ops *ops, const rpi_positions *p,
                            const rpi_layer_place *weights, rp_attention *a) {
   const rpi_table_params *const at = &weights->at->tables;
   const int64_t C = p->config->width, D = rpi_head_width(p->config), HD = p->config->heads * D;
-  const int64_t reach = longest_distance_of(a);
+  const int64_t reach = rpi_max(rpi_longest(a->offsets, a->B) - 1, 0);
   rp_relation term = band(p, weights->numbers ? p->key : nowhere, D, HD);
-  if (term.left > reach) term.left = reach;
-  if (term.right > reach) term.right = reach;
+  term.left = rpi_min(term.left, reach);
+  term.right = rpi_min(term.right, reach);
   term.rows = term.left + 1 + term.right;
   const real *const weight = place(weights, at->position);
   if (weights->numbers && shares_waves(ops, p, &term)) {

@@ -191,7 +191,7 @@ static rp_status loss_of(rpi_run *run) {
   const int stack = rpi_last_stack(m);
   const int64_t rows = run->side[stack].rows, C = m->config.width;
   for (int64_t row = 0; row < rows; row += m->loss_rows) {
-    const int64_t count = rows - row < m->loss_rows ? rows - row : m->loss_rows;
+    const int64_t count = rpi_min(rows - row, m->loss_rows);
     rpi_linear output;
     RPI_TRY(output_of_rows(m, row, count, &output));
     RPI_TRY(logits_of(m, &output, m->scratch.logits));

@@ -62,14 +62,12 @@ static void wave_task(void *context, int64_t task, int worker) {
 }
 
 static void run(const rpi_waves *w, wave_job *job) {
-  const int64_t tasks = (job->count + WAVE_TASK - 1) / WAVE_TASK;
+  const int64_t tasks = rpi_divide_up(job->count, WAVE_TASK);
   const bool alone = job->count * w->heads * w->head_width < 32768; /* not worth waking threads */
   rpi_parallel_for(tasks, alone ? 1 : rpi_threads_get(), wave_task, job);
 }
 
-static int64_t distances_of(const rpi_waves *w) {
-  return (w->left > w->right ? w->left : w->right) + 1;
-}
+static int64_t distances_of(const rpi_waves *w) { return rpi_max(w->left, w->right) + 1; }
 
 static int64_t rows_from(const rpi_waves *w, int64_t t) {
   const int64_t left = distances_of(w) - t;
@@ -117,7 +115,7 @@ static void begin_waves(const rpi_waves *w) {
 /* R_t of the distances of a job. */
 static const real *waves_at(const rpi_waves *w, wave_job *job) {
   if (w->waves) return w->waves + job->t * w->width;
-  const int64_t tasks = (job->count + RPI_WAVE_NEAR - 1) / RPI_WAVE_NEAR;
+  const int64_t tasks = rpi_divide_up(job->count, RPI_WAVE_NEAR);
   rpi_parallel_for(tasks, rpi_threads_get(), make_task, job);
   return w->made;
 }

@@ -46,8 +46,7 @@ static inline int64_t rpi_waves_angles(int64_t width) {
 /* Numbers of `some`. */
 static inline int64_t rpi_waves_scratch(int64_t heads, int64_t head_width, int64_t left,
                                         int64_t right) {
-  const int64_t distances = (left > right ? left : right) + 1;
-  return 2 * (distances < RPI_WAVE_ROWS ? distances : RPI_WAVE_ROWS) * heads * head_width;
+  return 2 * rpi_min(rpi_max(left, right) + 1, RPI_WAVE_ROWS) * heads * head_width;
 }
 
 /* table = the projected rows; weight: [heads * head_width][width]. For the host's operations alone,
