@@ -41,16 +41,6 @@ static rp_status check_size(const char *name, int64_t value, int64_t least) {
   return RP_OK;
 }
 
-static rp_status check_lengths(const char *name, const int64_t *lengths, int64_t B, int64_t most,
-                               const char *most_name) {
-  for (int64_t b = 0; lengths && b < B; b++) {
-    RPI_CHECK(lengths[b] >= 0 && lengths[b] <= most, RP_ERROR_SHAPE,
-              "attention: %s[%lld]=%lld, must be from 0 to %s=%lld", name, (rpi_wide)b,
-              (rpi_wide)lengths[b], most_name, (rpi_wide)most);
-  }
-  return RP_OK;
-}
-
 rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *offsets,
                             int64_t count) {
   if (!offsets) return RP_OK;
@@ -60,6 +50,26 @@ rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *o
     RPI_CHECK(offsets[i + 1] >= offsets[i] && offsets[i + 1] <= RPI_LIMIT, RP_ERROR_SHAPE,
               "%s: %s[%lld]=%lld after %lld, must not fall and not exceed 2^40", call, name,
               (rpi_wide)(i + 1), (rpi_wide)offsets[i + 1], (rpi_wide)offsets[i]);
+  }
+  return RP_OK;
+}
+
+rp_status rpi_check_lengths(const char *call, const char *name, const int64_t *lengths,
+                            int64_t count, int64_t most, const char *most_name) {
+  for (int64_t b = 0; lengths && b < count; b++) {
+    RPI_CHECK(lengths[b] >= 0 && lengths[b] <= most, RP_ERROR_SHAPE,
+              "%s: %s[%lld]=%lld, must be from 0 to %s=%lld", call, name, (rpi_wide)b,
+              (rpi_wide)lengths[b], most_name, (rpi_wide)most);
+  }
+  return RP_OK;
+}
+
+rp_status rpi_check_starts(const char *call, const char *name, const int64_t *starts,
+                           int64_t count) {
+  for (int64_t b = 0; starts && b < count; b++) {
+    RPI_CHECK(starts[b] >= -RPI_LIMIT && starts[b] <= RPI_LIMIT, RP_ERROR_ARGUMENT,
+              "%s: %s[%lld]=%lld, must be within 2^40 of 0", call, name, (rpi_wide)b,
+              (rpi_wide)starts[b]);
   }
   return RP_OK;
 }
@@ -90,16 +100,11 @@ static rp_status check_sequences(const rp_attention *a) {
             "attention: key_lengths is given with packed keys; those have offsets alone");
   RPI_TRY(rpi_check_offsets("attention", "offsets", a->offsets, a->B));
   RPI_TRY(rpi_check_offsets("attention", "key_offsets", a->key_offsets, a->B));
-  RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->N, "N"));
-  RPI_TRY(check_lengths("key_lengths", a->key_lengths, a->B, a->M, "M"));
+  RPI_TRY(rpi_check_lengths("attention", "lengths", a->lengths, a->B, a->N, "N"));
+  RPI_TRY(rpi_check_lengths("attention", "key_lengths", a->key_lengths, a->B, a->M, "M"));
   if (!packed_keys && !a->key_lengths)
-    RPI_TRY(check_lengths("lengths", a->lengths, a->B, a->M, "M"));
-  for (int64_t b = 0; a->query_start && b < a->B; b++) {
-    RPI_CHECK(a->query_start[b] >= -RPI_LIMIT && a->query_start[b] <= RPI_LIMIT, RP_ERROR_ARGUMENT,
-              "attention: query_start[%lld]=%lld, must be within 2^40 of 0", (rpi_wide)b,
-              (rpi_wide)a->query_start[b]);
-  }
-  return RP_OK;
+    RPI_TRY(rpi_check_lengths("attention", "lengths", a->lengths, a->B, a->M, "M"));
+  return rpi_check_starts("attention", "query_start", a->query_start, a->B);
 }
 
 static rp_status check_window(const char *name, int64_t value) {

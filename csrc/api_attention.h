@@ -32,10 +32,14 @@ static inline int64_t rpi_label_at(const void *labels, int bytes, int64_t at) {
   return ((const int32_t *)labels)[at];
 }
 
-/* [count + 1] offsets begin with 0 and do not fall; NULL: there are none. `call` begins the
- * sentence. */
+/* [count + 1] offsets begin with 0 and do not fall; [count] lengths are from 0 to `most`, starts
+ * within the limit of 0; NULL: there are none. `call` begins the sentence. */
 rp_status rpi_check_offsets(const char *call, const char *name, const int64_t *offsets,
                             int64_t count);
+rp_status rpi_check_lengths(const char *call, const char *name, const int64_t *lengths,
+                            int64_t count, int64_t most, const char *most_name);
+rp_status rpi_check_starts(const char *call, const char *name, const int64_t *starts,
+                           int64_t count);
 
 /* One axis of an array. */
 typedef struct axis {

@@ -39,15 +39,8 @@ static rp_status check_places(const rp_rotation *r) {
   RPI_CHECK(!(r->offsets && r->lengths), RP_ERROR_ARGUMENT,
             "rotate: both lengths and offsets are given; packed rows have offsets alone");
   RPI_TRY(rpi_check_offsets("rotate", "offsets", r->offsets, r->B));
-  const bool listed = r->lengths || r->start;
-  for (int64_t b = 0; listed && b < r->B; b++) {
-    RPI_CHECK(!r->lengths || (r->lengths[b] >= 0 && r->lengths[b] <= r->N), RP_ERROR_SHAPE,
-              "rotate: lengths[%lld]=%lld, must be from 0 to N=%lld", (rpi_wide)b,
-              (rpi_wide)r->lengths[b], (rpi_wide)r->N);
-    RPI_CHECK(!r->start || (r->start[b] >= -RPI_LIMIT && r->start[b] <= RPI_LIMIT),
-              RP_ERROR_ARGUMENT, "rotate: start[%lld]=%lld, must be within 2^40 of 0", (rpi_wide)b,
-              (rpi_wide)r->start[b]);
-  }
+  RPI_TRY(rpi_check_lengths("rotate", "lengths", r->lengths, r->B, r->N, "N"));
+  RPI_TRY(rpi_check_starts("rotate", "start", r->start, r->B));
   RPI_CHECK(!(r->positions && r->start), RP_ERROR_ARGUMENT,
             "rotate: both positions and start are given; positions are the rows' own");
   RPI_CHECK(!r->positions || r->offsets || r->position_stride == 0 ||
