@@ -8,10 +8,9 @@
 
 rp_status rpi_outcomes_make(rp_model *m) {
   for (int i = 0; i < RPI_LETTERS; i++) {
-    const rp_status status =
-        m->ops->post(&m->outcomes.letter[i], &m->ledger->outcome, sizeof m->ledger->outcome);
-    RPI_CHECK(status != RP_ERROR_MEMORY, RP_ERROR_MEMORY, "model: no memory for its results");
-    RPI_TRY(status);
+    RPI_TRY_MEMORY(
+        m->ops->post(&m->outcomes.letter[i], &m->ledger->outcome, sizeof m->ledger->outcome),
+        "model: no memory for its results");
   }
   return RP_OK;
 }
