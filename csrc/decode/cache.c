@@ -440,8 +440,6 @@ rp_status rpi_cache_logits(rpi_cache *c, int64_t first, int64_t count, real *log
   return rpi_output_logits(&run, out + first * c->model->config.width, count, logits);
 }
 
-int32_t rpi_cache_sentence(const rpi_cache *c, int64_t row) { return owners_at(c, c->now)[row]; }
-
 int64_t rpi_cache_length(const rpi_cache *c, int64_t row) { return counts_at(c, c->now)[row]; }
 
 const real *rpi_cache_attention(const rpi_cache *c, int64_t row) {

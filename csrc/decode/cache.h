@@ -54,10 +54,9 @@ rp_status rpi_cache_step(rpi_cache *cache, int64_t rows, const int32_t *parents,
 /* Logits of `count` rows from `first` on, after a beginning or a step: [count][classes]. */
 rp_status rpi_cache_logits(rpi_cache *cache, int64_t first, int64_t count, real *logits);
 
-/* Of row r after a step (or the last token of a beginning): the sentence it belongs to, the tokens
- * it has, and its last token's attention to the source in the last layer, mean over heads [source
- * tokens of the sentence], where that was wanted. */
-int32_t rpi_cache_sentence(const rpi_cache *cache, int64_t row);
+/* Of row r after a step (or the last token of a beginning): the tokens it has, and its last token's
+ * attention to the source in the last layer, mean over heads [source tokens of the sentence], where
+ * that was wanted. */
 int64_t rpi_cache_length(const rpi_cache *cache, int64_t row);
 const real *rpi_cache_attention(const rpi_cache *cache, int64_t row);
 

@@ -167,7 +167,6 @@ static void test_steps(const variant *v, rp_model *model, rpi_cache *cache, cons
   int32_t owner[SENTENCES] = {0, 1, 2};
   for (;;) {
     for (int64_t r = 0; r < rows; r++) {
-      CHECK_INT(rpi_cache_sentence(cache, r), owner[r]);
       CHECK_INT(rpi_cache_length(cache, r), at[owner[r]]);
       check_row("token by token", v, model, r,
                 hidden + (target_offsets[owner[r]] + at[owner[r]] - 1) * C);
