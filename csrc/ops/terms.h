@@ -65,18 +65,14 @@ static void term_add(term *t, const rp_relation *relation, int64_t head, bool ve
   const band_part p = part_of(relation, head);
   if (vector) t->vectors[t->vector_count++] = p;
   else t->numbers[t->number_count++] = p;
+  t->present = true;
+  t->ends = t->ends || p.clip;
 }
 
 /* Where the columns lie: a clipped part is constant up to -left, and from right on; the
  * others are from -left to right. */
 static void term_close(term *t) {
   const int count = t->vector_count + t->number_count;
-  t->present = count > 0;
-  for (int i = 0; i < count; i++) {
-    const band_part *const p =
-        i < t->vector_count ? t->vectors + i : t->numbers + i - t->vector_count;
-    t->ends = t->ends || p->clip;
-  }
   t->first = INT64_MAX;
   t->last = INT64_MIN;
   for (int i = 0; i < count; i++) {
