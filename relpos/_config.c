@@ -75,9 +75,7 @@ static PyObject *pairs_of(PyObject *module, const rp_config *config) {
 }
 
 static PyObject *pairs_or_error(PyObject *module, rp_status status, const rp_config *config) {
-  if (status == RP_OK) return pairs_of(module, config);
-  raise_status(module, status);
-  return NULL;
+  return status == RP_OK ? pairs_of(module, config) : raise_status(module, status);
 }
 
 int take_limits(PyObject *object, rp_limits *to) {
@@ -199,10 +197,7 @@ PyObject *model_memory(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_memory(&config, &limits, &memory);
   Py_END_ALLOW_THREADS
-  if (status != RP_OK) {
-    raise_status(module, status);
-    return NULL;
-  }
+  if (status != RP_OK) return raise_status(module, status);
   return Py_BuildValue("(LLLLLLLL)", (long long)memory.parameters, (long long)memory.gradients,
                        (long long)memory.moments, (long long)memory.average,
                        (long long)memory.constants, (long long)memory.activations,

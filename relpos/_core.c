@@ -51,13 +51,15 @@ static PyObject *renamed(PyObject *sentence, const renaming *names, int count) {
   return sentence;
 }
 
-void raise_status(PyObject *module, rp_status status) { raise_renamed(module, status, NULL, 0); }
+void *raise_status(PyObject *module, rp_status status) {
+  raise_renamed(module, status, NULL, 0);
+  return NULL;
+}
 
 PyObject *made_or_raised(PyObject *module, PyObject *made, rp_status status) {
   if (status == RP_OK) return made;
   Py_DECREF(made);
-  raise_status(module, status);
-  return NULL;
+  return raise_status(module, status);
 }
 
 void raise_renamed(PyObject *module, rp_status status, const renaming *names, int count) {
@@ -102,11 +104,7 @@ static PyObject *set_threads(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_set_threads(threads);
   Py_END_ALLOW_THREADS
-  if (status != RP_OK) {
-    raise_status(module, status);
-    return NULL;
-  }
-  return Py_NewRef(Py_None);
+  return made_or_raised(module, Py_NewRef(Py_None), status);
 }
 
 static PyObject *get_threads(PyObject *module, PyObject *args) {
@@ -125,10 +123,7 @@ static PyObject *build_info(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_build_info_get(&info);
   Py_END_ALLOW_THREADS
-  if (status != RP_OK) {
-    raise_status(module, status);
-    return NULL;
-  }
+  if (status != RP_OK) return raise_status(module, status);
   return Py_BuildValue("{s:s,s:s,s:s,s:s,s:s,s:s,s:s,s:i}", "version", info.version, "compiler",
                        info.compiler, "flags", info.flags, "isa", info.isa, "isa_available",
                        info.isa_available, "bf16", info.bf16, "blas", info.blas, "threads",

@@ -46,8 +46,8 @@
 /* ---- errors: _core.c ---------------------------------------------------------- */
 
 /* Raises the exception for a status of libcore, with libcore's own sentence; what is called
- * otherwise in Python has its name there. */
-void raise_status(PyObject *module, rp_status status);
+ * otherwise in Python has its name there. Returns NULL. */
+void *raise_status(PyObject *module, rp_status status);
 
 /* What a call made, which is the caller's, or NULL with the exception of its status. */
 PyObject *made_or_raised(PyObject *module, PyObject *made, rp_status status);

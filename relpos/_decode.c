@@ -59,10 +59,7 @@ static PyObject *decoder_new(PyTypeObject *type, PyObject *args, PyObject *names
   status = rp_decoder_create(cores, count, &core);
   Py_END_ALLOW_THREADS
   PyMem_Free(cores);
-  if (status != RP_OK) {
-    raise_status(module, status);
-    return NULL;
-  }
+  if (status != RP_OK) return raise_status(module, status);
   decoder *const self = (decoder *)PyType_GenericAlloc(type, 0);
   if (self == NULL) {
     Py_BEGIN_ALLOW_THREADS

@@ -13,10 +13,7 @@ static PyObject *device_at(PyObject *module, int index) {
   Py_BEGIN_ALLOW_THREADS
   status = rp_device_get(index, &device);
   Py_END_ALLOW_THREADS
-  if (status != RP_OK) {
-    raise_status(module, status);
-    return NULL;
-  }
+  if (status != RP_OK) return raise_status(module, status);
   PyObject *const problem = device.problem != NULL ? text_of(device.problem) : Py_NewRef(Py_None);
   if (problem == NULL) return NULL;
   return Py_BuildValue("(ssLLN)", device.name, device.title, (long long)device.memory,

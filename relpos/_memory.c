@@ -19,11 +19,9 @@ static const char *const owner_name = "relpos.memory";
 
 /* Nobody hears of a failure here: the memory is gone, or the device is. */
 static void let_go(owned *o) {
-  rp_status status;
   Py_BEGIN_ALLOW_THREADS
-  status = rp_device_free(o->device, o->memory);
-  Py_END_ALLOW_THREADS(void)
-  status;
+  rp_device_free(o->device, o->memory);
+  Py_END_ALLOW_THREADS
   free(o);
 }
 
@@ -44,8 +42,7 @@ PyObject *device_memory(PyObject *module, PyObject *args) {
   Py_END_ALLOW_THREADS
   if (status != RP_OK) {
     free(o);
-    raise_status(module, status);
-    return NULL;
+    return raise_status(module, status);
   }
   PyObject *const owner = PyCapsule_New(o, owner_name, release);
   if (owner == NULL) {

@@ -9,8 +9,7 @@
 #include "_model.h"
 
 void *raise_from(PyObject *self, rp_status status) {
-  raise_status(PyType_GetModule(Py_TYPE(self)), status);
-  return NULL;
+  return raise_status(PyType_GetModule(Py_TYPE(self)), status);
 }
 
 PyObject *made_or_raised_from(PyObject *self, PyObject *made, rp_status status) {
@@ -33,10 +32,7 @@ static PyObject *result_or_error(PyObject *self, rp_status status, const rp_resu
 
 /* The object for a model that was made, which it owns from now on. */
 static PyObject *object_or_error(PyTypeObject *type, rp_status status, rp_model *core) {
-  if (status != RP_OK) {
-    raise_status(PyType_GetModule(type), status);
-    return NULL;
-  }
+  if (status != RP_OK) return raise_status(PyType_GetModule(type), status);
   model *const self = (model *)PyType_GenericAlloc(type, 0);
   if (self == NULL) {
     Py_BEGIN_ALLOW_THREADS
