@@ -49,10 +49,9 @@ int take_config(PyObject *module, PyObject *pairs, rp_config *to) {
 
 /* A tuple of (name, text), one for each field. */
 static PyObject *pairs_of(PyObject *module, const rp_config *config) {
-  PyObject *const list = PyList_New(0);
+  PyObject *list = PyList_New(0);
   rp_status status = RP_OK;
-  if (list == NULL) return NULL;
-  for (int field = 0;; field++) {
+  for (int field = 0; list != NULL; field++) {
     const char *name;
     char text[TEXT] = "";
     Py_BEGIN_ALLOW_THREADS
@@ -60,18 +59,10 @@ static PyObject *pairs_of(PyObject *module, const rp_config *config) {
     if (name != NULL) status = rp_config_get(config, name, text, sizeof text);
     Py_END_ALLOW_THREADS
     if (name == NULL) break;
-    if (status != RP_OK) raise_status(module, status);
-    PyObject *const pair = status == RP_OK ? Py_BuildValue("(ss)", name, text) : NULL;
-    const int failed = pair == NULL || PyList_Append(list, pair) < 0;
-    Py_XDECREF(pair);
-    if (failed) {
-      Py_DECREF(list);
-      return NULL;
-    }
+    add_item(&list,
+             status == RP_OK ? Py_BuildValue("(ss)", name, text) : raise_status(module, status));
   }
-  PyObject *const pairs = PyList_AsTuple(list);
-  Py_DECREF(list);
-  return pairs;
+  return tuple_from(list);
 }
 
 static PyObject *pairs_or_error(PyObject *module, rp_status status, const rp_config *config) {
@@ -145,25 +136,16 @@ PyObject *config_load(PyObject *module, PyObject *args) {
 /* preset_names() -> tuple of str */
 PyObject *preset_names(PyObject *module, PyObject *args) {
   (void)module, (void)args;
-  PyObject *const list = PyList_New(0);
-  if (list == NULL) return NULL;
-  for (int index = 0;; index++) {
+  PyObject *list = PyList_New(0);
+  for (int index = 0; list != NULL; index++) {
     const char *name;
     Py_BEGIN_ALLOW_THREADS
     name = rp_preset_name(index);
     Py_END_ALLOW_THREADS
     if (name == NULL) break;
-    PyObject *const text = PyUnicode_FromString(name);
-    const int failed = text == NULL || PyList_Append(list, text) < 0;
-    Py_XDECREF(text);
-    if (failed) {
-      Py_DECREF(list);
-      return NULL;
-    }
+    add_item(&list, PyUnicode_FromString(name));
   }
-  PyObject *const names = PyList_AsTuple(list);
-  Py_DECREF(list);
-  return names;
+  return tuple_from(list);
 }
 
 /* learning_rate(pairs, step) -> float */

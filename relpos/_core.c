@@ -90,6 +90,17 @@ PyObject *text_of(const char *text) {
   return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
+void add_item(PyObject **list, PyObject *item) {
+  if (item == NULL || PyList_Append(*list, item) < 0) Py_CLEAR(*list);
+  Py_XDECREF(item);
+}
+
+PyObject *tuple_from(PyObject *list) {
+  PyObject *const tuple = list != NULL ? PyList_AsTuple(list) : NULL;
+  Py_XDECREF(list);
+  return tuple;
+}
+
 PyTypeObject *model_type_of(PyObject *module) {
   const module_state *state = PyModule_GetState(module);
   return (PyTypeObject *)state->model_type;

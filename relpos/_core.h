@@ -63,6 +63,15 @@ void raise_renamed(PyObject *module, rp_status status, const renaming *names, in
  * and be cut in the middle of a letter: those become \xff. */
 PyObject *text_of(const char *text);
 
+/* ---- what is made one by one: _core.c --------------------------------------------- */
+
+/* Appends an item, which it takes. Without one, or where that fails, the list is let go of and
+ * becomes NULL, with the exception. */
+void add_item(PyObject **list, PyObject *item);
+
+/* A tuple of what a list has, which it takes; NULL of NULL. */
+PyObject *tuple_from(PyObject *list);
+
 /* ---- arrays: _arrays.c --------------------------------------------------------- */
 
 /* Axes are named by letters, and an array's axes by a word of them:

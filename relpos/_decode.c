@@ -171,25 +171,17 @@ static PyObject *sentence_results(PyObject *self, int64_t sentence) {
   int64_t count = 0;
   const rp_status status = rp_decoder_result_count(((decoder *)self)->core, sentence, &count);
   if (status != RP_OK) return raise_from(self, status);
-  PyObject *const list = PyList_New((Py_ssize_t)count);
+  PyObject *list = PyList_New(0);
   for (int64_t rank = 0; list != NULL && rank < count; rank++) {
-    PyObject *const each = hypothesis_of(self, sentence, rank);
-    if (each == NULL || PyList_SetItem(list, (Py_ssize_t)rank, each) < 0) {
-      Py_DECREF(list);
-      return NULL;
-    }
+    add_item(&list, hypothesis_of(self, sentence, rank));
   }
   return list;
 }
 
 static PyObject *all_results(PyObject *self, int64_t sentences) {
-  PyObject *const list = PyList_New((Py_ssize_t)sentences);
+  PyObject *list = PyList_New(0);
   for (int64_t b = 0; list != NULL && b < sentences; b++) {
-    PyObject *const each = sentence_results(self, b);
-    if (each == NULL || PyList_SetItem(list, (Py_ssize_t)b, each) < 0) {
-      Py_DECREF(list);
-      return NULL;
-    }
+    add_item(&list, sentence_results(self, b));
   }
   return list;
 }

@@ -26,14 +26,7 @@ PyObject *devices(PyObject *module, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   count = rp_device_count();
   Py_END_ALLOW_THREADS
-  PyObject *const all = PyList_New(count);
-  if (all == NULL) return NULL;
-  for (int i = 0; i < count; i++) {
-    PyObject *const one = device_at(module, i);
-    if (one == NULL || PyList_SetItem(all, i, one) < 0) {
-      Py_DECREF(all);
-      return NULL;
-    }
-  }
+  PyObject *all = PyList_New(0);
+  for (int i = 0; all != NULL && i < count; i++) add_item(&all, device_at(module, i));
   return all;
 }

@@ -309,15 +309,9 @@ static PyObject *model_profile_lines(PyObject *self, PyObject *args) {
   status = rp_model_profile_count(core, &count);
   Py_END_ALLOW_THREADS
   if (status != RP_OK) return raise_from(self, status);
-  PyObject *const lines = PyTuple_New((Py_ssize_t)count);
-  for (int64_t i = 0; lines != NULL && i < count; i++) {
-    PyObject *const line = profile_line(self, i);
-    if (line == NULL || PyTuple_SetItem(lines, (Py_ssize_t)i, line) < 0) {
-      Py_DECREF(lines);
-      return NULL;
-    }
-  }
-  return lines;
+  PyObject *lines = PyList_New(0);
+  for (int64_t i = 0; lines != NULL && i < count; i++) add_item(&lines, profile_line(self, i));
+  return tuple_from(lines);
 }
 
 /* ---- the type ------------------------------------------------------------------------------ */

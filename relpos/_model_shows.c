@@ -48,20 +48,16 @@ PyObject *model_parameters(PyObject *self, PyObject *args) {
   Py_BEGIN_ALLOW_THREADS
   count = rp_model_parameter_count(core);
   Py_END_ALLOW_THREADS
-  PyObject *const rows = PyTuple_New((Py_ssize_t)count);
+  PyObject *rows = PyList_New(0);
   for (int64_t i = 0; rows != NULL && i < count; i++) {
     rp_parameter parameter = {.struct_size = sizeof parameter};
     rp_status status;
     Py_BEGIN_ALLOW_THREADS
     status = rp_model_parameter(core, i, &parameter);
     Py_END_ALLOW_THREADS
-    PyObject *const row = status == RP_OK ? views_of(self, &parameter) : raise_from(self, status);
-    if (row == NULL || PyTuple_SetItem(rows, (Py_ssize_t)i, row) < 0) {
-      Py_DECREF(rows);
-      return NULL;
-    }
+    add_item(&rows, status == RP_OK ? views_of(self, &parameter) : raise_from(self, status));
   }
-  return rows;
+  return tuple_from(rows);
 }
 
 /* ---- what it computed ---------------------------------------------------------------------- */
@@ -317,16 +313,15 @@ PyObject *model_attention_maps(PyObject *self, PyObject *args) {
     return NULL;
   }
   const Py_ssize_t count = PyTuple_Size(wanted);
-  PyObject *const found = PyTuple_New(count);
-  for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
-    PyObject *const array = room_for(&batch, PyTuple_GetItem(wanted, i), &list);
-    if (array == NULL || PyTuple_SetItem(found, i, array) < 0) {
-      Py_DECREF(found);
-      PyMem_Free(list.maps);
-      return NULL;
-    }
+  PyObject *arrays = PyList_New(0);
+  for (Py_ssize_t i = 0; arrays != NULL && i < count; i++) {
+    add_item(&arrays, room_for(&batch, PyTuple_GetItem(wanted, i), &list));
   }
-  if (found == NULL) return NULL;
+  PyObject *const found = tuple_from(arrays);
+  if (found == NULL) {
+    PyMem_Free(list.maps);
+    return NULL;
+  }
   Py_BEGIN_ALLOW_THREADS
   status = rp_model_attention_maps(core, &batch, dropout, list.maps, list.count);
   Py_END_ALLOW_THREADS
@@ -339,25 +334,16 @@ PyObject *model_attention_parts(PyObject *self, PyObject *args) {
   rp_model *const core = core_of(self);
   int kind, show = 0;
   if (!PyArg_ParseTuple(args, "i:attention_parts", &kind)) return NULL;
-  PyObject *const parts = PyList_New(0);
+  PyObject *parts = PyList_New(0);
   for (int i = 0; parts != NULL; i++) {
     const char *name;
     Py_BEGIN_ALLOW_THREADS
     name = rp_model_attention_part(core, kind, i, &show);
     Py_END_ALLOW_THREADS
     if (name == NULL) break;
-    PyObject *const row = Py_BuildValue("(si)", name, show);
-    if (row == NULL || PyList_Append(parts, row) < 0) {
-      Py_XDECREF(row);
-      Py_DECREF(parts);
-      return NULL;
-    }
-    Py_DECREF(row);
+    add_item(&parts, Py_BuildValue("(si)", name, show));
   }
-  if (parts == NULL) return NULL;
-  PyObject *const all = PyList_AsTuple(parts);
-  Py_DECREF(parts);
-  return all;
+  return tuple_from(parts);
 }
 
 /* ---- alignments ---------------------------------------------------------------------------- */
