@@ -18,14 +18,6 @@
 
 namespace rpc {
 
-/* x . w, with u added to x where there is one. */
-template <class E>
-__device__ inline float dot_table(const E *x, const float *u, const float *w, int width) {
-  float sum = 0;
-  for (int c = 0; c < width; c++) sum += (static_cast<float>(x[c]) + (u ? u[c] : 0.0f)) * w[c];
-  return sum;
-}
-
 /* ---- bands ------------------------------------------------------------------------------- */
 
 /* Where a tile lies beyond a band: what each row meets at its end. Four lanes have a row. */
@@ -118,7 +110,7 @@ __device__ RPC_CALLED void add_lookups(const Backward &c, const Where &w, bool v
       } else {
         const ArrayRows<S> rows = rows_that_meet<S>(c, x.kind, w);
         const int own = x.kind == KIND_QUERY ? column : row;
-        *products += dot_table(rows.rows + own * rows.stride, rows.bias, line, rows.width);
+        *products += row_product(rows.rows + own * rows.stride, rows.bias, line, rows.width);
       }
     });
   }

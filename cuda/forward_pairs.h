@@ -13,17 +13,6 @@
 
 namespace rpc {
 
-/* (x + bias) . w, bias may be NULL. */
-template <class Storage>
-__device__ inline float row_product(const Storage *x, const float *bias, const float *w,
-                                    int width) {
-  float sum = 0;
-  for (int c = 0; c < width; c++) {
-    sum += (number_of(x[c]) + (bias ? bias[c] : 0.0f)) * w[c];
-  }
-  return sum;
-}
-
 /* What a lookup term adds to the score of a pair by row `relation` of its table. */
 template <class Storage>
 __device__ inline float lookup_score(const Call &call, const Lookup &x, const Sequence &seq,

@@ -49,6 +49,17 @@ __device__ inline float number_of(bf16 x) { return __bfloat162float(x); }
 __device__ inline void put_number(float &to, float x) { to = x; }
 __device__ inline void put_number(bf16 &to, float x) { to = __float2bfloat16(x); }
 
+/* (x + bias) . w, bias may be NULL. */
+template <class Storage>
+__device__ inline float row_product(const Storage *x, const float *bias, const float *w,
+                                    int width) {
+  float sum = 0;
+  for (int c = 0; c < width; c++) {
+    sum += (number_of(x[c]) + (bias ? bias[c] : 0.0f)) * w[c];
+  }
+  return sum;
+}
+
 /* Two of them at once, aligned to both. */
 __device__ inline void put_pair(float *to, float x, float y) {
   *reinterpret_cast<float2 *>(to) = make_float2(x, y);
