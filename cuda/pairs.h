@@ -31,8 +31,6 @@
 
 namespace rpc {
 
-using bf16 = __nv_bfloat16;
-
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int64_t kWidest = 256;                /* D and Dv */
 constexpr int64_t kMostRows = int64_t{1} << 28; /* of a sequence and of a table: see read_call */

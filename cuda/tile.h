@@ -21,8 +21,6 @@
 
 namespace rpc {
 
-using bf16 = __nv_bfloat16;
-
 template <class Operand, int kWidth>
 constexpr int row_stride = kWidth + 16 / int{sizeof(Operand)};
 
