@@ -73,7 +73,7 @@ rp_status adam(const rpi_adam_args *args) {
                     is_wide(arrays.moment1, 0) && is_wide(arrays.moment2, 0) &&
                     is_wide(arrays.average, 0);
   const int64_t quads = (args->count + 3) / 4;
-  const dim3 grid(static_cast<unsigned>((quads + adam_threads - 1) / adam_threads));
+  const dim3 grid(blocks_for(quads, adam_threads));
   CUDA_TRY(launch(wide ? adam_numbers<true> : adam_numbers<false>,
                   {grid, dim3(adam_threads), 0, context().stream}, arrays, args->count, step,
                   args->outcome));

@@ -230,7 +230,7 @@ int64_t tile_count(const rp_attention *s, bool keys) {
   int64_t count = 0;
   for (int64_t b = 0; b < s->B; b++) {
     const Sequence seq = sequence_of(s, b);
-    count += ((keys ? seq.key_rows : seq.query_rows) + kTile - 1) / kTile;
+    count += rpi_divide_up(keys ? seq.key_rows : seq.query_rows, kTile);
   }
   return count;
 }
@@ -262,13 +262,13 @@ rp_status run_passes(const Backward &c) {
   const int64_t query_blocks = c.query_tiles.count * heads, key_blocks = c.key_tiles.count * heads;
   if (query_blocks > 0) {
     CUDA_TRY(launch(queries_kernel<S>,
-                    {grid_of(query_blocks, (c.call.D + kColumns - 1) / kColumns), dim3(kThreads),
+                    {grid_of(query_blocks, rpi_divide_up(c.call.D, kColumns)), dim3(kThreads),
                      sizeof(TileMemory<S>), stream},
                     c));
   }
   if (key_blocks > 0) {
     CUDA_TRY(launch(keys_kernel<S>,
-                    {grid_of(key_blocks, (widest + kColumns - 1) / kColumns), dim3(kThreads),
+                    {grid_of(key_blocks, rpi_divide_up(widest, kColumns)), dim3(kThreads),
                      sizeof(TileMemory<S>), stream},
                     c));
   }

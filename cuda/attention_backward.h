@@ -20,7 +20,7 @@ struct alignas(16) RowNumbers {
 };
 
 /* Parts of the workspace begin at multiples of 256 bytes. */
-inline int64_t rounded(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+inline int64_t rounded(int64_t bytes) { return rpi_round_up(bytes, 256); }
 
 struct Backward {
   Call call;

@@ -26,8 +26,6 @@ constexpr int64_t kMostNumbers = int64_t{1} << 24;
 constexpr int kThreads = 256;
 constexpr int kStrips = 4, kEndStrips = 16; /* ends have a line of every warp: these are many */
 
-int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool on_band(const rp_relation &r) { return r.map == RP_MAP_BAND && !r.query_positions; }
 
 /* Sizes that the shape and the device alone decide. */
@@ -67,12 +65,12 @@ int64_t slope_numbers(const Sizes &sizes) {
 
 /* From one row of cells to the next: 4 modulo 8, so that no more than two of a warp's pairs are in
  * one bank, whichever way it goes through them. */
-int64_t line_of(int64_t columns) { return columns > 0 ? divided(columns - 4, 8) * 8 + 4 : 0; }
+int64_t line_of(int64_t columns) { return columns > 0 ? rpi_round_up(columns - 4, 8) + 4 : 0; }
 
 /* Rows of a table that stay in shared memory: BandBackward. */
 template <class S>
 int held(const Sizes &sizes) {
-  return sizes.columns <= S::kMostHeld ? static_cast<int>(divided(sizes.columns, 16) * 16) : 0;
+  return sizes.columns <= S::kMostHeld ? static_cast<int>(rpi_round_up(sizes.columns, 16)) : 0;
 }
 
 /* Shared memory of a block of queries, and of one of keys. */
@@ -129,7 +127,7 @@ Work work_of(const rp_attention *s) {
       work.tiles[x] += (seq.query_rows + more) / rows;
       work.pairs[x] += int64_t{(seq.queries + more) / rows} * ((seq.keys + more) / rows);
     }
-    work.key_blocks += divided(seq.key_rows, kTurnOwn);
+    work.key_blocks += rpi_divide_up(seq.key_rows, kTurnOwn);
     for (const int rows : {seq.query_rows, seq.key_rows}) {
       work.longest = rows > work.longest ? rows : work.longest;
     }
@@ -196,8 +194,8 @@ Sizes sizes_of(const rp_attention *s) {
   const int size = sizes.single ? SMALL : size_of(s, sizes, work);
   sizes.tile = kTileRows[size];
   sizes.turns = size == LARGE && sizes.bias_columns == 0;
-  sizes.blocks = sizes.single ? divided(s->B, 2) : work.tiles[size];
-  sizes.table_rows = divided(sizes.columns, 64) * 64;
+  sizes.blocks = sizes.single ? rpi_divide_up(s->B, 2) : work.tiles[size];
+  sizes.table_rows = rpi_round_up(sizes.columns, 64);
   sizes.value_offset = has_table(s->key) ? sizes.columns * s->D : 0;
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
   sizes.numbers = sizes.bias_offset + sizes.bias_columns;
@@ -209,9 +207,8 @@ Sizes sizes_of(const rp_attention *s) {
     sizes.turn_bytes = rounded(s->H * (sizes.turn_tiles * of_tile + lines * kEndNumbers) * 4 + 256);
   }
   if (sizes.numbers == 0) return sizes;
-  const int64_t heads = s->H > 0 ? s->H : 1, most = kMostNumbers / sizes.numbers;
-  const int64_t blocks = most_blocks(sizes), fit = (most < blocks ? most : blocks) / heads;
-  if (sizes.blocks > fit) sizes.blocks = fit > 1 ? fit : 1;
+  const int64_t most = rpi_min(most_blocks(sizes), kMostNumbers / sizes.numbers);
+  sizes.blocks = rpi_min(sizes.blocks, rpi_max(most / rpi_max(s->H, 1), 1));
   const int64_t element = sizes.bf16 ? 2 : 4;
   sizes.table_bytes = rounded(s->H * 2 * sizes.table_rows * sizes.width * element);
   sizes.line_bytes = rounded(s->H * sizes.blocks * sizes.numbers * 4);
@@ -397,7 +394,7 @@ rp_status make_vectors(const BandBackward &f, int width) {
   if (!f.banded) return RP_OK;
   const auto to = static_cast<Operand *>(const_cast<void *>(f.tables)); /* ours, in the workspace */
   const int64_t numbers = int64_t{f.c.call.H} * 2 * f.table_rows * width;
-  const dim3 grid(static_cast<unsigned>(divided(numbers, kThreads)));
+  const dim3 grid(blocks_for(numbers, kThreads));
   CUDA_TRY(
       launch(vectors_kernel<Operand>, {grid, dim3(kThreads), 0, context().stream}, f, width, to));
   return RP_OK;
@@ -406,7 +403,7 @@ rp_status make_vectors(const BandBackward &f, int width) {
 /* Sequences of one tile. */
 rp_status run_single(BandBackward f, const Sizes &sizes, bool stored_bf16) {
   f.line = static_cast<int32_t>(single_line(sizes.columns));
-  f.held = static_cast<int32_t>(divided(sizes.columns, 16) * 16);
+  f.held = static_cast<int32_t>(rpi_round_up(sizes.columns, 16));
   RPI_TRY(make_vectors<bf16>(f, sizes.width));
   return single_backward(f, stored_bf16);
 }
@@ -480,8 +477,7 @@ rp_status add_terms(Terms *terms, const BandBackward &f) {
     const int64_t size = terms->of[i].size(heads);
     most = size > most ? size : most;
   }
-  const dim3 grid(static_cast<unsigned>(divided(most, kThreads)),
-                  static_cast<unsigned>(terms->count));
+  const dim3 grid(blocks_for(most, kThreads), static_cast<unsigned>(terms->count));
   if (most > 0) {
     CUDA_TRY(launch(rows_kernel, {grid, dim3(kThreads), 0, context().stream}, *terms,
                     f.line_numbers, heads));
@@ -516,8 +512,7 @@ rp_status take_terms(const rp_relation *relations, float *const *gradients, cons
 template <int kApart>
 rp_status add_up(const float *lines, int64_t numbers, int64_t blocks, int64_t heads,
                  float *totals) {
-  const dim3 grid(static_cast<unsigned>(divided(numbers * kApart, kThreads)),
-                  static_cast<unsigned>(heads));
+  const dim3 grid(blocks_for(numbers * kApart, kThreads), static_cast<unsigned>(heads));
   CUDA_TRY(launch(totals_kernel<kApart>, {grid, dim3(kThreads), 0, context().stream}, lines,
                   numbers, static_cast<int32_t>(blocks), totals));
   return RP_OK;

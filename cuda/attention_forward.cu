@@ -103,8 +103,7 @@ Size size_of(const Forward &f, const rp_attention *shape) {
     tiles += (queries + 63) / 64;
     tall += (queries + 127) / 128;
     pairs += (queries + 31) / 32 * ((keys + 31) / 32);
-    if (queries > longest) longest = queries;
-    if (keys > longest) longest = keys;
+    longest = rpi_max(longest, rpi_max(queries, keys));
   }
   const bool held = !f.banded || int64_t{f.high} - f.low < kSingleBand;
   if (longest <= 32 && held && !f.call.position_bias) return SIZE_SINGLE;
@@ -115,7 +114,7 @@ Size size_of(const Forward &f, const rp_attention *shape) {
 
 template <class Operand, class Storage>
 rp_status launch_width(Forward *f, const rp_attention *shape, bool general) {
-  const int64_t width = shape->D > shape->Dv ? shape->D : shape->Dv;
+  const int64_t width = rpi_max(shape->D, shape->Dv);
   if constexpr (sizeof(Operand) == 2) {
     if (!general && width <= 32) {
       return launch_shape<Shape<Operand, Storage, 32, false>>(f, shape);

@@ -147,13 +147,12 @@ rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
   m.content = args->what <= RP_SHOW_CONTENT;
   const int64_t keys = sequence_of(args->shape, args->b).keys;
   if (keys == 0) return RP_OK;
-  const int64_t most = kNumbers / keys > 0 ? kNumbers / keys : 1;
-  const int64_t together = most < args->rows ? most : args->rows;
+  const int64_t together = rpi_min(rpi_max(kNumbers / keys, 1), args->rows);
   scratch_begin();
   RPI_TRY(scratch(together * keys, &m.to));
   m.to_stride = keys;
   for (int64_t done = 0; done < args->rows; done += together) {
-    const int64_t rows = args->rows - done < together ? args->rows - done : together;
+    const int64_t rows = rpi_min(args->rows - done, together);
     m.row = static_cast<int32_t>(args->row + done);
     const Launch launched = {dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0,
                              context().stream};

@@ -179,12 +179,11 @@ rp_status choose_by_sorting(const ChooseRows &a, int64_t rows) {
   int64_t size = 1;
   while (size < a.classes) size *= 2;
   const int64_t row_bytes = size * static_cast<int64_t>(sizeof(uint64_t));
-  const int64_t most = sort_bytes / row_bytes > 1 ? sort_bytes / row_bytes : 1;
-  const int64_t batch = rows < most ? rows : most;
+  const int64_t batch = rpi_min(rows, rpi_max(sort_bytes / row_bytes, 1));
   uint64_t *keys = nullptr;
   RPI_TRY(scratch(batch * size, &keys));
   for (int64_t first = 0; first < rows; first += batch) {
-    const int64_t count = rows - first < batch ? rows - first : batch;
+    const int64_t count = rpi_min(rows - first, batch);
     CUDA_TRY(launch(choose_sorted,
                     {dim3(static_cast<unsigned>(count)), dim3(sort_threads), 0, context().stream},
                     a, first, keys, size));

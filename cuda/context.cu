@@ -85,7 +85,7 @@ thread_local const rpc_host *host;
 State states[RPI_MOST_GPUS];
 thread_local State *selected;
 
-int64_t rounded(int64_t bytes) { return (bytes + alignment - 1) / alignment * alignment; }
+int64_t rounded(int64_t bytes) { return rpi_round_up(bytes, alignment); }
 
 constexpr int least_major = 8; /* cp.async, and mma.sync with bf16 */
 

@@ -29,6 +29,11 @@ rp_status check(cudaError_t error, const char *what, const char *file, int line)
     if (rpc_status != RP_OK) return rpc_status;                                                    \
   } while (0)
 
+/* Blocks of which each takes `each` of n. */
+inline unsigned blocks_for(int64_t n, int64_t each) {
+  return static_cast<unsigned>(rpi_divide_up(n, each));
+}
+
 struct Context {
   int device;
   cudaStream_t stream;

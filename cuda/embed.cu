@@ -178,11 +178,10 @@ rp_status add_sorted(EmbedSums e, int32_t *lists, const Packing &packing) {
   RPI_TRY(stage(lists, 2 * e.rows, &staged));
   e.targets = staged;
   e.order = staged + e.rows;
-  const int64_t pieces = (e.rows + embed_piece - 1) / embed_piece, quads = (e.columns + 3) / 4;
+  const int64_t pieces = rpi_divide_up(e.rows, embed_piece), quads = (e.columns + 3) / 4;
   unsigned threads = 32;
   while (threads < embed_threads && threads < quads) threads *= 2;
-  const dim3 grid(static_cast<unsigned>(pieces),
-                  static_cast<unsigned>((quads + threads - 1) / threads));
+  const dim3 grid(static_cast<unsigned>(pieces), blocks_for(quads, threads));
   RPI_TRY(scratch(pieces * 2 * e.columns, &e.partials));
   const bool wide = is_wide(e.dout, e.columns) && is_wide(e.partials, e.columns);
   CUDA_TRY(launch(wide ? embed_add_piece<true> : embed_add_piece<false>,

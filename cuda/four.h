@@ -176,13 +176,12 @@ inline RowGrid row_grid(int64_t rows, int64_t columns) {
   unsigned across = 1;
   while (across < 256 && across < quads) across *= 2;
   const unsigned down = 256 / across;
-  return {dim3(static_cast<unsigned>((rows + down - 1) / down)), dim3(across, down)};
+  return {dim3(blocks_for(rows, down)), dim3(across, down)};
 }
 
 /* A warp for every row. */
 inline RowGrid strip_grid(int64_t rows) {
-  return {dim3(static_cast<unsigned>((rows + strip_warps - 1) / strip_warps)),
-          dim3(32, strip_warps)};
+  return {dim3(blocks_for(rows, strip_warps)), dim3(32, strip_warps)};
 }
 
 /* The row of this thread; it may be beyond the last. */

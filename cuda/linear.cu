@@ -173,7 +173,7 @@ rp_status begin_pack(Operand *x, int more, void *to, Pack *p) {
   p->wide = is_wide(p->x, p->stride);
   while (4 << p->across < p->columns && 1 << p->across < pack_threads) p->across++;
   const int64_t down = pack_ahead * (pack_threads >> p->across);
-  p->blocks = static_cast<unsigned>((p->rows + down - 1) / down);
+  p->blocks = blocks_for(p->rows, down);
   p->to = static_cast<bf16 *>(to);
   if (to == nullptr) RPI_TRY(scratch(p->rows * p->to_stride, &p->to));
   *x = rounded_at(*x, more, p->to);

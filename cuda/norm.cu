@@ -487,7 +487,7 @@ rp_status launch_backward_narrow(const NormBackwardRows &a, int64_t pieces) {
 /* dx comes last: it may be dy. */
 template <bool wide>
 rp_status launch_backward_broad(const NormBackwardRows &a, int64_t pieces) {
-  const dim3 grid(static_cast<unsigned>((a.columns + 127) / 128), static_cast<unsigned>(pieces));
+  const dim3 grid(blocks_for(a.columns, 128), static_cast<unsigned>(pieces));
   CUDA_TRY(launch(norm_backward_piece<wide>, {grid, dim3(32, norm_warps), 0, context().stream}, a));
   CUDA_TRY(launch(norm_backward_row<wide>,
                   {dim3(static_cast<unsigned>(a.rows)), dim3(norm_threads), 0, context().stream},
@@ -523,8 +523,7 @@ rp_status norm(const rpi_norm_args *args) {
 
 rp_status norm_backward(const rpi_norm_backward_args *args, int64_t *bytes) {
   const int64_t rows = args->rows, columns = args->columns;
-  const int64_t least = (rows + norm_rows - 1) / norm_rows;
-  const int64_t pieces = least < norm_most ? least : norm_most;
+  const int64_t pieces = rpi_min(rpi_divide_up(rows, norm_rows), norm_most);
   if (bytes != nullptr) {
     *bytes = pieces * norm_sums * columns * static_cast<int64_t>(sizeof(float));
     return RP_OK;

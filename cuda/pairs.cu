@@ -13,9 +13,7 @@
 namespace rpc {
 namespace {
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-int32_t cut(int64_t x) { return static_cast<int32_t>(most(least(x, kFar), -kFar)); }
+int32_t cut(int64_t x) { return static_cast<int32_t>(rpi_max(rpi_min(x, kFar), -kFar)); }
 
 const int64_t *key_offsets_of(const rp_attention *s) {
   return s->key_offsets ? s->key_offsets : s->offsets;
@@ -35,7 +33,7 @@ struct Free {
 template <class T>
 std::unique_ptr<T[], Free> array_of(int64_t count) {
   return std::unique_ptr<T[], Free>(
-      static_cast<T *>(malloc(static_cast<size_t>(most(count, 1)) * sizeof(T))));
+      static_cast<T *>(malloc(static_cast<size_t>(rpi_max(count, 1)) * sizeof(T))));
 }
 
 rp_status no_memory(const char *what, int64_t count) {
@@ -59,7 +57,7 @@ int64_t pairs_span(const rp_attention *s, int64_t batch_stride, int64_t head_str
     if (seq.queries == 0 || seq.keys == 0) continue;
     const int64_t first = (starts ? starts[b] : b * batch_stride) + (s->H - 1) * head_stride;
     const int64_t step = starts ? seq.keys : row_stride;
-    span = most(span, first + (seq.queries - 1) * step + seq.keys);
+    span = rpi_max(span, first + (seq.queries - 1) * step + seq.keys);
   }
   return span;
 }
@@ -71,7 +69,7 @@ int64_t positions_span(const rp_attention *s, bool keys, int64_t stride) {
   int64_t span = 0;
   for (int64_t b = 0; b < s->B; b++) {
     const Sequence seq = sequence_of(s, b);
-    span = most(span, b * stride + (keys ? seq.keys : seq.queries));
+    span = rpi_max(span, b * stride + (keys ? seq.keys : seq.queries));
   }
   return span;
 }
@@ -140,8 +138,8 @@ rp_status read_terms(const rp_attention *s, const rp_relation *relations, Kind k
     RPI_TRY(read_part(r, names[kind], i, &part));
     if (r->map == RP_MAP_BAND && !r->query_positions) {
       const int outside = part.clip ? 0 : 1; /* a column for no relation */
-      low = least(low, -int64_t{part.left} - outside);
-      high = most(high, int64_t{part.right} + outside);
+      low = rpi_min(low, -int64_t{part.left} - outside);
+      high = rpi_max(high, int64_t{part.right} + outside);
       band->parts[band->count++] = part;
       continue;
     }
@@ -179,9 +177,9 @@ struct MetTile {
  * a block at it. */
 int32_t rows_met(const Sequence &seq, bool keys, int32_t row, int size) {
   const int64_t rows = keys ? seq.keys : seq.queries, others = keys ? seq.queries : seq.keys;
-  const int64_t last = least(int64_t{row} + size, rows) - 1;
-  const int64_t from = most(keys ? row - seq.farthest : row + seq.nearest, 0);
-  const int64_t to = least(keys ? last - seq.nearest : last + seq.farthest, others - 1);
+  const int64_t last = rpi_min(int64_t{row} + size, rows) - 1;
+  const int64_t from = rpi_max(keys ? row - seq.farthest : row + seq.nearest, 0);
+  const int64_t to = rpi_min(keys ? last - seq.nearest : last + seq.farthest, others - 1);
   return row > last || from > to ? 0 : static_cast<int32_t>((to - from) / 32 + 1);
 }
 
@@ -209,7 +207,7 @@ Sequence sequence_of(const rp_attention *s, int64_t b) {
   const int64_t unbounded = int64_t{1} << 44;
   const int64_t left = s->window_left < 0 ? unbounded : s->window_left;
   const int64_t window_right = s->window_right < 0 ? unbounded : s->window_right;
-  const int64_t right = s->causal ? least(window_right, 0) : window_right;
+  const int64_t right = s->causal ? rpi_min(window_right, 0) : window_right;
   seq.query_rows = static_cast<int32_t>(query_rows);
   seq.key_rows = static_cast<int32_t>(key_rows);
   seq.queries = static_cast<int32_t>(queries);
@@ -232,7 +230,7 @@ rp_placement placement_of(const rp_attention *s) {
 
 rp_status check_sizes(const rp_attention *s) {
   for (int64_t b = 0; b < s->B; b++) {
-    const int64_t rows = most(array_rows(s, b, false), array_rows(s, b, true));
+    const int64_t rows = rpi_max(array_rows(s, b, false), array_rows(s, b, true));
     if (rows <= kMostRows) continue;
     return fail(RP_ERROR_SHAPE, "attention: sequence %lld has %lld rows; a GPU takes at most 2^28",
                 static_cast<long long>(b), static_cast<long long>(rows));
@@ -279,7 +277,7 @@ rp_status read_call(const rp_attention *s, rp_rows q, rp_rows k, rp_rows v, Call
 rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles, bool in_order) {
   int64_t all = 0, rows = 0;
   for (int64_t b = 0; b < s->B; b++) {
-    all += (array_rows(s, b, keys) + size - 1) / size;
+    all += rpi_divide_up(array_rows(s, b, keys), size);
     rows += array_rows(s, b, !keys);
   }
   if (all * s->H > INT32_MAX) {
@@ -291,7 +289,7 @@ rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles, b
   const auto list = array_of<Tile>(all);
   if (!met || !list) return no_memory("tiles", all);
   const int64_t element = placement_of(s).element == RP_BF16 ? 2 : 4;
-  const int64_t most_rows = context().cache_bytes / 3 / (most(s->D + s->Dv, 1) * element);
+  const int64_t most_rows = context().cache_bytes / 3 / (rpi_max(s->D + s->Dv, 1) * element);
   MetTile *const begin = met.get(), *end = begin, *from = begin;
   int64_t held = 0; /* rows that the tiles from `from` on meet */
   for (int64_t b = 0; b < s->B; b++) {
@@ -322,7 +320,7 @@ rp_status make_tiles(const rp_attention *s, bool keys, int size, Tiles *tiles, b
     }
   }
   tiles->count = static_cast<int32_t>(all);
-  tiles->heads = static_cast<int32_t>(most(least(most_rows / most(rows, 1), s->H), 1));
+  tiles->heads = static_cast<int32_t>(rpi_max(rpi_min(most_rows / rpi_max(rows, 1), s->H), 1));
   return stage(list.get(), all, &tiles->list);
 }
 

@@ -161,14 +161,13 @@ static __global__ void add_partials(const float *partials, int64_t stride, int64
 
 inline rp_status launch_add_partials(const float *partials, int64_t stride, int64_t pieces,
                                      int64_t columns, const Sums &all) {
-  const int64_t blocks = (columns + partial_columns - 1) / partial_columns;
   unsigned count = 1;
   for (unsigned y = 1; y < sizeof all.to / sizeof all.to[0]; y++) {
     if (all.to[y] != nullptr) count = y + 1;
   }
   CUDA_TRY(launch(add_partials,
-                  {dim3(static_cast<unsigned>(blocks), count), dim3(partial_columns, partial_rows),
-                   0, context().stream},
+                  {dim3(blocks_for(columns, partial_columns), count),
+                   dim3(partial_columns, partial_rows), 0, context().stream},
                   partials, stride, pieces, columns, all));
   return RP_OK;
 }

@@ -154,7 +154,7 @@ rp_status rotate(const rp_rotation *s, rp_rows x, rp_rows_out out) {
   RPI_TRY(stage(s->positions, positions, &a.positions));
   RPI_TRY(stage(s->frequencies, a.pairs, &a.frequencies));
   const unsigned across = 32, down = 8;
-  const dim3 grid(static_cast<unsigned>((a.rows + down - 1) / down));
+  const dim3 grid(blocks_for(a.rows, down));
   const auto kernel = placement.element == RP_BF16 ? rotate_rows<bf16> : rotate_rows<float>;
   CUDA_TRY(launch(kernel, {grid, dim3(across, down), 0, context().stream}, a));
   return RP_OK;

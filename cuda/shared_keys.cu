@@ -55,7 +55,7 @@ rp_status add(const rp_attention *s, const rp_rows_out &from, const rp_rows_out 
   const KeyRows keys = key_rows_of(s);
   const int64_t numbers = keys.batches * keys.rows * s->key_heads * width;
   if (numbers == 0) return RP_OK;
-  const auto blocks = static_cast<unsigned>((numbers + kThreads - 1) / kThreads);
+  const unsigned blocks = blocks_for(numbers, kThreads);
   CUDA_TRY(launch(element_of(s) == 2 ? add_kernel<bf16> : add_kernel<float>,
                   {dim3(blocks), dim3(kThreads), 0, context().stream}, from, to, numbers, keys.rows,
                   static_cast<int32_t>(s->key_heads), sharers_of(s), static_cast<int32_t>(width)));

@@ -167,11 +167,10 @@ rp_status sum_columns(const rpi_column_sums_args *args, ColumnSums<E> a) {
   /* As many pieces as fill a large device, none of fewer rows than the warps of
    * a block add in a few steps. What fills the device at hand must not count:
    * sums depend on shapes alone. */
-  const int64_t wanted = (sums_blocks + blocks - 1) / blocks;
-  int64_t pieces = (rows + 4 * sums_warps - 1) / (4 * sums_warps);
-  if (pieces > wanted) pieces = wanted;
-  const int64_t piece_rows = (rows + pieces - 1) / pieces;
-  pieces = (rows + piece_rows - 1) / piece_rows;
+  const int64_t wanted = rpi_divide_up(sums_blocks, blocks);
+  const int64_t piece_rows =
+      rpi_divide_up(rows, rpi_min(rpi_divide_up(rows, 4 * sums_warps), wanted));
+  const int64_t pieces = rpi_divide_up(rows, piece_rows);
   a.x = reinterpret_cast<const E *>(args->x);
   a.x_stride = args->x_stride;
   a.rows = rows;

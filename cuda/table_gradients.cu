@@ -104,10 +104,8 @@ rp_status add_sums(const Sums &sums, int32_t heads, float factor) {
     const int64_t size = tables * term.rows * term.width;
     if (!term.gradient || size == 0) continue;
     const bool scaled = term.kind == KIND_KEY || term.kind == KIND_QUERY;
-    CUDA_TRY(launch(
-        add_term_kernel,
-        {dim3(static_cast<unsigned>((size + kThreads - 1) / kThreads)), dim3(kThreads), 0, stream},
-        term, sums.lines, sums.numbers, sums.blocks, heads, scaled ? factor : 1.0f));
+    CUDA_TRY(launch(add_term_kernel, {dim3(blocks_for(size, kThreads)), dim3(kThreads), 0, stream},
+                    term, sums.lines, sums.numbers, sums.blocks, heads, scaled ? factor : 1.0f));
   }
   if (!sums.bias_gradient) return RP_OK;
   const int32_t width = static_cast<int32_t>(sums.numbers - sums.bias_offset);
