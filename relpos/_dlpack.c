@@ -55,19 +55,16 @@ static const char plain_owner[] = "relpos.dltensor",
 
 /* An array may be let go while an exception is on its way up; a deleter that is written in Python
  * cannot run in its sight. */
-static void delete_plain(PyObject *owner) {
+static void delete_array(PyObject *owner) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
-  dl_plain *const array = PyCapsule_GetPointer(owner, plain_owner);
-  if (array->deleter != NULL) array->deleter(array);
-  PyErr_Restore(type, value, trace);
-}
-
-static void delete_versioned(PyObject *owner) {
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  dl_versioned *const array = PyCapsule_GetPointer(owner, versioned_owner);
-  if (array->deleter != NULL) array->deleter(array);
+  if (PyCapsule_IsValid(owner, versioned_owner)) {
+    dl_versioned *const array = PyCapsule_GetPointer(owner, versioned_owner);
+    if (array->deleter != NULL) array->deleter(array);
+  } else {
+    dl_plain *const array = PyCapsule_GetPointer(owner, plain_owner);
+    if (array->deleter != NULL) array->deleter(array);
+  }
   PyErr_Restore(type, value, trace);
 }
 
@@ -120,34 +117,31 @@ static PyObject *description(PyObject *owner, const dl_tensor *t, int is_writabl
   return NULL;
 }
 
-static PyObject *take_plain(PyObject *capsule) {
-  dl_plain *const array = PyCapsule_GetPointer(capsule, plain_name);
-  if (array == NULL) return NULL;
-  PyObject *const owner = PyCapsule_New(array, plain_owner, delete_plain);
-  if (owner == NULL) return NULL;
-  if (PyCapsule_SetName(capsule, "used_dltensor") == 0)
-    return description(owner, &array->tensor, 1);
+/* What owns the capsule's array from here on; NULL, with an exception, where it was not taken. */
+static PyObject *owner_of(PyObject *capsule, void *array, const char *name, const char *used) {
+  PyObject *const owner = array != NULL ? PyCapsule_New(array, name, delete_array) : NULL;
+  if (owner == NULL || PyCapsule_SetName(capsule, used) == 0) return owner;
   PyCapsule_SetDestructor(owner, NULL); /* it was not taken */
   Py_DECREF(owner);
   return NULL;
+}
+
+static PyObject *take_plain(PyObject *capsule) {
+  dl_plain *const array = PyCapsule_GetPointer(capsule, plain_name);
+  PyObject *const owner = owner_of(capsule, array, plain_owner, "used_dltensor");
+  return owner != NULL ? description(owner, &array->tensor, 1) : NULL;
 }
 
 static PyObject *take_versioned(PyObject *capsule) {
   dl_versioned *const array = PyCapsule_GetPointer(capsule, versioned_name);
   if (array == NULL) return NULL;
   if (array->major != DL_MAJOR) {
-    PyErr_Format(PyExc_BufferError, "DLPack: version %u.%u, expected %d", (unsigned)array->major,
-                 (unsigned)array->minor, DL_MAJOR);
-    return NULL;
+    return PyErr_Format(PyExc_BufferError, "DLPack: version %u.%u, expected %d",
+                        (unsigned)array->major, (unsigned)array->minor, DL_MAJOR);
   }
-  PyObject *const owner = PyCapsule_New(array, versioned_owner, delete_versioned);
+  PyObject *const owner = owner_of(capsule, array, versioned_owner, "used_dltensor_versioned");
   if (owner == NULL) return NULL;
-  if (PyCapsule_SetName(capsule, "used_dltensor_versioned") == 0) {
-    return description(owner, &array->tensor, (array->flags & DL_READ_ONLY) == 0);
-  }
-  PyCapsule_SetDestructor(owner, NULL); /* it was not taken */
-  Py_DECREF(owner);
-  return NULL;
+  return description(owner, &array->tensor, (array->flags & DL_READ_ONLY) == 0);
 }
 
 /* dlpack_take(capsule)
