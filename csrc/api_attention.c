@@ -402,9 +402,9 @@ bool rpi_is_show(int what) {
   return part ? what - kind < RP_TERMS : what >= 0 && what <= RP_SHOW_CONTENT;
 }
 
-/* Everything of a map but the arrays that attention has as well. */
+/* Everything of a map but the arrays. */
 static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t head, int64_t row,
-                           int64_t rows, const rp_real *to, int64_t to_stride) {
+                           int64_t rows, int64_t to_stride) {
   RPI_CHECK(rpi_is_show(what), RP_ERROR_ARGUMENT, "attention: what=%d, must be " RPI_SHOWS, what);
   RPI_CHECK(a->B > 0 && a->H > 0, RP_ERROR_SHAPE,
             "attention: B=%lld and H=%lld, must be at least 1 for a map", (rpi_wide)a->B,
@@ -417,14 +417,13 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
   RPI_CHECK(row >= 0 && rows >= 0 && row <= queries && rows <= queries - row, RP_ERROR_SHAPE,
             "attention: rows=%lld from row=%lld, but sequence %lld has %lld queries",
             (rpi_wide)rows, (rpi_wide)row, (rpi_wide)b, (rpi_wide)queries);
-  RPI_CHECK(to || rows == 0 || keys == 0, RP_ERROR_ARGUMENT, "attention: to is NULL");
   RPI_CHECK(to_stride >= keys && to_stride <= RPI_LIMIT, RP_ERROR_SHAPE,
             "attention: to_stride=%lld, must be at least the sequence's %lld keys",
             (rpi_wide)to_stride, (rpi_wide)keys);
   return RP_OK;
 }
 
-static rp_status check_map_apart(const rp_attention *a, rp_rows q, rp_rows k, int64_t keys,
+static rp_status check_map_array(const rp_attention *a, rp_rows q, rp_rows k, int64_t keys,
                                  int64_t rows, const rp_real *to, int64_t to_stride) {
   rpi_array arrays[RPI_TABLES + 3];
   int count = rpi_tables(a, NULL, arrays);
@@ -432,6 +431,7 @@ static rp_status check_map_apart(const rp_attention *a, rp_rows q, rp_rows k, in
   arrays[count++] = array_of(a, "k", k, KEYS, a->D);
   arrays[count] = rpi_dense("to", to, keys);
   arrays[count].axes[2] = (axis){keys == 0 ? 0 : rows, to_stride};
+  RPI_TRY(rpi_check_rows("attention", &arrays[count], true));
   return rpi_check_apart("attention", arrays, count, count + 1);
 }
 
@@ -468,8 +468,8 @@ rp_status rp_attention_map(const rp_attention *given, rp_rows q, rp_rows k, int 
   RPI_TRY(check_shape(given, &a));
   RPI_TRY(check_input(&a, "q", q, QUERIES, a.D));
   RPI_TRY(check_input(&a, "k", k, KEYS, a.D));
-  RPI_TRY(check_map(&a, what, b, head, row, rows, to, to_stride));
-  RPI_TRY(check_map_apart(&a, q, k, rpi_keys_of(&a, b), rows, to, to_stride));
+  RPI_TRY(check_map(&a, what, b, head, row, rows, to_stride));
+  RPI_TRY(check_map_array(&a, q, k, rpi_keys_of(&a, b), rows, to, to_stride));
   RPI_TRY(rpi_check_labels(&a));
   return map(&a, q, k, what, b, head, row, rows, to, to_stride);
 }

@@ -374,6 +374,8 @@ static void test_refusals(void) {
   REFUSED(RP_ERROR_SHAPE, "attention: to_stride=6, must be at least the sequence's 7 keys",
           m.to_stride = M - 1);
   REFUSED(RP_ERROR_SHAPE, "attention: to_stride=", m.to_stride = (INT64_C(1) << 40) + 1);
+  REFUSED(RP_ERROR_SHAPE, "attention: to: its size overflows", m.q.row_stride = 0,
+          m.a.N = m.rows = 1 << 24, m.to_stride = INT64_C(1) << 40);
   REFUSED(RP_ERROR_SHAPE, "at least the sequence's 3 keys", m.a.key_lengths = key_lengths,
           m.to_stride = 2);
   REFUSED(RP_ERROR_ARGUMENT, "attention: to shares memory with q; give it an array of its own",
