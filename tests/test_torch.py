@@ -792,6 +792,19 @@ def test_the_options_compiled() -> None:
         torch.testing.assert_close(compiled(*qkv(), start), at(*qkv(), start))
 
 
+def test_the_numbers_of_a_scheme_compiled() -> None:
+    """From the second call on torch.compile makes symbols of them."""
+    (q, k, v), bias = qkv(), tensor(8, H)
+
+    def call(q: Any, scale: float, base: float) -> Any:
+        position = (relpos.T5Bias(bias, bias_scale=scale), relpos.RoPE(base=base))
+        return relpos.torch.attention(q, k, v, position=position)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for given in ((1.0, 1e4), (2.0, 1e4), (-0.5, 2e4), (3.25, 3e4)):
+        torch.testing.assert_close(compiled(q, *given), call(q, *given))
+
+
 def test_labels_of_every_call_compiled() -> None:
     """They are inputs of the compiled code, no constants of it."""
     table = tensor(3, D)

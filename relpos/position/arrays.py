@@ -232,9 +232,9 @@ def check_size(name: str, value: Any, least: int) -> int:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
-    """A finite number."""
+    """A finite number; of torch.compile it may be a symbol, which comparisons take."""
     number = number_of(name, value)
-    if not math.isfinite(number) or (positive and number <= 0):
+    if not -math.inf < number < math.inf or (positive and number <= 0):
         kind = "a positive finite number" if positive else "a finite number"
         raise ValueError(f"{name}: expected {kind}, got {value}")
     return number
