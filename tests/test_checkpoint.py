@@ -88,6 +88,8 @@ def test_the_same_step_twice(tmp_path: Path) -> None:
     assert first < second == newest(tmp_path) and second.state["which"] == 2
     third = checkpoint.save(tmp_path, model, {"which": 3}, keep=5)
     assert names(tmp_path) == ["step-000000001.2"] == [third.folder.name]
+    fourth = checkpoint.save(tmp_path, model, {"which": 4})  # newer, though there is but one
+    assert third < fourth == newest(tmp_path)
 
 
 def test_how_many_stay(tmp_path: Path) -> None:
@@ -232,6 +234,10 @@ def test_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, told in (
         (build, r"isa other then and \w+ now"),
         (build | cpu, r"isa other then and \w+ now"),
+        (
+            {"version": "0.0.1", "isa": same["isa"], "blas": "other"},
+            r"version 0\.0\.1 then and \S+ now, blas other then and .+ now",
+        ),
         (
             build | gpu | {"isa": same["isa"]},
             "device NVIDIA H100 80GB HBM3 then and cpu now, precision bf16 then and f32 now",

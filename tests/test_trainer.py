@@ -131,6 +131,35 @@ def test_validation_takes_no_tokens_a_second() -> None:
     assert line["tokens_per_second"] == 100.0
 
 
+def steps_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
+    """What time it is for trainers, in a list of one: so much later after every step."""
+    now, real = [0.0], relpos.Transformer.result
+
+    def result(model: relpos.Transformer) -> Any:
+        now[0] += seconds
+        return real(model)
+
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(relpos.Transformer, "result", result)
+    return now
+
+
+def test_saving_takes_none_however_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = steps_take(monkeypatch, 2.0)
+    config = text_files.config(steps=4)
+    trainer = make(tmp_path, config=config, validation=None, save_every=1, log_every=1)
+    save = trainer._save
+
+    def slowly() -> Any:
+        now[0] += 1000
+        return save()
+
+    trainer._save = slowly
+    trainer.train()
+    lines = [line for line in read_log(tmp_path) if line["kind"] == "train"][1:]
+    assert [line["tokens_per_second"] for line in lines] == [line["tokens"] / 2 for line in lines]
+
+
 @pytest.mark.parametrize("ending", [{"steps": 7}, {"epochs": 1}])
 def test_validation_at_the_end_takes_none_either(tmp_path: Path, ending: dict[str, int]) -> None:
     """The line of the last steps is of when they ended, and comes before what is done after them."""
@@ -182,16 +211,15 @@ def test_text_of_which_much_is_lost_is_told(tmp_path: Path) -> None:
     """With the vocabulary of another text, or lines that are longer than a model of it takes."""
     with pytest.warns(UserWarning) as told:
         make(tmp_path / "words", subwords=Words(["no", "word", "of", "these"]))
-        make(tmp_path / "long", config=text_files.config().replace({"max_length": 4}))
+        kept = make(tmp_path / "long", config=text_files.config().replace({"max_length": 4})).report
     words, long = (str(each.message) for each in told)
     assert words == (
         "100% of all tokens are unknown: this vocabulary is of another text; subwords=None "
         "(--subwords bpe) learns one of this"
     )
-    assert re.fullmatch(
-        r"\d\d% of the lines are too long, and left out: max_length=N \(--set max_length=N\) takes "
-        "longer ones",
-        long,
+    assert long == (
+        f"{kept.too_long / kept.lines:.0%} of the lines are too long, and left out: max_length=N "
+        "(--set max_length=N) takes longer ones"
     )
     assert {each.filename for each in told} == {__file__}  # where Trainer is called
 
@@ -350,6 +378,21 @@ def test_time_ends_it(tmp_path: Path) -> None:
     assert (again.reason, again.step) == ("time", outcome.step)
 
 
+def test_time_goes_on_where_a_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    steps_take(monkeypatch, 600.0)
+    monkeypatch.setattr("relpos.train.progress.SECONDS_BETWEEN_LINES", 0.0)
+    settings = {"validation": None, "epochs": 9, "log_every": 1, "progress": "lines"}
+    make(tmp_path, **settings, steps=2, minutes=60).train()
+    outcome = make(tmp_path, **settings, minutes=60, resume=True).train()
+    assert (outcome.reason, outcome.step) == ("time", 6)
+    seconds = [line["seconds"] for line in read_log(tmp_path) if line["kind"] == "train"]
+    assert seconds == [600.0 * step for step in range(1, 7)]
+    left = re.findall(r"step 3 .*left ([\d:]+)\n", capsys.readouterr().err)
+    assert left in (["40:00"], ["39:59"])  # at the start, by the clock of the progress
+
+
 def test_patience_ends_it_and_the_best_one_stays(tmp_path: Path) -> None:
     """With a learning rate that ruins the model after a good beginning."""
     config = text_files.config(learning_rate=0.004, steps=10_000)
@@ -361,6 +404,25 @@ def test_patience_ends_it_and_the_best_one_stays(tmp_path: Path) -> None:
     assert (outcome.reason, outcome.step) == ("patience", 25)
     assert (outcome.best, outcome.best_step, outcome.validation) == (2.0, 10, 2.1)
     assert steps_in(tmp_path) == [10, 25]
+
+
+def test_patience_goes_on_where_a_run_does(tmp_path: Path) -> None:
+    found = iter([2.0, 2.5, 2.6, 2.7, 2.8])
+    for steps, ended in ((15, ("steps", 15)), (99, ("patience", 20))):
+        trainer = make(tmp_path, steps=steps, validate_every=5, patience=3, resume=True)
+        like = trainer.validate()
+        trainer.validate = lambda of=like: replace(of, nll=next(found))  # type: ignore[misc]
+        outcome = trainer.train()
+        assert (outcome.reason, outcome.step) == ended
+
+
+def test_accuracy_is_of_all_labels(tmp_path: Path) -> None:
+    trainer = make(tmp_path, steps=20)
+    trainer.train()
+    found, batches = trainer.validate(), list(trainer._validation or ())
+    hits = np.concatenate([x for batch in batches for x in trainer.model.hits(batch)])
+    assert len(batches) > 1 and found.tokens == hits.size
+    assert found.accuracy == pytest.approx(hits.mean())
 
 
 def test_what_is_not_finite_is_never_the_best(
@@ -449,6 +511,15 @@ def test_minutes_save_too(tmp_path: Path) -> None:
     config = text_files.config(steps=4)
     make(tmp_path, config=config, validation=None, save_every=1000, save_minutes=1e-9).train()
     assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_minutes_count_from_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps_take(monkeypatch, 30.0)
+    config = text_files.config(steps=8)
+    make(tmp_path, config=config, validation=None, save_every=1000, save_minutes=1.5).train()
+    assert steps_in(tmp_path) == [3, 6, 8]
 
 
 # ---- going on ------------------------------------------------------------------------------------
@@ -681,6 +752,20 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     lines = (tmp_path / LOG).read_text().splitlines()
     assert len(lines) == 100 and all('"not finite"' in line for line in lines)
     assert steps_in(tmp_path) == []
+
+
+def test_those_with_a_finite_one_between_are_not_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, numbers = relpos.Transformer.result, iter(range(150))
+
+    def result(model: relpos.Transformer) -> Any:
+        found = real(model)
+        return found if next(numbers) == 75 else replace(found, finite=False)
+
+    monkeypatch.setattr(relpos.Transformer, "result", result)
+    config = text_files.config(steps=150)
+    assert make(tmp_path, config=config, validation=None).train().reason == "steps"
 
 
 @pytest.mark.parametrize(
