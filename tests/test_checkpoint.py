@@ -335,6 +335,17 @@ def test_nor_half_of_a_mean(tmp_path: Path) -> None:
     assert synced(made[at:]) == {tmp_path / "means"}
 
 
+def test_a_mean_is_summed_in_double(tmp_path: Path) -> None:
+    model, found = small_model(), []
+    for step, value in ((1, 1e8), (2, 1.0), (3, -1e8)):
+        model.counters = step, step
+        for weights in model.parameters.values():
+            weights[:] = value
+        found.append(checkpoint.save(tmp_path / "run", model))
+    mean = relpos.Transformer.load(average(found, tmp_path / "mean"), training=False)
+    assert all((weights == np.float32(1 / 3)).all() for weights in mean.parameters.values())
+
+
 def test_every_call_failing_in_turn(tmp_path: Path) -> None:
     """The old checkpoint stays, the new one is whole or not there, nothing else is left."""
     model = trained(1)

@@ -113,6 +113,11 @@ def test_every_pair_comes_once_an_epoch(
         assert epochs[0] != epochs[1] != epochs[2] != list(range(COUNT))
 
 
+def test_every_epoch_puts_other_pairs_together(pairs: TokenCache) -> None:
+    together = [frozenset(told([update])) for update in epoch_of(pairs, epochs=2)]
+    assert len(set(together)) > 0.9 * len(together)
+
+
 @pytest.mark.parametrize("accumulate", [None, 256, 1000])
 def test_no_budget_is_exceeded(pairs: TokenCache, accumulate: int | None) -> None:
     updates = epoch_of(pairs, accumulate_tokens=accumulate)
