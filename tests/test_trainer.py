@@ -1246,11 +1246,16 @@ def test_events_are_what_the_format_says(tmp_path: Path) -> None:
     """Records, checks and protocol buffers, read back without TensorBoard."""
     assert crc32c(b"123456789") == 0xE3069283 and crc32c(bytes(32)) == 0x8A9136AA
     events = Events(tmp_path / "events")
-    events.write(300, {"train/loss": 1.5, "bad": float("nan"), "none": None, "huge": 1e39})
+    events.write(
+        300, {"train/loss": 1.5, "bad": float("nan"), "none": None, "huge": 1e39, "low": -1e39}
+    )
     events.close()
     [path] = (tmp_path / "events").iterdir()
     assert ".tfevents." in path.name
     content, records = path.read_bytes(), []
+    assert (
+        content[:12] == b"\x18" + bytes(7) + b'\xa3\x7fK"'
+    )  # as every file of TensorBoard's begins
     while content:
         [length] = struct.unpack("<Q", content[:8])
         record, content = content[12 : 12 + length], content[16 + length :]
