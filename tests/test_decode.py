@@ -492,6 +492,23 @@ def test_draws_have_their_probabilities(
     assert chi_square(counts, draws * kept / kept.sum()) < 4
 
 
+def test_draws_of_next_to_nothing(core: Core) -> None:
+    """Where all but e^-200 of the probability is not to be said, the rest has its own all the same."""
+    draws, source, loud = 2000, [3, 1, 4], 6
+    with model_of(core) as model:
+        p = next_words(model, source)
+        x = model.hidden(Sentences([source], [[BEGIN]], None), 16)[-1].astype(np.float64)
+        model.weights["output.weight"][loud] += 200 * x / (x @ x)
+        with Decoder(model) as decoder:
+            (found,) = decoder.search(
+                batch_of([source]), [loud], sample=1, n_best=draws, max_length=1, seed=3,
+                penalty=NONE,
+            )  # fmt: skip
+    p[loud] = 0
+    said = [END if f.finished else f.tokens[0] for f in found]
+    assert chi_square(np.bincount(said, minlength=FEW), draws * p / p.sum()) < 4
+
+
 def test_draws_are_independent(core: Core) -> None:
     """Of seeds, draws, sentences and places: pairs of words are as likely as their product says."""
     with model_of(core) as model, Decoder(model) as decoder:

@@ -161,6 +161,18 @@ def test_a_file_that_was_cut_short(tmp_path: Path, cut: int, training: bool) -> 
         relpos.Transformer.load(path, training=training)
 
 
+@pytest.mark.parametrize("what", ["weights", "optimizer"])
+def test_of_half_a_file_nothing_is_read(tmp_path: Path, what: Any) -> None:
+    path, model, other = tmp_path / "file", trained(), small_model()
+    model.save(path, what)
+    content, before = path.read_bytes(), state_of(other)
+    for damaged in (content[:-1], content + b"x"):
+        path.write_bytes(damaged)
+        with pytest.raises(OSError, match="file"):
+            other.restore(path, what)
+        assert_same_bits(state_of(other), before)
+
+
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with pytest.raises(OSError, match=r"model\.safetensors"):
@@ -437,6 +449,16 @@ def test_an_optimizer_is_not_weights(tmp_path: Path) -> None:
         other.restore(tmp_path / "weights")
     assert_same_bits(other.parameters, weights_before)
     assert_same_bits(state_of(model), before)
+
+
+def test_counters_that_cannot_be(tmp_path: Path) -> None:
+    """More updates than were tried."""
+    path, model = tmp_path / "optimizer", trained()
+    model.counters = 3, 3
+    model.save(path, "optimizer")
+    path.write_bytes(path.read_bytes().replace(b'"attempt":"3"', b'"attempt":"2"'))
+    with pytest.raises(OSError, match="has step 3 and attempt 2"):
+        small_model().restore(path, "optimizer")
 
 
 def test_counters_that_are_saved_can_be_read(tmp_path: Path) -> None:

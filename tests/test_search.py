@@ -230,6 +230,11 @@ def test_the_least_share_is_the_likeliest_token() -> None:
 def test_draws_of_what_is_full_already() -> None:
     for found in random_model().search(sources(), Search(sample=True, n_best=3, max_more=0)):
         assert len(found) == 3
+    full = Search(
+        sample=True, n_best=3, max_length=1, coverage=0.2
+    )  # which looks at what is forced
+    for found in random_model().search(sources(prefixes=LINES[1:2] * 5), full):
+        assert len(found) == 3
 
 
 def test_by_the_average_of_the_weights(tmp_path: Path) -> None:
@@ -266,6 +271,15 @@ def test_what_is_not_finite_has_no_result() -> None:
     assert [len(found) for found in after] == [1, 0, 1, 1, 1]
     for one, other in zip(before, after, strict=True):
         assert not other or one[0].tokens.tolist() == other[0].tokens.tolist()
+
+
+def test_what_is_not_finite_in_one_hypothesis_alone() -> None:
+    model, source = random_model(), tokens(LINES[0])
+    second = int(np.argsort(next_logits(model, source, []))[-2])
+    model.parameters["target_embedding.weight"][second] = np.nan
+    for beam, results in ((1, 1), (2, 0)):
+        how = Search(beam=beam, max_length=2, suppressed=[2])
+        assert len(model.search(sources(LINES[:1]), how)[0]) == results
 
 
 # ---- token by token ------------------------------------------------------------------------------

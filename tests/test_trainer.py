@@ -949,6 +949,24 @@ def test_twice_leaves_within_a_step(tmp_path: Path) -> None:
     run.stderr.close()
 
 
+def test_other_signals_do_not_count() -> None:
+    """Those for which a program has handlers of Python, as tqdm for the size of the terminal."""
+    program = (
+        "import os, signal, time\n"
+        "from relpos.train.ending import interrupts, leaving_at_the_second_signal\n"
+        "signal.signal(signal.SIGWINCH, lambda *_: None)\n"
+        "with leaving_at_the_second_signal(), interrupts():\n"
+        "    for _ in range(3):\n"
+        "        os.kill(os.getpid(), signal.SIGWINCH)\n"
+        "        time.sleep(0.05)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, env=environment(), cwd=PACKAGE, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
 def test_twice_leaves_at_once(tmp_path: Path) -> None:
     run = started(tmp_path, "slow")
     run.send_signal(signal.SIGINT)

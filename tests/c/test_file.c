@@ -151,6 +151,49 @@ static void test_folder_that_cannot_be_synced(void) {
   CHECK(file_is("new", 3));
 }
 
+/* Writes nothing, and keeps the path that was opened last. */
+static char opened[PATH_MAX];
+
+static int noting_open(void *context, const char *name, int flags, int mode) {
+  (void)context, (void)flags, (void)mode;
+  snprintf(opened, sizeof opened, "%s", name);
+  return 0;
+}
+static int64_t noting_write(void *context, int descriptor, const void *buffer, int64_t bytes) {
+  (void)context, (void)descriptor, (void)buffer;
+  return bytes;
+}
+static int noting_descriptor(void *context, int descriptor) {
+  (void)context, (void)descriptor;
+  return 0;
+}
+static int noting_rename(void *context, const char *from, const char *to) {
+  (void)context, (void)from, (void)to;
+  return 0;
+}
+static int64_t noting_mode(void *context, const char *name) {
+  (void)context, (void)name;
+  errno = ENOENT;
+  return -1;
+}
+
+/* What is synced is the folder that has the name. */
+static void test_which_folder_is_synced(void) {
+  static const char *const pairs[][2] = {{"/new", "/"}, {"new", "."}, {"a/b/new", "a/b"}};
+  const rpi_io noting = {.open = noting_open,
+                         .write = noting_write,
+                         .sync = noting_descriptor,
+                         .close = noting_descriptor,
+                         .rename = noting_rename,
+                         .mode = noting_mode};
+  rpi_set_io(&noting);
+  for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+    CHECK_INT(replace(pairs[i][0], "new", 3), RP_OK);
+    CHECK(strcmp(opened, pairs[i][1]) == 0);
+  }
+  rpi_set_io(&faulty_io);
+}
+
 static void test_no_memory(void) {
   char *content = pattern(300000);
   reset();
@@ -367,6 +410,7 @@ int main(void) {
   test_write_without_progress();
   test_the_longest_name();
   test_folder_that_cannot_be_synced();
+  test_which_folder_is_synced();
   test_no_memory();
   test_replace_in_parts();
   test_take();
