@@ -133,6 +133,16 @@ def test_several_references() -> None:
     both = evaluation.bleu(said, [one, other])
     assert both.value > max(evaluation.bleu(said, [x]).value for x in (one, other))
     assert both.signature.startswith("nrefs:2|")
+    [of_range] = evaluation.by_length(said, [one, other], ["a"])
+    assert of_range.bleu == both.value
+
+
+def test_words_are_those_of_the_tokenizer() -> None:
+    said, wanted = ["one two three four, five"], ["one two three four , five"]
+    for tokenize, alike in (("13a", True), ("none", False)):
+        found = evaluation.evaluate(said, [wanted], ["a"], tokenize=tokenize)
+        assert found.metrics[0].value == found.by_length[0].bleu
+        assert (found.metrics[0].value > 99) == alike
 
 
 def test_texts_that_are_refused() -> None:

@@ -289,6 +289,18 @@ def test_by_offset(maps: ModelMaps) -> None:
     np.testing.assert_array_equal(line.get_ydata(), mass[2, M - 4 : M + 3])
 
 
+def test_as_far_as_nearly_all_attention_goes() -> None:
+    """Where nothing else is said; of the head that looks farthest."""
+    n, at = 20, np.arange(20)
+    p = np.tile(np.eye(n, dtype=np.float32), (1, 2, 1, 1))
+    p[0, 1, at, at], p[0, 1, at, np.where(at < 12, at + 8, at - 8)] = 0.95, 0.05
+    looked = AttentionMaps(p, None, {})
+    maps = ModelMaps(tuple("x" * n), (), {"encoder": looked}, (0,), (0, 1))
+    for heads in ((0,), (0, 1)):
+        line = plots.by_offset(maps, heads=heads).lines[-1]
+        assert line.get_xdata().tolist() == list(range(-8, 9))
+
+
 def test_relation_by_offset(maps: ModelMaps) -> None:
     """The mean over the pairs at an offset; where there is none, no point."""
     [line] = plots.by_offset(maps, "decoder", 1, [2], show="relation", reach=N - 1).lines[1:]
