@@ -847,6 +847,27 @@ def test_backward_compiled_has_the_labels_and_numbers_of_its_call() -> None:
             torch.testing.assert_close(found, expected)
 
 
+def test_backward_compiled_has_the_scheme_of_its_function() -> None:
+    """And its constants: forward of two functions over one table, then backward of the first."""
+    q, bias = qkv()[0].detach(), tensor(8, H)
+
+    def at_first() -> Any:
+        return relpos.torch.attention(q, q, q, position=relpos.T5Bias(bias))
+
+    def of_another_number() -> Any:
+        return relpos.torch.attention(q, q, q, position=relpos.T5Bias(bias, bias_scale=2.0))
+
+    def of_another_text() -> Any:
+        return relpos.torch.attention(q, q, q, position=relpos.T5Bias(bias, bidirectional=False))
+
+    [expected] = torch.autograd.grad(at_first().square().sum(), bias)
+    for other in (of_another_number, of_another_text):
+        calls = (at_first, other)
+        outs = [torch.compile(x, fullgraph=True, backend="aot_eager")() for x in calls]
+        [found] = torch.autograd.grad(outs[0].square().sum(), bias)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("form", ["function", "module", "compiled", "compiled module"])
 def test_what_backward_reads_again_may_not_change(form: str) -> None:
     """Labels and masks that are tensors: autograd counts their changes, as those of q, k and v."""
