@@ -95,6 +95,15 @@ def test_a_sample_depends_on_the_seed_alone() -> None:
     assert one.fingerprint() == again.fingerprint() != other.fingerprint()
 
 
+def test_a_sample_may_be_of_every_line() -> None:
+    unknown = set()
+    for seed in range(10):
+        sample: Any = {"sentences": 1, "seed": seed, "byte_fallback": False, "fewer": True}
+        subwords = SentencePiece.train(["abab abab", "cdcd cdcd"], size=30, **sample)
+        unknown.add(subwords.unknown in subwords.encode("abab"))
+    assert unknown == {False, True}
+
+
 def test_words() -> None:
     words = Words.train(["b a b", " c\tb\x85a "])
     assert isinstance(words, Subwords)
