@@ -96,6 +96,17 @@ def test_a_run(tmp_path: Path) -> None:
     assert trained[-1]["tokens_per_second"] > 0
 
 
+def test_what_is_not_stored_is_computed_again(tmp_path: Path) -> None:
+    settings = {"config": text_files.config(encoder__layers=2, steps=3), "validation": None}
+    trained = []
+    for recompute in (False, True):
+        trainer = make(tmp_path / str(recompute), **settings, recompute=recompute)
+        with relpos.profile(trainer.model) as profile:
+            nll = trainer.train().nll
+        trained.append((sum(line.operations for line in profile.lines), nll))
+    assert trained[1][0] > 1.05 * trained[0][0] and trained[1][1] == trained[0][1]
+
+
 def test_what_the_log_says_is_what_was_trained(tmp_path: Path) -> None:
     """Means over the labels of five steps, against the steps done by hand."""
     make(tmp_path, config=text_files.config(steps=10), validation=None).train()
