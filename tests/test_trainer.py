@@ -325,6 +325,13 @@ def test_epochs_end_it(tmp_path: Path) -> None:
     assert further.epoch == 3 and further.step == pytest.approx(1.5 * outcome.step, abs=2)
 
 
+def test_results_of_others_are_not_the_runs(tmp_path: Path) -> None:
+    trainer = make(tmp_path, steps=4, validation=None, log_every=1)
+    trainer.model.step(relpos.Batch.from_pairs([[5, 6]], [[6, 5]], bos=1, eos=2), wait=False)
+    trainer.train()
+    assert kinds_in(tmp_path, "train") == [2, 3, 4]
+
+
 def test_what_is_gone_through_once(tmp_path: Path) -> None:
     """With subwords that are there an iterator is as good as a list."""
     config = text_files.config(steps=3)
