@@ -9,6 +9,7 @@ leaks and threads: test_model_memory.py.
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -322,11 +323,13 @@ def test_profile() -> None:
     batch = pairs()
     with relpos.profile(model) as profile:
         assert all(line.calls == 0 for line in profile.lines)
+        begun = time.monotonic()
         model.step(batch)
-        first = profile.lines
+        first, took = profile.lines, time.monotonic() - begun
         model.step(batch)
     model.step(batch)
     lines = profile.lines
+    assert 0 < sum(line.seconds for line in first) <= took
     assert {line.backward for line in lines} == {False, True}
     assert any(line.name.startswith("encoder.1.") for line in lines)
     assert all(line.calls > 0 and line.seconds >= 0 and line.operations >= 0 for line in lines)

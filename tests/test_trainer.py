@@ -746,6 +746,29 @@ def test_one_after_the_other_in_one_folder(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="another run has saved here since this one was begun"):
         other.train()
     assert checkpoint.checkpoints(tmp_path) == [saved]
+    again = one.train()  # its own checkpoint is no other run's
+    assert (again.reason, again.step, again.checkpoint) == ("steps", 3, saved)
+
+
+def test_a_process_that_was_forked_within_keeps_nobody_out(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from relpos.train.ending import alone\n"
+        "reading, writing = os.pipe()\n"
+        "with alone(Path(sys.argv[1])):\n"
+        "    if os.fork() == 0:\n"
+        "        os.close(writing)\n"
+        "        os.read(reading, 1)  # to the end of its parent\n"
+        "        os._exit(0)\n"
+        "with alone(Path(sys.argv[1])):\n"
+        "    print('alone')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        capture_output=True, text=True, env=environment(), cwd=PACKAGE, check=False,
+    )  # fmt: skip
+    assert run.stdout == "alone\n", run.stderr
 
 
 def test_a_log_without_a_checkpoint(tmp_path: Path) -> None:
