@@ -318,6 +318,16 @@ def test_attention_maps(kind: Any) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def test_of_several_batches_the_first_bad_one_is_told() -> None:
+    model = small_model(share_embeddings=False, share_output=False)
+    for side, token in (("source", 5), ("target", 6)):
+        model.parameters[f"{side}_embedding.weight"][token] = np.nan
+    batches = [Batch.from_pairs([[x]], [[y]], bos=1, eos=2) for x, y in ((7, 8), (5, 8), (7, 6))]
+    for chosen, named in (((0, 1, 2), "encoder.embedding"), ((0, 2, 1), "decoder.embedding")):
+        result = model.step([batches[i] for i in chosen])
+        assert (result.finite, result.first_bad) == (False, named)
+
+
 def test_profile() -> None:
     model = small_model(encoder__layers=2)
     batch = pairs()
