@@ -307,6 +307,8 @@ def test_a_model_is_evaluated(run: Path, capsys: Capture, tmp_path: Path) -> Non
     assert re.search(r"\nperplexity \d+(\.\d+)?, accuracy \d+\.\d\d% of \d+ tokens", said)
     again = relpos_says(capsys, "evaluate", "--hypothesis", output, "--reference", target)
     assert again.splitlines()[:4] == said.splitlines()[:4] and "perplexity" not in again
+    given = ("--hypothesis", output, "--reference", target, "--tokenize", "char")
+    assert "|tok:char|" in relpos_says(capsys, "evaluate", *given)
 
 
 def test_not_finite(capsys: Capture, tmp_path: Path) -> None:

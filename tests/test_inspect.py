@@ -105,6 +105,14 @@ def test_no_picture_of_no_relation(capsys: Capture, tmp_path: Path, drawn: Any) 
     assert not drawn
 
 
+def test_maps_of_rounded_products(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    pages = []
+    for words in ((), ("--precision", "f32"), ("--precision", "bf16")):
+        inspect(capsys, run, *SENTENCE, "--target", "be ba", *words, "-o", tmp_path / "maps.html")
+        pages.append((tmp_path / "maps.html").read_bytes())
+    assert pages[0] == pages[1] != pages[2]
+
+
 def test_the_best_checkpoint(run: Path, capsys: Capture, tmp_path: Path) -> None:
     words = (*SENTENCE, "--out", tmp_path / "maps.html")
     told = inspect(capsys, run, "--best", *words, status=1)

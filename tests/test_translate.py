@@ -71,6 +71,12 @@ def one_by_one(lines: list[str], search: Search = SHORT) -> list[str]:
 # ---- translating ---------------------------------------------------------------------------------
 
 
+def test_as_many_hypotheses_as_a_batch_has_tokens() -> None:
+    translator = Translator(random_model(), VOCABULARY)  # of 256 tokens and 64 sentences
+    search = Search(beam=16, max_length=3)
+    assert len(translator.translate(["ba"] * 64, search=search)) == 64
+
+
 def test_in_their_order(translator: Translator) -> None:
     """Batches are by length, answers are not."""
     assert len({len(line.split()) for line in LINES}) > 4
