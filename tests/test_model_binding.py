@@ -211,6 +211,16 @@ def test_one_stack_alone() -> None:
         writer.score(batch)
 
 
+def test_a_tied_table_is_one_parameter() -> None:
+    def tables_of(**changes: Any) -> set[str]:
+        names = small_model(encoder__relations=3, **changes).parameters
+        return {name.removeprefix("encoder.0.attention.") for name in names if "_table" in name}
+
+    keys = {"key_table", "relation_key_table"}
+    assert tables_of(decoder__layers=0, encoder__tied=True) == keys
+    assert tables_of(decoder__layers=0) == keys | {"value_table", "relation_value_table"}
+
+
 def test_graphs_reach_the_model() -> None:
     model = small_model(encoder__relations=3, dropout=0, attention_dropout=0, activation_dropout=0)
     random = np.random.default_rng(5)
