@@ -42,7 +42,7 @@ __device__ inline NormalShare normal_below(float x) {
 
 /* By the exponential of something negative: nothing overflows. */
 __device__ inline float logistic(float x) {
-  const float e = exp2f(-1.44269504088896340736f * fabsf(x));
+  const float e = exp2f(-kLog2E * fabsf(x));
   return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
 

@@ -150,7 +150,7 @@ __device__ inline float attend_score(const AttendRows &a, const AttendHead &h, i
     if (number != nullptr) sum += *number;
   }
   if (a.softcap != 0) sum = a.softcap * tanhf(sum / a.softcap);
-  return sum * 1.44269504088896340736f;
+  return sum * kLog2E;
 }
 
 /* scores[0 .. count - 1] of a group that begins at key `first`, and the group. */

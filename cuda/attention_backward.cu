@@ -236,8 +236,7 @@ int64_t tile_count(const rp_attention *s, bool keys) {
 }
 
 int64_t rows_bytes(const rp_attention *s) {
-  const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
-  return rounded(queries * s->H * static_cast<int64_t>(sizeof(RowNumbers)));
+  return rounded(all_query_rows(s) * s->H * static_cast<int64_t>(sizeof(RowNumbers)));
 }
 
 dim3 grid_of(int64_t x, int64_t y) {
@@ -304,22 +303,17 @@ int64_t sums_bytes(const rp_attention *s) {
   return rounded(sums_numbers(s, sums) * static_cast<int64_t>(sizeof(float)));
 }
 
-int64_t keys_of(const rp_attention *s) {
-  const int64_t *const offsets = s->key_offsets ? s->key_offsets : s->offsets;
-  return offsets ? offsets[s->B] : s->B * s->M;
-}
-
 /* Where the products with short tables lie in the workspace, in the order of Call.lookups; c NULL:
  * how many bytes they are. */
 int64_t place_meetings(const rp_attention *s, unsigned char *memory, Backward *c) {
-  const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
   const Sums sums = sums_of(s, 1, nullptr);
   int64_t used = 0;
   for (int i = 0; i < sums.count; i++) {
     const Summed &term = sums.terms[i];
     if (term.lookup < 0 || term.kind == KIND_BIAS || term.rows > kMeeting) continue;
     if (c) c->met[term.lookup] = reinterpret_cast<float *>(memory + used);
-    used += rounded((term.kind == KIND_QUERY ? keys_of(s) : queries) * s->H * term.rows * 4);
+    const int64_t rows = term.kind == KIND_QUERY ? all_key_rows(s) : all_query_rows(s);
+    used += rounded(rows * s->H * term.rows * 4);
   }
   return used;
 }
@@ -331,7 +325,7 @@ rp_status run_general(const rp_attention *s, Backward c, const rp_attention_grad
   Sums sums = sums_of(s, c.query_tiles.count, g);
   sums.lines = reinterpret_cast<float *>(workspace);
   place_meetings(s, workspace + sums_bytes(s), &c);
-  c.key_rows = keys_of(s);
+  c.key_rows = all_key_rows(s);
   RPI_TRY(run_meetings<S>(c));
   RPI_TRY(run_passes<S>(c));
   return run_tables<S>(c, sums);

@@ -200,8 +200,7 @@ Sizes sizes_of(const rp_attention *s) {
   sizes.bias_offset = sizes.value_offset + (has_table(s->value) ? sizes.columns * s->Dv : 0);
   sizes.numbers = sizes.bias_offset + sizes.bias_columns;
   if (sizes.turns) {
-    const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
-    sizes.turn_tiles = queries / kTurnRows + s->B;
+    sizes.turn_tiles = all_query_rows(s) / kTurnRows + s->B;
     const int64_t lines = sizes.columns > 0 ? work.key_blocks * kTurnWarps + 1 : 0;
     const int64_t of_tile = kTurnNumbers + kTurnEnds + 1;
     sizes.turn_bytes = rounded(s->H * (sizes.turn_tiles * of_tile + lines * kEndNumbers) * 4 + 256);

@@ -7,6 +7,7 @@
  * products is; nothing is stored but the row itself. Maps go to the host some rows at a time.
  */
 #include "forward_pairs.h"
+#include "ops/shown.h"
 #include "reduce.h"
 
 namespace rpc {
@@ -22,22 +23,6 @@ struct MapRows {
   float *to;
   int64_t to_stride;
 };
-
-/* The call of which one part of the scores is all there is. */
-rp_attention shown_of(const rp_attention *s, int what) {
-  rp_attention shown = *s;
-  const int kind = what / 10 * 10, place = what % 10;
-  const bool whole = what == RP_SHOW_PROBABILITIES || what == RP_SHOW_SCORES;
-  for (int i = 0; i < RP_TERMS; i++) {
-    shown.value[i].table = nullptr;
-    if (whole) continue;
-    if (kind != RP_SHOW_KEY || i != place) shown.key[i].table = nullptr;
-    if (kind != RP_SHOW_QUERY || i != place) shown.query[i].table = nullptr;
-    if (kind != RP_SHOW_BIAS || i != place) shown.bias[i].table = nullptr;
-  }
-  if (!whole) shown.softcap = 0;
-  return shown;
-}
 
 /* (q_i + position_bias) . vector of the key bands at distance d. */
 template <class Storage>
@@ -135,7 +120,7 @@ rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
     return RP_OK;
   }
   if (args->rows == 0) return RP_OK;
-  const rp_attention shown = shown_of(args->shape, args->what);
+  const rp_attention shown = rpi_shown_of(args->shape, args->what);
   const rp_placement placement = placement_of(&shown);
   const OnStream on(placement.stream);
   RPI_TRY(on.status());

@@ -201,12 +201,10 @@ struct MixRows {
   bool first;
 };
 
-constexpr float log2_e = 1.44269504088896340736f;
-
 /* log(e^a + e^b). What neither has stays -infinity, NaN stays. */
 __device__ inline float mix_add(float a, float b) {
   const float most = a > b ? a : b, least = a > b ? b : a;
-  return most + log1pf(exp2f(log2_e * (a == b ? 0 : least - most)));
+  return most + log1pf(exp2f(kLog2E * (a == b ? 0 : least - most)));
 }
 
 /* mean may be the logits: a number is read before its place is written, by one thread. */
@@ -215,7 +213,7 @@ __global__ void mix_row(MixRows a) {
   const float *const x = a.logits + blockIdx.x * a.stride;
   float *const to = a.mean + blockIdx.x * a.mean_stride;
   const float highest = highest_of<wide>(x, a.classes, no_limit()).value;
-  const double sum = exponential_sum<wide>(x, a.classes, highest, log2_e);
+  const double sum = exponential_sum<wide>(x, a.classes, highest, kLog2E);
   const float log_share = static_cast<float>(log(a.share / sum));
   for (int64_t c = 4 * threadIdx.x; c < a.classes; c += 4 * blockDim.x) {
     const int64_t count = a.classes - c;

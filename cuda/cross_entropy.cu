@@ -40,8 +40,6 @@ constexpr int held_quads = 8;                /* of a thread, one at least: regis
 constexpr int held_apart = 4 * held_threads; /* numbers from one to the next */
 constexpr int held_classes = held_quads * held_apart; /* at most */
 
-constexpr float log2_e = 1.44269504088896340736f;
-
 struct CrossRows {
   int64_t rows, classes, stride;
   float *logits;
@@ -135,7 +133,7 @@ __device__ void cross_entropy_of(const CrossRows &a, int64_t row, const float *i
     for (int i = 0; i < 4; i++) {
       if (c + i >= classes) continue;
       const float d = four.x[i] - highest.value;
-      exponentials += exp2f(log2_e * d);
+      exponentials += exp2f(kLog2E * d);
       distances += d;
     }
   }
@@ -154,7 +152,7 @@ __device__ void cross_entropy_of(const CrossRows &a, int64_t row, const float *i
     if (!kept) __syncthreads();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float e = exp2f(log2_e * (four.x[i] - highest.value));
+      const float e = exp2f(kLog2E * (four.x[i] - highest.value));
       four.x[i] = e * inverse - wrong;
       if (c + i == label) four.x[i] = gradient_of_label(a, e, sum);
     }
@@ -266,7 +264,7 @@ __device__ HeldSums exponentials_of(Four (&row)[held_quads], int count, float hi
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       d[i] = row[n].x[i] - highest;
-      row[n].x[i] = exp2_approx(log2_e * d[i]);
+      row[n].x[i] = exp2_approx(kLog2E * d[i]);
       if (!wide && i >= left) d[i] = 0;
     }
     if (left <= 0) continue;
@@ -340,7 +338,7 @@ __global__ void __launch_bounds__(held_threads, 1) cross_entropy_held(CrossRows 
     const double sum = warp_sum(static_cast<double>(shared.exponentials[lane]));
     if (a.gradient) store_held<wide>(a, x, first, count, held, static_cast<float>(1 / sum));
     if (a.gradient && has_label) {
-      const float gradient = gradient_of_label(a, exp2_approx(log2_e * d_label), sum);
+      const float gradient = gradient_of_label(a, exp2_approx(kLog2E * d_label), sum);
       if (a.rounded) reinterpret_cast<bf16 *>(x)[label] = __float2bfloat16(gradient);
       else x[label] = gradient;
     }

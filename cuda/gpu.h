@@ -33,6 +33,8 @@ namespace rpc {
 
 using bf16 = __nv_bfloat16;
 
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
 struct Launch {
   dim3 grid, block;
   size_t shared = 0; /* bytes of dynamic shared memory */

@@ -31,8 +31,10 @@ rp_status make_letter(int64_t bytes, Letter **made) {
   const cudaError_t event = error == cudaSuccess
                                 ? cudaEventCreateWithFlags(&letter->sent, cudaEventDisableTiming)
                                 : error;
-  *made = letter;
-  if (event == cudaSuccess) return RP_OK;
+  if (event == cudaSuccess) {
+    *made = letter;
+    return RP_OK;
+  }
   if (error == cudaSuccess) (void)cudaFreeHost(letter->host);
   free(letter);
   if (event != cudaErrorMemoryAllocation) CUDA_TRY(event);

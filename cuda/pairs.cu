@@ -119,7 +119,7 @@ rp_status read_lookup(const rp_attention *s, const rp_relation *r, Lookup *x) {
     return stage_bytes(r->labels, r->labels, span * r->label_bytes, &x->labels);
   }
   x->map = MAP_EDGES;
-  const int64_t queries = s->offsets ? s->offsets[s->B] : s->B * s->N;
+  const int64_t queries = all_query_rows(s);
   const int64_t edges = r->edge_starts[queries];
   RPI_TRY(stage(r->edge_starts, queries + 1, &x->edge_starts));
   RPI_TRY(stage(r->edge_keys, edges, &x->edge_keys));
@@ -222,6 +222,15 @@ Sequence sequence_of(const rp_attention *s, int64_t b) {
 
 int32_t sharers_of(const rp_attention *s) {
   return s->key_heads > 0 ? static_cast<int32_t>(s->H / s->key_heads) : 1;
+}
+
+int64_t all_query_rows(const rp_attention *s) {
+  return s->offsets ? s->offsets[s->B] : s->B * s->N;
+}
+
+int64_t all_key_rows(const rp_attention *s) {
+  const int64_t *const offsets = key_offsets_of(s);
+  return offsets ? offsets[s->B] : s->B * s->M;
 }
 
 rp_placement placement_of(const rp_attention *s) {

@@ -31,7 +31,6 @@
 
 namespace rpc {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr int64_t kWidest = 256;                /* D and Dv */
 constexpr int64_t kMostRows = int64_t{1} << 28; /* of a sequence and of a table: see read_call */
 constexpr int64_t kFar = int64_t{1} << 30;      /* beyond any distance between two rows */
@@ -128,6 +127,10 @@ rp_status check_sizes(const rp_attention *shape);
 
 /* The call on the device: checks its sizes, and stages the host's arrays. */
 rp_status read_call(const rp_attention *shape, rp_rows q, rp_rows k, rp_rows v, Call *call);
+
+/* Rows of queries, and of keys, of all sequences, those of padding included. */
+int64_t all_query_rows(const rp_attention *shape);
+int64_t all_key_rows(const rp_attention *shape);
 
 /* What read_call staged for one sequence (the host's own copy of it). */
 Sequence sequence_of(const rp_attention *shape, int64_t b);

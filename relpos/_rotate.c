@@ -141,7 +141,13 @@ PyObject *sinusoid(PyObject *module, PyObject *args) {
 /* What the next two share: the sinusoids reach as far as the distances; or their width alone, for
  * which the core makes them. */
 static int take_waves(PyObject *object, long long left, long long right, sizes *s, view *to) {
+  const long long limit = 1LL << 40; /* relpos.h */
   if (!check_count("left", left) || !check_count("right", right)) return 0;
+  if (left > limit || right > limit) {
+    PyErr_Format(PyExc_ValueError, "%s: expected at most 2^40, got %lld",
+                 left > limit ? "left" : "right", left > limit ? left : right);
+    return 0;
+  }
   if (PyLong_Check(object)) {
     const long long width = PyLong_AsLongLong(object);
     if (width == -1 && PyErr_Occurred()) return 0;

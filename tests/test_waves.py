@@ -153,6 +153,11 @@ def test_sinusoids_are_the_formula(width: int, layout: Any, exponent: Any) -> No
         (lambda w, r: _core.wave_table(w, r, 4, 2, 2), "a divisor of the weight's 15 rows, got 4"),
         (lambda w, r: _core.wave_table(w, r, 0, 2, 2), "a divisor of the weight's 15 rows, got 0"),
         (lambda w, r: _core.wave_table(w, r, 3, -1, 2), "left: expected 0 or more, got -1"),
+        (
+            lambda w, r: _core.wave_table(w, 6, 3, 2**63 - 1, 0),
+            r"left: expected at most 2\^40, got",
+        ),
+        (lambda w, r: _core.wave_gradient(w, 6, 1, 2**62), r"right: expected at most 2\^40, got"),
         (lambda w, r: _core.wave_gradient(w, r, 2, 2), "dtable: expected float32"),
         (lambda w, r: _core.wave_gradient(numbers(3, 4, 5), r, 2, 2), "dtable: expected float32"),
         (lambda w, r: _core.frequencies(-1, 10.0, False), "pairs: expected 0 or more, got -1"),

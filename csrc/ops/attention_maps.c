@@ -9,6 +9,7 @@
  */
 #include "base/threads.h"
 #include "ops/attention_forward.h"
+#include "ops/shown.h"
 
 typedef struct map_call {
   const rpi_attention_map_args *args;
@@ -17,21 +18,6 @@ typedef struct map_call {
   bounds n;
   forward_scratch **scratch; /* [workers] */
 } map_call;
-
-/* The call of which one part of the scores is all there is. */
-static rp_attention shown_of(const rp_attention *s, int what) {
-  rp_attention shown = *s;
-  const int kind = what / 10 * 10, place = what % 10;
-  for (int i = 0; i < RP_TERMS; i++) {
-    shown.value[i].table = NULL;
-    if (what == RP_SHOW_PROBABILITIES || what == RP_SHOW_SCORES) continue;
-    if (kind != RP_SHOW_KEY || i != place) shown.key[i].table = NULL;
-    if (kind != RP_SHOW_QUERY || i != place) shown.query[i].table = NULL;
-    if (kind != RP_SHOW_BIAS || i != place) shown.bias[i].table = NULL;
-  }
-  if (what != RP_SHOW_PROBABILITIES && what != RP_SHOW_SCORES) shown.softcap = 0;
-  return shown;
-}
 
 /* Scores in units of log 2 to what is shown. */
 static void show_row(real *row, int64_t keys, int what) {
@@ -122,7 +108,7 @@ static void carve_map(rpi_arena *arena, int workers, map_call *call) {
 
 /* bytes given: counts the workspace, of all sequences where b is -1, and does nothing else. */
 static rp_status attention_map(const rpi_attention_map_args *args, int64_t *bytes) {
-  map_call call = {.args = args, .shape = shown_of(args->shape, args->what)};
+  map_call call = {.args = args, .shape = rpi_shown_of(args->shape, args->what)};
   /* of its sequence alone: a batch of many has a map for each */
   const bool all = args->b < 0;
   call.n = bounds_between(&call.shape, all ? 0 : args->b, all ? args->shape->B : args->b + 1, false,
