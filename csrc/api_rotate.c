@@ -183,7 +183,7 @@ static rp_status check_waves(int64_t H, int64_t D, int64_t width, int64_t left, 
   const bool fits = rpi_multiply(H, D, &columns) && rpi_multiply(columns, width, &numbers) &&
                     rpi_multiply(D, left + 1 + right, &table) &&
                     rpi_multiply(columns, left + 1 + right, &all) &&
-                    rpi_multiply(rpi_max(left, right) + 1, width, &given) &&
+                    (!waves || rpi_multiply(rpi_max(left, right) + 1, width, &given)) &&
                     numbers <= INT64_MAX / 16 && all <= INT64_MAX / 16 && given <= INT64_MAX / 16 &&
                     columns <= INT64_MAX / 16 / (2 * RPI_WAVE_ROWS);
   RPI_CHECK(fits, RP_ERROR_SHAPE,

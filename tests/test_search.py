@@ -230,9 +230,8 @@ def test_the_least_share_is_the_likeliest_token() -> None:
 def test_draws_of_what_is_full_already() -> None:
     for found in random_model().search(sources(), Search(sample=True, n_best=3, max_more=0)):
         assert len(found) == 3
-    full = Search(
-        sample=True, n_best=3, max_length=1, coverage=0.2
-    )  # which looks at what is forced
+    # coverage looks at what is forced
+    full = Search(sample=True, n_best=3, max_length=1, coverage=0.2)
     for found in random_model().search(sources(prefixes=LINES[1:2] * 5), full):
         assert len(found) == 3
 

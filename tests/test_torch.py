@@ -341,8 +341,10 @@ def test_the_array_interfaces_of_numpy() -> None:
         relpos.attention(q.clone().requires_grad_(), k, v)
     with pytest.raises(TypeError, match=r"none; use relpos\.torch, or key_table\.detach\(\)$"):
         relpos.attention(q, k, v, position=relpos.Shaw(tensor(5, D, grad=True)))
-    with pytest.raises(TypeError, match="^q: no array to read without a copy"):
+    with pytest.raises(TypeError, match=r"^q: no array .*; use q\.to\(torch\.float32\)$"):
         relpos.attention(q.bfloat16(), k, v)
+    with pytest.raises(TypeError, match=r"; use key_table\.to\(torch\.float32\)$"):
+        relpos.attention(q, k, v, position=relpos.Shaw(table.bfloat16()))
 
     class Elsewhere:
         def __dlpack__(self) -> None: ...
@@ -535,6 +537,7 @@ def test_transforms_are_refused() -> None:
                 transform(call)(x)
         with pytest.raises(RuntimeError, match=said):
             torch.func.vmap(call)(x.expand(2, *x.shape))
+    torch.testing.assert_close(torch.func.functionalize(by_q)(q), by_q(q))
 
 
 def test_gradients_of_gradients_are_refused() -> None:
@@ -1214,6 +1217,8 @@ def test_the_module_says_what_it_is() -> None:
     assert repr(module) == f"Attention(Shaw, ALiBi, key_table=(5, {D}), causal=True, dropout=0.1)"
     module.key_table = torch.nn.Parameter(tensor(7, D))
     assert f"key_table=(7, {D})" in repr(module)
+    module.key_table = None
+    assert "key_table=None" in repr(module)
     assert repr(relpos.torch.Attention(precision="bf16")) == "Attention(precision='bf16')"
 
 

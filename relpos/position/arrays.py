@@ -69,7 +69,8 @@ def as_array(name: str, x: Any, stream: int | None = None) -> Any:
         try:
             found = np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise TypeError(f"{name}: no array to read without a copy: {error}") from error
+            fix = _fix(name, x) if str(getattr(x, "dtype", "")) == "torch.bfloat16" else ""
+            raise TypeError(f"{name}: no array to read without a copy: {error}{fix}") from error
         if found.size > 0 and found.flags.owndata:  # for a null pointer NumPy takes new memory
             raise TypeError(
                 f"{name}: expected an array that can be read, got {type(x).__name__}, which has no "
@@ -132,8 +133,9 @@ def describe(x: Any) -> str:
 
 
 def may_be_narrow(table: Any) -> bool:
-    """Whether a table may be bfloat16: tensors of torch, which relpos.torch widens."""
-    return hasattr(table, "new_tensor")
+    """Whether a table may be bfloat16: tensors of torch, which relpos.torch widens. Asked by what
+    torch.compile reads in every version: to hasattr of a method those before 2.8 say no."""
+    return getattr(table, "is_cuda", None) is not None
 
 
 def _fix(name: str, table: Any) -> str:

@@ -97,12 +97,14 @@ class Attention(torch.nn.Module):
         """The schemes, their tensors, and the options that are not as they come."""
         kept, usual = self._a_kept(), inspect.signature(Attention).parameters
         schemes = [type(x).__name__ for x in schemes_of(kept.position)]
+        now = {name: getattr(self, name, None) for name in self._own}  # None: taken away
         tables = [
-            f"{name}={tuple(x.shape)}" for name, x in zip(kept.tensors, self._tables(), strict=True)
+            f"{name}={None if x is None else tuple(x.shape)}"
+            for name, x in (kept.tensors | now).items()
         ]
         options = kept.options | {"precision": self._precision}
         options = {x: options[x] for x in usual if x != "position"}
-        said = [f"{x}={y!r}" for x, y in options.items() if y != usual[x].default]
+        said = [f"{x}={y!r}" for x, y in options.items() if repr(y) != repr(usual[x].default)]
         return ", ".join(schemes + tables + said)
 
     def _a_kept(self) -> Kept:

@@ -152,13 +152,15 @@ def _check_type(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def check_transforms(*tensors: Tensor) -> None:
-    """Forward-mode derivatives: torch would take them to be zero, and say nothing. Of what the
-    transforms of torch.func make of an operation it would not say whose."""
+    """Refuses forward-mode derivatives, which torch would take to be zero without a word, and
+    transforms of torch.func, within which torch fails with a sentence that does not name relpos.
+    Within functionalize the operation works."""
     if torch.compiler.is_compiling():
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise RuntimeError("relpos.torch: has no forward-mode derivatives (jvp, jacfwd)")
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+    functorch = torch._C._functorch
+    if any(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x) for x in tensors):
         raise RuntimeError(
             "relpos.torch: cannot be inside grad, vjp, jacrev or vmap of torch.func; use "
             "torch.autograd.grad, and for vmap the batch axis"

@@ -85,5 +85,9 @@ def check_table(name: str, x: Tensor) -> None:
 
 
 def table_of(x: Tensor) -> Any:
-    """A parameter as an array; all tables are float32 on every device."""
-    return array_of(x.detach().float() if x.dtype == torch.bfloat16 else x)
+    """A parameter as an array; of bfloat16 it is widened to what the core computes with."""
+    if x.dtype == torch.bfloat16:
+        x = x.detach().to(
+            torch.float32 if is_on_gpu(x) else getattr(torch, np.dtype(arrays.REAL).name)
+        )
+    return array_of(x)

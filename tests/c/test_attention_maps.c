@@ -384,6 +384,7 @@ static void test_refusals(void) {
           m.k.data = m.to + m.rows * M - 1);
   REFUSED(RP_ERROR_ARGUMENT, "attention: to shares memory with key[0].table",
           m.a.key[0] = ((rp_relation){.table = m.to, .row_stride = D}));
+  TAKEN(m.a.value[0] = ((rp_relation){.table = m.to, .row_stride = D})); /* which no map reads */
   rp_relation of_labels = {.table = numbers, .row_stride = D, .rows = 4, .map = RP_MAP_LABEL};
   of_labels.labels = labels;
   of_labels.label_bytes = 1;

@@ -357,8 +357,8 @@ RP_API rp_status rp_sinusoid(int64_t rows, int64_t width, int64_t first, int int
                              const double *frequencies, rp_real *table);
 
 /* Transformer-XL's relations: row left - t of table[H][left + 1 + right][D] is weight[H D][width]
- * times the sinusoid of t, in a row sines, then cosines; an odd width's last column counts for
- * nothing. waves: those of 0 to the longest distance; NULL: of base 10000, a thousand at a time.
+ * times the sinusoid of t, sines, then cosines; the last column of an odd width counts for nothing.
+ * waves: sinusoids of 0 to the longest distance; NULL: of base 10000, made some at a time.
  * rp_wave_gradient adds to dweight. Both fail as rp_rotate does, or with RP_ERROR_MEMORY. */
 RP_API rp_status rp_wave_table(int64_t H, int64_t D, int64_t width, int64_t left, int64_t right,
                                const rp_real *waves, const rp_real *weight, rp_real *table);
