@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Container
@@ -34,12 +35,20 @@ class Interfaced(Protocol):
 
 Given = Exported | Interfaced  # q, k, v: what is used where it lies
 
-REAL: npt.DTypeLike = (
-    np.float32
-)  # the core's type of numbers; tests replace core and type by double
+# The core's type of numbers; tests replace core and type by double.
+REAL: Any = np.float32
 
 MAX_POSITION = 1 << 30  # relpos.h
 _LIMIT = 1 << 40  # of the core's counts, RPI_LIMIT
+
+
+def real_name() -> str:
+    return _name_of(REAL)
+
+
+@functools.cache
+def _name_of(kind: Any) -> str:
+    return str(np.dtype(kind))  # which takes microseconds
 
 
 def as_array(name: str, x: Any, stream: int | None = None) -> Any:
@@ -144,22 +153,28 @@ def _fix(name: str, table: Any) -> str:
     if place_of(name, table) is not None:
         return f"; convert {name} first"
     if hasattr(table, "new_tensor"):  # torch's
-        return f"; use {name}.to(torch.{np.dtype(REAL)})"
-    return f"; use np.ascontiguousarray({name}, np.{np.dtype(REAL)})"
+        return f"; use {name}.to(torch.{real_name()})"
+    return f"; use np.ascontiguousarray({name}, np.{real_name()})"
 
 
 def check_table(name: str, table: Any, axes: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a table, or why it is none. Only looked at: tensors stay tensors."""
-    expected = f"{name}: expected {np.dtype(REAL)} {axes}, got {describe(table)}"
-    if not hasattr(table, "shape") or not hasattr(table, "dtype"):
-        raise TypeError(expected + _fix(name, table))
-    dtype = str(table.dtype).removeprefix("torch.")
-    if dtype != str(np.dtype(REAL)) and not (dtype == "bfloat16" and may_be_narrow(table)):
+    if not _is_of_reals(table):
+        expected = f"{name}: expected {real_name()} {axes}, got {describe(table)}"
         raise TypeError(expected + _fix(name, table))
     shape = shape_of(table)
     if len(shape) not in ranks:
-        raise ValueError(expected)
+        raise ValueError(f"{name}: expected {real_name()} {axes}, got {describe(table)}")
     return shape
+
+
+def _is_of_reals(table: Any) -> bool:
+    if isinstance(table, np.ndarray):
+        return bool(table.dtype == REAL)
+    if not hasattr(table, "shape") or not hasattr(table, "dtype"):
+        return False
+    dtype = str(table.dtype).removeprefix("torch.")
+    return dtype == real_name() or (dtype == "bfloat16" and may_be_narrow(table))
 
 
 def check_shape(name: str, table: Any, **axes: int) -> None:
@@ -172,7 +187,7 @@ def check_shape(name: str, table: Any, **axes: int) -> None:
         words = [key if size < 0 else f"{key}={size}" for key, size in axes.items()]
         comma = "," if len(words) == 1 else ""
         raise ValueError(
-            f"{name}: expected {np.dtype(REAL)} ({', '.join(words)}{comma}), got {describe(table)}"
+            f"{name}: expected {real_name()} ({', '.join(words)}{comma}), got {describe(table)}"
         )
 
 

@@ -223,8 +223,15 @@ class Scheme:
         return {name: table for name, table in found.items() if table is not None}
 
     def with_tables(self: S, tables: Mapping[str, Table]) -> S:
-        """The same scheme over other arrays."""
-        changed: S = dataclasses.replace(self, **tables)  # type: ignore[type-var]
+        """The same scheme over other arrays; of the same shapes they are not checked again."""
+        for name, table in tables.items():
+            if tuple(table.shape) != tuple(getattr(self, name).shape):
+                changed: S = dataclasses.replace(self, **tables)  # type: ignore[type-var]
+                return changed
+        changed = object.__new__(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            of_field = tables.get(field.name, getattr(self, field.name))
+            object.__setattr__(changed, field.name, of_field)
         return changed
 
     def __repr__(self) -> str:

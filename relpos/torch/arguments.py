@@ -139,7 +139,7 @@ def check_seed(seed: Any) -> int:
 
 
 def _check_type(name: str, x: Tensor, q: Tensor) -> None:
-    real = str(np.dtype(arrays.REAL))
+    real = arrays.real_name()
     got = str(x.dtype).removeprefix("torch.")
     if not is_on_gpu(x):
         if got != real:

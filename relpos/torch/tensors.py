@@ -78,7 +78,7 @@ def tensor_of(x: Any) -> Tensor:
 
 def check_table(name: str, x: Tensor) -> None:
     """A module's parameters change their type with it, as by .double()."""
-    real = "float32" if is_on_gpu(x) else str(np.dtype(arrays.REAL))
+    real = "float32" if is_on_gpu(x) else arrays.real_name()
     got = str(x.dtype).removeprefix("torch.")
     if got not in (real, "bfloat16"):
         raise TypeError(f"{name}: expected {real} or bfloat16, got {got}; use .float()")
