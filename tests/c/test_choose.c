@@ -294,6 +294,30 @@ static void test_cold(const rp_ops *ops) {
   CHECK(log_p[2] <= -1e299 && log_p[3] <= log_p[2]);
 }
 
+/* Nor is one without end: all are equal, and what is banned stays so. */
+static void test_hot(const rp_ops *ops) {
+  real x[] = {1, 3, 2, 3};
+  const int64_t banned_offsets[] = {0, 1};
+  const int32_t banned[] = {1};
+  int32_t tokens[4];
+  double log_p[4], left;
+  const rpi_choose_args a = {.rows = 1,
+                             .classes = 4,
+                             .logits = x,
+                             .stride = 4,
+                             .temperature = 1e300,
+                             .banned_offsets = banned_offsets,
+                             .banned = banned,
+                             .most = 4,
+                             .tokens = tokens,
+                             .log_probabilities = log_p,
+                             .left = &left};
+  CHECK_INT(ops->choose(&a), RP_OK);
+  CHECK(tokens[0] == 3 && tokens[1] == 2 && tokens[2] == 0 && tokens[3] == -1);
+  for (int i = 0; i < 3; i++) CHECK_NEAR(log_p[i], -log(4), 1e-7);
+  CHECK_NEAR(left, 0.75, 1e-7);
+}
+
 /* ---- means ------------------------------------------------------------------------- */
 
 enum { MODELS = 3 };
@@ -386,7 +410,10 @@ static void test_mix_values(const rp_ops *ops) {
   for (int at = 1; at < 4; at += 2) {
     real x[] = {0, 1, 2, 3};
     x[at] = bad[at];
-    mix_row(ops, x, 4, 1, x);
+    mix_row(ops, x, 4, 0.5, x);
+    CHECK(isnan(x[at]));
+    real sound[] = {0, 1, 2, 3};
+    mix_row(ops, sound, 4, 0.5, x);
     CHECK(isnan(x[at]));
   }
 }
@@ -402,6 +429,7 @@ int main(void) {
       test_zeros(ops, most < 9 ? 9 : most);
     }
     test_cold(ops);
+    test_hot(ops);
     test_mix(ops, 11, 513, 3);
     test_mix(ops, 70, 17, 10);
     test_mix(ops, 1, 1, 1);

@@ -164,7 +164,8 @@ static void test_blame(const rp_ops *ops) {
     int64_t at;
     real value;
     int32_t found;
-  } bad[] = {{699, (real)NAN, 3}, {663, (real)INFINITY, 2}, {2, (real)3e18, 1}, {2, (real)1e18, 0}};
+  } bad[] = {
+      {699, (real)NAN, 3}, {663, (real)INFINITY, 2}, {2, (real)3e18, 1}, {2, (real)1.5e18, 0}};
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
     const real before = x.data[bad[i].at];
     x.data[bad[i].at] = bad[i].value;
