@@ -13,6 +13,7 @@
 #include "base/memory.h"
 #include "base/threads.h"
 #include "isa/devices.h"
+#include "ops/shown.h"
 
 /* ---- the shape ---------------------------------------------------------------- */
 
@@ -425,8 +426,7 @@ static rp_status check_map(const rp_attention *a, int what, int64_t b, int64_t h
 
 static rp_status check_map_array(const rp_attention *a, rp_rows q, rp_rows k, int64_t keys,
                                  int64_t rows, const rp_real *to, int64_t to_stride) {
-  rp_attention read = *a;
-  for (int i = 0; i < RP_TERMS; i++) read.value[i].table = NULL;
+  const rp_attention read = rpi_shown_of(a, RP_SHOW_SCORES);
   rpi_array arrays[RPI_TABLES + 3];
   int count = rpi_tables(&read, NULL, arrays);
   arrays[count++] = array_of(a, "q", q, QUERIES, a->D);

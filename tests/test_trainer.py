@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -155,17 +156,21 @@ def steps_take(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[float]:
     return now
 
 
+def slow_to_save(trainer: Trainer, wait: Callable[[], None]) -> None:
+    save = trainer._save
+
+    def slowly() -> Any:
+        wait()
+        return save()
+
+    trainer._save = slowly  # type: ignore[method-assign]
+
+
 def test_saving_takes_none_however_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = steps_take(monkeypatch, 2.0)
     config = text_files.config(steps=4)
     trainer = make(tmp_path, config=config, validation=None, save_every=1, log_every=1)
-    save = trainer._save
-
-    def slowly() -> Any:
-        now[0] += 1000
-        return save()
-
-    trainer._save = slowly
+    slow_to_save(trainer, lambda: now.append(now.pop() + 1000))
     trainer.train()
     lines = [line for line in read_log(tmp_path) if line["kind"] == "train"][1:]
     assert [line["tokens_per_second"] for line in lines] == [line["tokens"] / 2 for line in lines]
@@ -175,13 +180,7 @@ def test_saving_takes_none_however_often(tmp_path: Path, monkeypatch: pytest.Mon
 def test_validation_at_the_end_takes_none_either(tmp_path: Path, ending: dict[str, int]) -> None:
     """The line of the last steps is of when they ended, and comes before what is done after them."""
     trainer = make(tmp_path, **ending, validate_every=7, save_every=1)
-    save = trainer._save
-
-    def slowly() -> Any:
-        time.sleep(0.05)
-        return save()
-
-    trainer._save = slowly
+    slow_to_save(trainer, lambda: time.sleep(0.05))
     trainer.train()
     log = read_log(tmp_path)
     rates = [line["tokens_per_second"] for line in log if line["kind"] == "train"]

@@ -224,10 +224,10 @@ class Scheme:
 
     def with_tables(self: S, tables: Mapping[str, Table]) -> S:
         """The same scheme over other arrays; of the same shapes they are not checked again."""
-        for name, table in tables.items():
-            if tuple(table.shape) != tuple(getattr(self, name).shape):
-                changed: S = dataclasses.replace(self, **tables)  # type: ignore[type-var]
-                return changed
+        changed: S
+        if any(tuple(x.shape) != tuple(getattr(self, name).shape) for name, x in tables.items()):
+            changed = dataclasses.replace(self, **tables)  # type: ignore[type-var]
+            return changed
         changed = object.__new__(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             of_field = tables.get(field.name, getattr(self, field.name))

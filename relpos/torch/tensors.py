@@ -76,9 +76,14 @@ def tensor_of(x: Any) -> Tensor:
     return x.tensor if isinstance(x, TensorArray) else torch.from_numpy(np.ascontiguousarray(x))
 
 
+def _real_where(x: Tensor) -> str:
+    """The type of tables where x lies."""
+    return "float32" if is_on_gpu(x) else arrays.real_name()
+
+
 def check_table(name: str, x: Tensor) -> None:
     """A module's parameters change their type with it, as by .double()."""
-    real = "float32" if is_on_gpu(x) else arrays.real_name()
+    real = _real_where(x)
     got = str(x.dtype).removeprefix("torch.")
     if got not in (real, "bfloat16"):
         raise TypeError(f"{name}: expected {real} or bfloat16, got {got}; use .float()")
@@ -86,8 +91,5 @@ def check_table(name: str, x: Tensor) -> None:
 
 def table_of(x: Tensor) -> Any:
     """A parameter as an array; of bfloat16 it is widened to what the core computes with."""
-    if x.dtype == torch.bfloat16:
-        x = x.detach().to(
-            torch.float32 if is_on_gpu(x) else getattr(torch, np.dtype(arrays.REAL).name)
-        )
-    return array_of(x)
+    narrow = x.dtype == torch.bfloat16
+    return array_of(x.detach().to(getattr(torch, _real_where(x))) if narrow else x)
