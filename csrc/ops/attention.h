@@ -133,7 +133,7 @@ static int64_t columns_of_keys(int64_t keys, bool whole) {
 
 /* May weights of a tile be made words at once (attention_words.h)? */
 static bool makes_words(const bounds *n, int64_t tile_keys) {
-  return n->how == RPI_NATIVE && !n->tiles && tile_keys == RPI_TILE;
+  return n->how == RPI_NATIVE && tile_keys == RPI_TILE;
 }
 
 /* to += from. */
@@ -187,9 +187,8 @@ static void score_strip(const window *w, int meets, const band_e *e, int64_t e_s
   if (multiplied || (more && more != product->c)) {
     start_strip(count, &start, more, multiplied, product->c);
   }
-  if (multiplied) return;
   const int mode = more ? RPI_START_LOAD : start.band ? RPI_START_BAND : RPI_START_ROW;
-  rpi_strip_product(mode, count, vectors, product, &start);
+  if (!multiplied) rpi_strip_product(mode, count, vectors, product, &start);
   for (int64_t r = 0; vectors * RPI_LANES < columns && r < count; r++) {
     real *const row = product->c + r * product->c_stride;
     for (int64_t v = vectors * RPI_LANES; v < columns; v += RPI_LANES) {
@@ -303,7 +302,6 @@ static void take_packed(rpi_arena *arena, const bounds *n, const rp_relation *re
   if (how != RPI_NUMBERS && (parts & PARTS_DOWN)) {
     packed->down_words = take_word_lines(arena, how, columns, width);
   }
-  packed->how = how;
   packed->head_index = -1;
 }
 

@@ -286,7 +286,7 @@ static void start_rows(const backward_item *item, const backward_block *block,
                     args->dout.row_stride};
   real *const slopes = w->side[VALUE].start;
   const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
-  if (item->n.how == RPI_NUMBERS) dot_rows(dz, z, block->rows, Dv, -1, slopes);
+  if (!item->n.rounded) dot_rows(dz, z, block->rows, Dv, -1, slopes);
   int64_t known = 1; /* number of keys, and its log */
   double rest = 0;
   for (int64_t i = 0; i < block->rows; i++) {
@@ -298,7 +298,7 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const real level = whole ? 0 : (real)(own + rest);
     w->level[i] = level;
     w->side[KEY].start[i] = lse[i] == (real)-INFINITY ? lse[i] : (real)(own - (double)level);
-    if (item->n.how != RPI_NUMBERS) { /* dp is of rounded dz: what a row has in common goes there */
+    if (item->n.rounded) { /* dp is of rounded dz: what a row has in common goes there */
       slopes[i] = -dot_rounded(dz.data + i * dz.stride, z.data + i * z.stride, Dv);
     }
   }
@@ -328,7 +328,7 @@ static const operand *keys_of_place(const backward_item *item, backward_scratch 
   unsigned char *const state = &w->key_state[place][j / RPI_TILE];
   if (*state == OPERAND_UNKNOWN) {
     const dense keys = rows_from(&block->keys[place], j);
-    const bool fits = pack_operand(keys, ROWS_ARE_INNER, item->padded[KEY], tile_keys, *parts);
+    const bool fits = pack_met_operand(keys, ROWS_ARE_INNER, item->padded[KEY], tile_keys, *parts);
     *state = fits ? OPERAND_FITS : OPERAND_HAS_NONE;
   }
   return *state == OPERAND_FITS ? parts : NULL;
@@ -494,7 +494,7 @@ static void backward_rows(const backward_item *item, backward_scratch *w,
   if (pairs->any) {
     open_pair_rows(pairs, &w->pairs, &of_q, &of_dz);
     open_pair_block(pairs, &w->pairs, &item->seq, &item->sees, &of_q, &of_dz, item->r.key,
-                    item->r.keys, item->n.tiles);
+                    item->r.keys, &item->n);
   }
   const stretch seen = keys_seen(&item->seq, &item->sees, block->row0, count);
   const int64_t end = rpi_min(item->r.keys, seen.end - item->r.key);

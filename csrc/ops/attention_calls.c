@@ -62,7 +62,7 @@ static void forward_task(void *context, int64_t number, int worker) {
                        .pairs = pair_terms_of(s, head, low),
                        .n = call->n,
                        .content = true};
-  if (!tiles_pay(item.count, seq.keys, false)) item.n.tiles = 0;
+  choose_tiles(&item.n, item.count, seq.keys, false);
   if (item.n.tiles) tiles_begin();
   if (item.count > 0) forward_rows(&item, call->scratch[worker]);
   if (item.n.tiles) tiles_end();
@@ -167,7 +167,7 @@ static void backward_task(void *context, int64_t task, int worker) {
     for (int which = 0; which < SIDES; which++) item.by_row[which] = lies_across(&item, which);
     /* dk has other parts then, or is of moved queries, and dq is to be ds . k */
     item.by_row[KEY] |= numbers || item.pairs.queries || item.pairs.moves;
-    if (!tiles_pay(item.r.rows, item.r.keys, true)) item.n.tiles = 0;
+    choose_tiles(&item.n, item.r.rows, item.r.keys, true);
     if (item.n.tiles) tiles_begin();
     backward_pair(&item, call->scratch[worker]);
     if (item.n.tiles) tiles_end();

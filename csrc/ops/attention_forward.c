@@ -199,6 +199,16 @@ static void forward_products(const forward_item *item, const forward_scratch *w,
                     D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
 }
 
+/* The same once more for some of the rows, since their scores took its place. */
+RPI_NOINLINE void forward_products_again(const forward_item *item, const forward_scratch *w,
+                                         const forward_view *view, const cell *x) {
+  _Alignas(64) real all[RPI_TILED_ROWS * RPI_TILE];
+  cell own = *x;
+  own.at = all + x->i % RPI_TILED_ROWS * RPI_TILE;
+  forward_products(item, w, view, &own);
+  memcpy(x->at, own.at, (size_t)(x->count * RPI_TILE) * sizeof(real));
+}
+
 /* Scores (1) of a strip, less the running maxima of its rows, hidden ones -inf. */
 RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
                                const forward_view *view, const real *negated_max, cell *x) {
@@ -250,8 +260,7 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   const bool related = item->pairs.any || !window_empty(&view->key_window);
   bool again = false, raised[RPI_TILED_ROWS] = {false};
   do {
-    if (again && count > RPI_STRIP) forward_products(item, w, view, &x);
-    else if (again) x.multiplied = false;
+    if (again && x.multiplied) forward_products_again(item, w, view, &x);
     forward_scores(item, w, view, state->negated_max + row, &x);
     bool unseen = false;
     for (int64_t r = 0; r < count; r++) unseen |= !state->seen[row + r];
@@ -392,7 +401,7 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
     const real factor = scale_of(s) * (real)RPI_LOG2_E;
     const window whole = window_of(&item->key, all.nearest, all.farthest);
     const window packed = window_to_pack(&w->key_table, kw, &whole);
-    pack_window(&item->key, &packed, factor, (real)RPI_LOG2_E, item->n.width, item->n.tiles,
+    pack_window(&item->key, &packed, factor, (real)RPI_LOG2_E, item->n.width, &item->n,
                 &w->key_table);
     begin_strip(&w->key_table, kw);
     band_scores(&item->key, kw, &w->key_table, own, item->n.tiles ? related : NULL, &view.at,
@@ -402,15 +411,14 @@ static forward_view open_view(const forward_item *item, forward_scratch *w, int6
   view.collects = vw->columns && !window_is_tail(vw);
   if (view.collects) {
     const window whole = window_of(&item->value, all.nearest, all.farthest);
-    pack_window(&item->value, &whole, 1, 0, item->n.value_width, item->n.tiles, &w->value_table);
+    pack_window(&item->value, &whole, 1, 0, item->n.value_width, &item->n, &w->value_table);
     begin_strip(&w->value_table, vw);
     memset(w->buckets, 0, (size_t)(count * window_stride(vw->columns)) * sizeof(real));
   }
   w->pairs.base = block;
   const pair_rows rows = rows_of(&view);
   if (item->pairs.any) {
-    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, NULL, key, keys,
-                    item->n.tiles);
+    open_pair_block(&item->pairs, &w->pairs, seq, &item->sees, &rows, NULL, key, keys, &item->n);
   }
   return view;
 }
@@ -633,7 +641,7 @@ static void forward_finish(const forward_item *item, forward_scratch *w) {
   if (value->ends) {
     term_vector(value, value->first - 1, width, w->ends);
     term_vector(value, value->last, width, w->ends + width);
-    if (item->n.how != RPI_NUMBERS) round_numbers(w->ends, 2 * width);
+    if (item->n.rounded) round_numbers(w->ends, 2 * width);
   }
   finished rows = {.sum = {0}};
   for (int64_t i = 0; i < item->count; i++) {
@@ -678,7 +686,8 @@ static void open_operands_of(const forward_item *item, forward_scratch *w, int64
     const dense k = {w->keys + j * D, RPI_TILE}, v = rows_from(&values, j);
     if (tile_keys < RPI_TILE) clear_operand(w->tile_keys[tile], RPI_TILE);
     w->keys_fit[tile] = pack_operand(k, ROWS_ARE_INNER, tile_keys, D, w->tile_keys[tile]);
-    w->values_fit[tile] = pack_operand(v, ROWS_ARE_INNER, width, tile_keys, w->tile_values[tile]);
+    w->values_fit[tile] =
+        pack_met_operand(v, ROWS_ARE_INNER, width, tile_keys, w->tile_values[tile]);
   }
 }
 

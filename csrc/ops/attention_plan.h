@@ -51,6 +51,7 @@
 #define RPI_TILED_QUERIES RPI_TILED_LEAST(96)
 #define RPI_TILED_KEYS RPI_TILED_LEAST(128)
 #define RPI_TILED_BACKWARD RPI_TILED_LEAST(192)
+#define RPI_TILED_ROUNDED RPI_TILED_LEAST(32) /* of one part, whatever the way */
 _Static_assert(RPI_BLOCK % RPI_TILED_ROWS == 0 && RPI_SKEW_BLOCK % RPI_TILED_ROWS == 0,
                "only the last block of a chunk may end within a product");
 
@@ -183,10 +184,11 @@ typedef struct bounds {
   int64_t key_columns, value_columns, query_columns;
   int64_t packed_keys, packed_values;
   int64_t width, value_width; /* D and Dv, rounded up to vectors */
-  int tiles;  /* parts of a number, where tiles of bf16 multiply; 0: they do not pay */
-  int how;    /* strips multiply (bf16.h): all, or what tiles do not */
-  bool moved; /* moves_queries */
-  bool folds; /* some sequence has more than RPI_FOLDED_KEYS */
+  int tiles;    /* parts of a number, where tiles of bf16 multiply; 0: they do not pay */
+  int how;      /* strips multiply (bf16.h): all, or what tiles do not */
+  bool rounded; /* products are of rounded numbers: by words or tiles, of what is finite by these */
+  bool moved;   /* moves_queries */
+  bool folds;   /* some sequence has more than RPI_FOLDED_KEYS */
 } bounds;
 
 static int64_t widest_window(const term *t, int64_t rows, int64_t keys) {
@@ -234,9 +236,18 @@ static int precision_of(const rp_attention *s) {
   return s->placement ? s->placement->precision : RP_F32;
 }
 
-static bool tiles_pay(int64_t queries, int64_t keys, bool backward) {
-  if (backward) return rpi_min(queries, keys) >= RPI_TILED_BACKWARD;
+static bool tiles_pay(int64_t queries, int64_t keys, bool backward, bool rounded) {
+  const int64_t least = rpi_min(queries, keys);
+  if (rounded) return least >= RPI_TILED_ROUNDED;
+  if (backward) return least >= RPI_TILED_BACKWARD;
   return queries >= RPI_TILED_QUERIES && keys >= RPI_TILED_KEYS;
+}
+
+/* Whether tiles multiply in an item of so many queries and keys. What they do not, the rest of a
+ * block that is not finite, strips multiply as it is. */
+static void choose_tiles(bounds *n, int64_t queries, int64_t keys, bool backward) {
+  if (!tiles_pay(queries, keys, backward, n->rounded)) n->tiles = 0;
+  if (n->tiles) n->how = RPI_NUMBERS;
 }
 
 /* What the sequences from `first` to before `end` need. tiles: there are such as multiply bf16. */
@@ -255,9 +266,10 @@ static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, 
   const bool wide = skewed || looks_up_long(s, s->query); /* met tile by tile */
   const int64_t block = rpi_min(wide ? RPI_SKEW_BLOCK : RPI_BLOCK, queries);
   const int64_t before = RPI_TILED_ROWS; /* that a block's window may begin earlier (begin_strip) */
-  const bool tiled =
-      tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH && tiles_pay(queries, keys, backward);
   const int precision = precision_of(s);
+  const bool rounded = rpi_how(precision) != RPI_NUMBERS;
+  const bool tiled = tiles && rpi_min(s->D, s->Dv) >= RPI_TILED_WIDTH &&
+                     tiles_pay(queries, keys, backward, rounded);
   return (bounds){
       .queries = queries,
       .keys = keys,
@@ -271,6 +283,7 @@ static bounds bounds_between(const rp_attention *s, int64_t first, int64_t end, 
       .value_width = rpi_round_up(s->Dv, RPI_LANES),
       .tiles = tiled ? tiles_parts_in(precision) : 0,
       .how = rpi_how(precision),
+      .rounded = rounded,
       .moved = moved,
       .folds = folds,
   };

@@ -269,7 +269,7 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
 static bool pack_rows(dense x, int64_t count, int64_t width, int64_t padded, operand rows,
                       operand columns) {
   return pack_operand(x, ROWS_ARE_LINES, count, width, rows) &&
-         pack_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, columns);
+         pack_met_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, columns);
 }
 
 /* Rows of buckets of a block. */
@@ -327,7 +327,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
       reach_of(&item->seq, &item->sees, item->r.query, item->r.rows, item->r.key, item->r.keys);
   const window whole = window_of(t, all.nearest, all.farthest);
   const window packed = window_to_pack(&x->table, &x->w, &whole);
-  pack_window(t, &packed, item->factor[which], (real)RPI_LOG2_E, padded, item->n.tiles, &x->table);
+  pack_window(t, &packed, item->factor[which], (real)RPI_LOG2_E, padded, &item->n, &x->table);
   begin_strip(&x->table, &x->w);
   band_scores(t, &x->w, &x->table, own, item->n.tiles && x->fits ? &x->rows : NULL, &at,
               item->factor[which], zeros, &x->e);
@@ -363,7 +363,7 @@ static bool collect_tiled(const side *x, int64_t c, int64_t count, int64_t rows,
                           const runs *folded, real *sums) {
   const dense buckets = {x->buckets + RPI_LANES + c, window_stride(x->w.columns)};
   real *const lines = x->table.lines;
-  if (!pack_operand(buckets, ROWS_ARE_INNER, count, rows, x->bucket_parts)) return false;
+  if (!pack_met_operand(buckets, ROWS_ARE_INNER, count, rows, x->bucket_parts)) return false;
   multiply_operands(x->columns, padded, x->bucket_parts, count, rows, false, x->turned,
                     RPI_TILED_ROWS);
   if (!folded) {

@@ -92,13 +92,22 @@ static void forget_tail(const band_e *e) {
  * or a pair's score would hang on where its block ends. */
 static void vector_scores(const packed_term *packed, const real *vector, int64_t width, dense x,
                           int64_t rows, real factor, real *to) {
-  if (packed->how == RPI_NUMBERS) {
+  if (!packed->rounded) {
     dot_rows(x, (dense){vector, 0}, rows, width, factor, to);
     return;
   }
+  const int64_t padded = rpi_round_up(width, RPI_LANES);
   const dense scaled = {packed->end, width};
-  real *const words = packed->end + rpi_round_up(width, RPI_LANES);
+  real *const words = packed->end + padded;
   for (int64_t c = 0; c < width; c++) packed->end[c] = factor * vector[c];
+  if (packed->how == RPI_NUMBERS) {
+    for (int64_t c = width; c < padded; c++) packed->end[c] = 0;
+    round_numbers(packed->end, padded);
+    for (int64_t r = 0; r < rows; r++) {
+      to[r] = dot_rounded(x.data + r * x.stride, packed->end, width);
+    }
+    return;
+  }
   word_rows(packed->how, scaled, 1, width, words);
   dot_words(packed->how, x, rows, words, width, to);
 }
@@ -329,8 +338,8 @@ static bucket_way bucket_way_of(const packed_term *table, const window *w, bool 
 
 /* c += buckets . down for `count` rows of a block from i on, and the columns that they can have
  * met. product: of the first row and of the columns first to first + inner - 1, or where there are
- * runs of their lines, in numbers. */
-RPI_INLINE void band_product_rows(const rpi_product *product, const block_place *at, int64_t i,
+ * runs of their lines, in numbers. False: some bucket has no parts. */
+RPI_INLINE bool band_product_some(const rpi_product *product, const block_place *at, int64_t i,
                                   int64_t count, int64_t width, const window *w, int64_t first,
                                   const runs *lines, const packed_term *table,
                                   const bucket_way *way) {
@@ -341,7 +350,7 @@ RPI_INLINE void band_product_rows(const rpi_product *product, const block_place 
   int64_t end = rpi_min(rpi_max(farthest, first + 1) - first, product->inner);
   if (lines && begin + first >= 0) begin = lines->line[begin + first] - first;
   if (lines && end + first > 0) end = lines->line[end + first - 1] + 1 - first;
-  if (begin >= end) return;
+  if (begin >= end) return true;
   const int64_t most = lines ? lines->count - first : product->inner;
   begin &= -whole;
   end = rpi_min(way->tiled ? (end + whole - 1) & -whole : end, most);
@@ -352,10 +361,11 @@ RPI_INLINE void band_product_rows(const rpi_product *product, const block_place 
   strip.inner = end - begin;
   const int64_t column = packed_column(table, w) + begin;
   const dense buckets = {strip.a, strip.a_row};
-  if (way->tiled && pack_operand(buckets, ROWS_ARE_LINES, count, strip.inner, way->parts)) {
+  if (way->tiled) {
+    if (!pack_met_operand(buckets, ROWS_ARE_LINES, count, strip.inner, way->parts)) return false;
     multiply_operands(way->parts, count, operand_from(table->down_parts, 0, column), width,
                       strip.inner, true, strip.c, strip.c_stride);
-    return;
+    return true;
   }
   if (way->worded) {
     const dense words = word_rows(table->how, buckets, count, strip.inner, way->words);
@@ -363,6 +373,20 @@ RPI_INLINE void band_product_rows(const rpi_product *product, const block_place 
                        width, strip.inner, strip.c, strip.c_stride);
   }
   rpi_block_product(RPI_START_LOAD, count, width / RPI_LANES, strip, NULL);
+  return true;
+}
+
+/* The same whatever is in the buckets: what is not finite row by row, for a bucket of a row where
+ * it has no key may be no number. */
+RPI_INLINE void band_product_rows(const rpi_product *product, const block_place *at, int64_t i,
+                                  int64_t count, int64_t width, const window *w, int64_t first,
+                                  const runs *lines, const packed_term *table,
+                                  const bucket_way *way) {
+  const bucket_way alone = {.tiled = false};
+  if (band_product_some(product, at, i, count, width, w, first, lines, table, way)) return;
+  for (int64_t row = i; row < i + count; row++) {
+    band_product_some(product, at, row, 1, width, w, first, lines, table, &alone);
+  }
 }
 
 /* Rows that it has at once. */

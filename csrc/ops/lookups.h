@@ -70,7 +70,7 @@ static void pack_tile(const bounds *n, const pair_terms *p, dense from, int64_t 
   const int64_t present = rpi_min(RPI_TILE, keys - j);
   const int64_t columns = p->scores ? RPI_TILE : rpi_round_up(present, RPI_LANES);
   from.data += j * from.stride;
-  if (n->how == RPI_NUMBERS || n->tiles || p->queries) {
+  if (n->how == RPI_NUMBERS || p->queries) {
     rpi_pack_transposed(from.data, from.stride, present, width, factor, numbers + j * width,
                         RPI_TILE, columns);
   }

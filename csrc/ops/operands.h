@@ -37,18 +37,23 @@ typedef struct operand {
  * of a right one, or of a left one. */
 enum { ROWS_ARE_LINES, ROWS_ARE_INNER, ROWS_ARE_INNER_OF_LEFT };
 
+/* Not a number where x is infinite, or rounded so. */
+RPI_INLINE rpi_register oddness(rpi_register x) { return x * (real)(1 + 1.0 / 256) * 0; }
+
 /* Are numbers, so many side by side in each row, those that bf16 has? What is not finite is no less
- * a part than any number, but meets the zeros that operands are filled up with. */
+ * a part than any number, but may meet zeros that are to hide it. */
 RPI_NOINLINE bool all_have_one_part(dense from, int64_t rows, int64_t width) {
-  rpi_register odd = {0};
+  rpi_register odd[4] = {{0}}; /* one would wait for itself */
   for (int64_t r = 0; r < rows; r++) {
     const real *const row = from.data + r * from.stride;
-    for (int64_t c = 0; c < width; c += RPI_LANES) {
-      const rpi_register x = rpi_load_left(row + c, width - c);
-      odd += x * (real)(1 + 1.0 / 256) * 0; /* not a number where x is infinite, or rounded so */
+    int64_t c = 0;
+    for (; c + 4 * RPI_LANES <= width; c += 4 * RPI_LANES) {
+      RPI_UNROLL(4)
+      for (int i = 0; i < 4; i++) odd[i] += oddness(rpi_load(row + c + i * RPI_LANES));
     }
+    for (; c < width; c += RPI_LANES) odd[0] += oddness(rpi_load_left(row + c, width - c));
   }
-  return rpi_total(odd) == 0;
+  return rpi_total((odd[0] + odd[1]) + (odd[2] + odd[3])) == 0;
 }
 
 #ifdef RPI_TILES
@@ -76,7 +81,7 @@ static void clear_operand(operand to, int64_t lines) {
   memset(to.at, 0, (size_t)words * sizeof *to.at);
 }
 
-/* False where a number has no parts. */
+/* False where a number has no parts: of three; one part every number has. */
 static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   const tiles_source source = {.at = from.data,
                                .stride = from.stride,
@@ -84,14 +89,19 @@ static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, oper
                                .along = how == ROWS_ARE_LINES,
                                .turned = how == ROWS_ARE_INNER_OF_LEFT};
   bool whole = true;
-  if (to.parts == 1) {
-    whole = how == ROWS_ARE_LINES ? all_have_one_part(from, lines, inner)
-                                  : all_have_one_part(from, inner, lines);
-  }
   for (int64_t line = 0; line < lines; line += TILES_SIDE, to.at += to.strip) {
     whole &= tiles_pack_strip(source, line, rpi_min(TILES_SIDE, lines - line), inner, to.at);
   }
   return whole;
+}
+
+/* The same where zeros are met that stand for what is hidden, or not there: what is not finite must
+ * not meet them. (Scores of keys meet none: each is a pair's own.) */
+static bool pack_met_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
+  if (!pack_operand(from, how, lines, inner, to)) return false;
+  if (to.parts != 1) return true;
+  return how == ROWS_ARE_LINES ? all_have_one_part(from, lines, inner)
+                               : all_have_one_part(from, inner, lines);
 }
 
 /* to += from, rows of one call of the kernel. */
@@ -104,9 +114,10 @@ static void add_block(const real *from, int64_t rows, int64_t columns, real *to,
   }
 }
 
-/* c = left . right, or c += that. Rows and columns are rounded up to 16: c has room for them. What
- * is added is summed by itself: sums that began with c would be rounded, at its size, twelve times
- * for every 64 of inner. */
+/* c = left . right, whose rows and columns are rounded up to 16: c has room for them. Or c += that,
+ * of so many rows alone, and so it is summed by itself but where rows and columns are whole tiles
+ * of one part. (Sums of three parts that began with c would be rounded, at its size, twelve times
+ * for every 64 of inner; those of one part are twice.) */
 static void multiply_operands(operand left, int64_t rows, operand right, int64_t columns,
                               int64_t inner, bool add, real *c, int64_t c_stride) {
   const int64_t steps = rpi_divide_up(inner, TILES_INNER);
@@ -118,13 +129,16 @@ static void multiply_operands(operand left, int64_t rows, operand right, int64_t
       real *const to = c + row * c_stride + column;
       const int64_t high = rpi_min(rows - row, TILES_SIDE);
       const int64_t wide = rpi_min(columns - column, TILES_SIDE);
+      const bool apart = add && (left.parts != 1 || (high | wide) % RPI_TILE_SIDE != 0);
       const tiles_product product = {.a = left.at,
                                      .b = at,
                                      .steps = steps,
-                                     .c = add ? sums : to,
-                                     .c_stride = add ? TILES_SIDE : c_stride};
+                                     .start = add && !apart ? to : NULL,
+                                     .start_stride = c_stride,
+                                     .c = apart ? sums : to,
+                                     .c_stride = apart ? TILES_SIDE : c_stride};
       sums_of[high > RPI_TILE_SIDE][wide > RPI_TILE_SIDE](&product);
-      if (add) add_block(sums, high, wide, to, c_stride);
+      if (apart) add_block(sums, high, wide, to, c_stride);
     }
   }
 }
@@ -154,6 +168,10 @@ static void clear_operand(operand to, int64_t lines) { (void)to, (void)lines; }
 static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   (void)from, (void)how, (void)lines, (void)inner, (void)to;
   return false;
+}
+
+static bool pack_met_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
+  return pack_operand(from, how, lines, inner, to);
 }
 
 static void multiply_operands(operand left, int64_t rows, operand right, int64_t columns,

@@ -5,6 +5,7 @@
 #ifndef RPI_PACKED_TERM_H
 #define RPI_PACKED_TERM_H
 
+#include "ops/attention_plan.h"
 #include "ops/attention_words.h"
 #include "ops/runs.h"
 #include "ops/terms.h"
@@ -40,6 +41,7 @@ typedef struct packed_term {
   /* The same in bf16 as words (attention_words.h), where memory was taken: across; down, its rows
    * across inner, and along it, from row -1 on. */
   int how;
+  bool rounded; /* dot products with the vector of an end are, too */
   real *across_words, *down_words, *line_words;
   real *end;       /* [2][width, padded]: the vector of an end, times a factor, and its words */
   bool words_meet; /* down_words may stand for down: zeros would meet what is infinite */
@@ -117,21 +119,21 @@ static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width)
   const int64_t lines = packed->runs.count;
   if (packed->across_parts.at && packed->w.columns > 1) {
     const dense across = {packed->across, across_stride(lines)};
-    packed->across_fits = pack_operand(across, ROWS_ARE_INNER, rpi_round_up(lines, RPI_LANES),
-                                       width, packed->across_parts);
+    packed->across_fits = pack_met_operand(across, ROWS_ARE_INNER, rpi_round_up(lines, RPI_LANES),
+                                           width, packed->across_parts);
   }
   const dense down = {packed->down, padded_width};
   packed->down_fits = true;
   if (packed->down_parts.at) {
     packed->down_fits &=
-        pack_operand(down, ROWS_ARE_INNER, padded_width, lines, packed->down_parts);
+        pack_met_operand(down, ROWS_ARE_INNER, padded_width, lines, packed->down_parts);
   }
   if (packed->line_parts.at) {
     packed->down_fits &= pack_operand(down, ROWS_ARE_LINES, lines, width, packed->line_parts);
   }
   if (packed->turned_parts.at) {
     packed->down_fits &=
-        pack_operand(down, ROWS_ARE_INNER_OF_LEFT, padded_width, lines, packed->turned_parts);
+        pack_met_operand(down, ROWS_ARE_INNER_OF_LEFT, padded_width, lines, packed->turned_parts);
   }
 }
 
@@ -155,15 +157,18 @@ static void pack_words(packed_term *packed, int64_t width, int64_t padded_width)
   }
 }
 
-/* factor: of the vectors' products; number_factor: of the numbers; tiles: operands, too. */
+/* factor: of the vectors' products; number_factor: of the numbers; n: as operands, or words. */
 static void pack_window(const term *t, const window *w, real factor, real number_factor,
-                        int64_t padded_width, bool tiles, packed_term *packed) {
+                        int64_t padded_width, const bounds *n, packed_term *packed) {
+  const bool tiles = n->tiles != 0;
   if (packed->head_index == t->head_index && packed->w.first == w->first &&
-      packed->w.columns == w->columns && packed->w.head >= w->head && packed->tiled >= tiles) {
+      packed->w.columns == w->columns && packed->w.head >= w->head && packed->tiled == tiles) {
     return;
   }
   packed->head_index = t->head_index;
   packed->tiled = tiles;
+  packed->how = n->how;
+  packed->rounded = n->rounded;
   packed->across_fits = packed->down_fits = false;
   packed->w = *w;
   const int64_t padded = rpi_round_up(w->columns, RPI_LANES);

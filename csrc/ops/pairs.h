@@ -191,11 +191,11 @@ static void open_biased(const pair_terms *p, const pair_scratch *w, const pair_r
  * what it meets in the chunk. */
 static void open_pair_block(const pair_terms *p, pair_scratch *w, const rpi_sequence *seq,
                             const sight *sees, const pair_rows *q, const pair_rows *dz, int64_t key,
-                            int64_t keys, bool tiles) {
+                            int64_t keys, const bounds *n) {
   if (p->query.present) {
     const reach r = reach_of(seq, sees, q->row0, q->rows, key, keys);
     w->query.w = window_of(&p->query, r.nearest, r.farthest);
-    pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES), tiles,
+    pack_window(&p->query, &w->query.w, 1, 0, rpi_round_up(p->query.width, RPI_LANES), n,
                 &w->query.table);
   }
   if (p->biased) open_biased(p, w, q);

@@ -118,7 +118,6 @@ static void take_skew(rpi_arena *arena, const bounds *n, bool backward, skew_scr
   w->kept = rpi_arena_take(arena, key_tiles * RPI_KEPT_LINES, RPI_TILE * real_bytes);
   w->kept_of = rpi_arena_take(arena, key_tiles, sizeof *w->kept_of);
   if (tiles) w->table.line_parts = take_operand(arena, tiles, columns, width);
-  w->table.how = how;
   if (how != RPI_NUMBERS) {
     w->table.line_words = take_word_rows(arena, how, 1 + columns, width);
     if (backward) w->table.down_words = take_word_lines(arena, how, columns, width);
