@@ -294,9 +294,10 @@ def test_files(
     said = relpos_prints(capsys, *given, *which, "--soft")
     assert said.out.splitlines() == [each.weighted() for each in some]
     assert re.fullmatch(r"(\d-\d:[01]\.\d{3} ?)+", said.out.splitlines()[0])
-    said = relpos_prints(capsys, *given, "--soft", "0.4", "--batch-tokens", "1")
     whole = translator.align(SOURCES, TARGETS)
-    assert said.out.splitlines() == [each.weighted(0.4) for each in whole]
+    for least in ("0", "0.4", "1"):
+        said = relpos_prints(capsys, *given, "--soft", least, "--batch-tokens", "1")
+        assert said.out.splitlines() == [each.weighted(float(least)) for each in whole]
     # the links of `relpos translate` where it is given targets
     said = relpos_prints(
         capsys, "translate", models.run, files[0], "--target", files[1], "--align"

@@ -146,6 +146,22 @@ def test_a_language_model(capsys: Capture, tmp_path: Path, drawn: Any) -> None:
     assert told == "relpos: --source: this model has no encoder, it goes on from text: --target\n"
 
 
+def test_layers_are_those_of_the_kind(capsys: Capture, tmp_path: Path) -> None:
+    """The decoder has more of them, and the look of it at the source is one of each of its layers."""
+    uneven = save(tmp_path / "uneven", random_model(1, **TWO | {"encoder.layers": 1}))
+    words = (uneven, *SENTENCE, "--target", "ba", "--out", tmp_path / "maps.html", "--layer", 1)
+    for kind in ("decoder", "cross"):
+        inspect(capsys, *words, "--kind", kind)
+    told = inspect(capsys, *words, "--kind", "encoder", status=1)
+    assert told == "relpos: --layer: expected 0 to 0, got 1\n"
+
+
+def test_endings_in_capitals(run: Path, capsys: Capture, tmp_path: Path) -> None:
+    page = tmp_path / "MAPS.HTML"
+    assert inspect(capsys, run, *SENTENCE, "--out", page) == f"{page}\n"
+    assert "<html" in page.read_text()
+
+
 def test_what_to_type_next(run: Path, capsys: Capture) -> None:
     told = inspect(capsys, status=2)
     assert "what is missing is a model and --source and --out" in told
@@ -163,6 +179,8 @@ def test_what_to_type_next(run: Path, capsys: Capture) -> None:
          "all of it to choose from"),
         ((*SENTENCE, "--out", "m.html", "--layer", "2"), "--layer: expected 0 to 1, got 2"),
         ((*SENTENCE, "--out", "m.html", "--head", "-1"), "--head: expected 0 to 1, got -1"),
+        ((*SENTENCE, "--out", "M.HTML", "--show", "logits"), "--show: is for pictures; a page has "
+         "all of it to choose from"),
         (("--source", "", "--out", "m.html"), "--source: expected a sentence, got ''"),
         (("--source", " ", "--target", "ba", "--out", "m.png"), "--source: expected a sentence, "
          "got ' '"),

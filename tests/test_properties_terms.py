@@ -17,7 +17,7 @@ from capi import Core
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels
 from cores import every_core
-from guarded_arrays import hold
+from guarded_arrays import Strided, hold
 from properties import (
     BASE,
     EVERY_KIND,
@@ -200,6 +200,55 @@ def test_terms_over_one_list_of_edges_have_the_bits_of_terms_over_copies(
                 map.fields[name] = given if arrays is shared else hold(given.view, given.view.dtype)
             labels = np.resize(map.fields["edge_labels"].view, len(first["edge_keys"].view))
             map.fields["edge_labels"] = hold(labels, np.int32)
+        arrays.remember()
+    same(capi.run_both(core, case, copied), capi.run_both(core, case, shared))
+
+
+PLACED = Distances(5, 4, positions="random")
+FAR = Distances(400, 390, positions="random")
+LABELLED = Labels(6, bytes=2, per_head=True, per_sequence=False)
+NEARLY_ONE_MAP: dict[str, tuple[Any, Any]] = {
+    "left": (PLACED, PLACED._replace(left=4)),
+    "right": (PLACED, PLACED._replace(right=3)),
+    "beyond": (PLACED, PLACED._replace(beyond="none")),
+    "buckets": (PLACED, PLACED._replace(buckets="folded")),
+    "head stride": (LABELLED, LABELLED._replace(per_head=False)),
+    "long table": (LABELLED, LABELLED._replace(rows=400)),
+    "left, long tables": (FAR, FAR._replace(left=300)),
+    "beyond, long tables": (FAR, FAR._replace(beyond="none")),
+    "nothing, long tables": (FAR, FAR),
+    "nothing, long tables by labels": (LABELLED._replace(rows=400), LABELLED._replace(rows=400)),
+}
+
+
+@pytest.mark.parametrize("differs", NEARLY_ONE_MAP)
+def test_terms_over_the_same_arrays_have_the_bits_of_terms_over_copies(
+    core: Core, differs: str
+) -> None:
+    """What terms look up in one map is found once; maps that differ in anything are two."""
+    one, other = NEARLY_ONE_MAP[differs]
+    case = replace(EVERY_KIND, key=one, query=one, bias=other, value=other)
+    copied, shared = make_arrays(case, core.dtype), make_arrays(case, core.dtype)
+    for arrays in (copied, shared):
+        for map in arrays.maps.values():
+            for name, given in arrays.maps["key[0]"].fields.items():
+                if isinstance(given, Strided):
+                    copy = replace(given, raw=given.raw.copy())
+                    map.fields[name] = given if arrays is shared else copy
+        arrays.remember()
+    same(capi.run_both(core, case, copied), capi.run_both(core, case, shared))
+
+
+def test_terms_over_edges_of_other_keys_that_start_alike(core: Core) -> None:
+    case = replace(EVERY_KIND, key=Edges(4, 3), value=Edges(4, 3))
+    copied, shared = make_arrays(case, core.dtype), make_arrays(case, core.dtype)
+    for arrays in (copied, shared):
+        first, second = (arrays.maps[name].fields for name in ("key[0]", "value[0]"))
+        starts, keys = first["edge_starts"], first["edge_keys"].view
+        rows = np.split(case.M - 1 - keys, starts.view[1:-1])
+        second["edge_starts"] = starts if arrays is shared else hold(starts.view, np.int64)
+        second["edge_keys"] = hold(np.concatenate([row[::-1] for row in rows]), np.int32)
+        second["edge_labels"] = hold(first["edge_labels"].view, np.int32)
         arrays.remember()
     same(capi.run_both(core, case, copied), capi.run_both(core, case, shared))
 

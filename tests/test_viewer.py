@@ -141,6 +141,8 @@ def test_the_title_is_the_sentence_where_none_is_given() -> None:
     pieces = model_maps(("▁The", "▁dog", "s", "▁run", "</s>"))
     assert AttentionViewer(pieces).title == "The dogs run"
     assert len(AttentionViewer(model_maps(["word"] * 100)).title) == 80
+    assert AttentionViewer(model_maps(["w" * 80])).title == "w" * 80
+    assert AttentionViewer(model_maps(["w" * 81])).title == "w" * 79 + "…"
 
 
 def test_save(tmp_path: Path) -> None:
@@ -369,7 +371,8 @@ def test_arguments_that_are_refused() -> None:
     refused(TypeError, "maps[1]: expected ModelMaps, got", [maps, maps.maps["encoder"]])
     refused(ValueError, "maps: expected ModelMaps or a list of them, got an empty list", [])
     refused(TypeError, "title: expected str or None, got", maps, title=3)
-    refused(ValueError, "height: expected an int of 200 or more, got 10", maps, height=10)
+    refused(ValueError, "height: expected an int of 200 or more, got 199", maps, height=199)
+    assert AttentionViewer(maps, height=200)
     refused(ValueError, "height: expected an int of 200 or more, got 700.5", maps, height=700.5)
 
 
