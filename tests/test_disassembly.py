@@ -188,7 +188,8 @@ def test_words_of_bf16_are_multiplied_by_one_instruction(kernel: str) -> None:
         pytest.skip("this compiler knows no vdpbf16ps")
     having = {name for name, function in code.items() if any("bf16" in i.name for i in function)}
     allowed = re.compile(
-        r"(gemm|rpi_strip|weigh|differentiate)_\w*NATIVE|tiles_round_native|tiles_sum_"
+        r"(gemm|rpi_strip|weigh|differentiate)_\w*NATIVE|dots_rounded_NATIVE"
+        r"|tiles_round(_turned)?_native|tiles_sum_"
     )
     assert all(allowed.match(name) for name in having), having
     names = [i.name for i in code[kernel]]

@@ -49,11 +49,11 @@
 /* Rows for a product: their own memory where that is dense and whole, aligned vectors, else a
  * padded copy. Copying pays by itself: 64 rows at a stride of 2 KiB share 8 sets of the first
  * cache, and every vector that lies across two lines is read twice (5 % of forward; NumPy's arrays
- * begin at multiples of 16 bytes). */
+ * begin at multiples of 16 bytes). Not where rows are read once, to be packed for tiles. */
 static dense dense_rows(const real *data, int64_t stride, int64_t count, int64_t width,
-                        int64_t padded, real *copy) {
+                        int64_t padded, bool tiles, real *copy) {
   const bool aligned = (uintptr_t)data % sizeof(rpi_register) == 0;
-  if (stride == width && width == padded && aligned) return (dense){data, stride};
+  if (width == padded && (tiles || (stride == width && aligned))) return (dense){data, stride};
   for (int64_t r = 0; r < count; r++) {
     memcpy(copy + r * padded, data + r * stride, (size_t)width * sizeof(real));
     for (int64_t c = width; c < padded; c++) copy[r * padded + c] = 0;
@@ -123,13 +123,6 @@ static real scale_of(const rp_attention *s) {
 }
 
 /* ---- one strip ---------------------------------------------------------- */
-
-/* The columns that hold so many keys of a tile, in steps of the widest vector and of a block of
- * dropout's mask: what is done number by number is done to no more. Sentences are short. whole:
- * somebody reads all of the tile. */
-static int64_t columns_of_keys(int64_t keys, bool whole) {
-  return whole ? RPI_TILE : rpi_min(rpi_round_up(keys, 16), RPI_TILE);
-}
 
 /* May weights of a tile be made words at once (attention_words.h)? */
 static bool makes_words(const bounds *n, int64_t tile_keys) {

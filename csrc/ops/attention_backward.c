@@ -134,9 +134,8 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
 /* Are p and ds differentiate_pairs' matter? */
 static bool is_special(const pair_terms *p) { return p->softcap != 0 || p->dropout.threshold; }
 
-/* Operands are of whole tiles. */
 static int64_t columns_worked(const backward_item *item, int64_t keys) {
-  return columns_of_keys(keys, item->n.tiles || item->pairs.any);
+  return columns_of_keys(&item->n, keys, item->pairs.any);
 }
 
 /* p and ds of a strip of queries on a tile of keys: (1), (2), (4), (5), and what they add to heads
@@ -286,7 +285,9 @@ static void start_rows(const backward_item *item, const backward_block *block,
                     args->dout.row_stride};
   real *const slopes = w->side[VALUE].start;
   const real *const lse = args->lse + lse_at(args->shape, seq, item->head) + block->row0;
-  if (!item->n.rounded) dot_rows(dz, z, block->rows, Dv, -1, slopes);
+  /* dp is of rounded dz then: what a row has in common goes there */
+  if (item->n.rounded) dot_rounded_rows(dz, z, block->rows, Dv, -1, slopes);
+  else dot_rows(dz, z, block->rows, Dv, -1, slopes);
   int64_t known = 1; /* number of keys, and its log */
   double rest = 0;
   for (int64_t i = 0; i < block->rows; i++) {
@@ -298,9 +299,6 @@ static void start_rows(const backward_item *item, const backward_block *block,
     const real level = whole ? 0 : (real)(own + rest);
     w->level[i] = level;
     w->side[KEY].start[i] = lse[i] == (real)-INFINITY ? lse[i] : (real)(own - (double)level);
-    if (item->n.rounded) { /* dp is of rounded dz: what a row has in common goes there */
-      slopes[i] = -dot_rounded(dz.data + i * dz.stride, z.data + i * z.stride, Dv);
-    }
   }
 }
 
@@ -340,15 +338,16 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
                           const backward_block *block, const int *lies, int64_t first, int64_t end,
                           int64_t j, int64_t tile_keys, bool *fits) {
   const int64_t from = first / RPI_TILED_ROWS * RPI_TILED_ROWS, width = item->padded[KEY];
+  const int64_t columns = columns_worked(item, tile_keys);
   side *const k = &w->side[KEY], *const v = &w->side[VALUE];
   bool multiplied[SIDES];
   for (int which = 0; which < SIDES; which++) {
     side *const x = &w->side[which];
-    multiplied[which] = x->content_fits && x->tile_fits[j / RPI_TILE];
+    multiplied[which] = x->content_parts.lines_fit && x->tile_fits[j / RPI_TILE];
     if (!multiplied[which]) continue;
-    multiply_operands(operand_from(x->content_rows, from, 0),
+    multiply_operands(operand_from(x->content_parts.lines, from, 0),
                       rpi_min(RPI_TILED_ROWS, block->rows - from), x->tile_parts[j / RPI_TILE],
-                      RPI_TILE, item->width[which], false, x->product + from * RPI_TILE, RPI_TILE);
+                      columns, item->width[which], false, x->product + from * RPI_TILE, RPI_TILE);
   }
   for (int64_t i = first; i < end; i += RPI_STRIP) {
     if (j == 0) ask_backward(item, i);
@@ -358,9 +357,9 @@ static void backward_cell(const backward_item *item, backward_scratch *w,
   real *const p = k->product + from * RPI_TILE, *const ds = v->product + from * RPI_TILE;
   clear_beside(first - from, end - from, p);
   clear_beside(first - from, end - from, ds);
-  const bool ds_fits = pack_weights_both(ds, w->ds, operand_from(k->weights, 0, from));
+  const bool ds_fits = pack_weights_both(ds, columns, w->ds, operand_from(k->weights, 0, from));
   fits[KEY] &= ds_fits;
-  fits[VALUE] &= pack_weights_right(p, operand_from(v->weights, 0, from));
+  fits[VALUE] &= pack_weights_right(p, columns, operand_from(v->weights, 0, from));
   const operand *const keys = keys_of_place(item, w, block, lies[KEY], j, tile_keys);
   if (ds_fits && keys) {
     multiply_operands(w->ds, end - from, *keys, width, tile_keys, true, w->dq + from * width,
@@ -380,7 +379,8 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
   const bool tiles = item->n.tiles;
   const int how = item->n.how;
   const int64_t step = tiles ? RPI_TILED_ROWS : RPI_STRIP;
-  bool fits[SIDES] = {tiles && w->side[KEY].content_fits, tiles && w->side[VALUE].content_fits};
+  bool fits[SIDES] = {tiles && w->side[KEY].content_parts.inner_fit,
+                      tiles && w->side[VALUE].content_parts.inner_fit};
   /* p and ds of a whole tile become words as they are made; others once they are there */
   const bool worded = !is_special(&item->pairs) && makes_words(&item->n, tile_keys);
   for (int64_t i = first, next; i < end; i = next) {
@@ -404,9 +404,11 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
     const side *const x = &w->side[which];
     const int64_t width = item->padded[which], from = first / step * step;
     if (fits[which]) { /* turned: then weights are packed as they lie */
-      multiply_operands(operand_from(x->content_columns, 0, from), width,
-                        operand_from(x->weights, 0, from), RPI_TILE, end - from, true,
-                        x->across + j * width, RPI_TILE);
+      bool *const begun = &x->begun[j / RPI_TILE];
+      multiply_operands(operand_from(x->content_parts.inner, 0, from), width,
+                        operand_from(x->weights, 0, from), columns_worked(item, tile_keys),
+                        end - from, *begun, x->across + j * width, RPI_TILE);
+      *begun = true;
       continue;
     }
     const real *const weights = w->side[which == KEY ? VALUE : KEY].product; /* ds, p */
@@ -440,7 +442,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
   const int64_t distance = key - (block->row0 + item->seq.start);
   const int64_t first = rpi_max(distance - item->sees.right, 0) / RPI_STRIP * RPI_STRIP;
   const int64_t last = rpi_min(count, distance + tile_keys + item->sees.left);
-  const side *const k = &w->side[KEY];
+  side *const k = &w->side[KEY];
   int lies[SIDES];
   for (int which = 0; which < SIDES; which++) {
     lies[which] = turn_tile(item, &w->side[which], which, j, &r);
@@ -468,7 +470,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
         item->n.tiles ? keys_of_place(item, w, block, ACROSS, j, tile_keys) : NULL;
     const key_sums to = {.dk = k->gradient + j * width,
                          .parts = parts,
-                         .across = parts ? k->across + j * width : NULL,
+                         .across = parts ? open_across(k, j, width) : NULL,
                          .words = words && pairs->query.present
                                       ? words_of_place(item, w, block, ACROSS, j, tile_keys).data
                                       : NULL};
@@ -546,9 +548,10 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   for (int which = 0; which < SIDES; which++) open_keys(item, &w->side[which], which);
   const rp_rows *const k = &item->args->k;
   const int64_t padded = item->padded[KEY], count = rpi_max(r->keys, 0);
-  dense keys[PLACES] = {[ACROSS] = dense_rows(row_of(k, item->seq.key_batch, item->key_head,
-                                                     item->seq.key_row + r->key),
-                                              k->row_stride, count, s->D, padded, w->key_rows)};
+  dense keys[PLACES] = {
+      [ACROSS] =
+          dense_rows(row_of(k, item->seq.key_batch, item->key_head, item->seq.key_row + r->key),
+                     k->row_stride, count, s->D, padded, item->n.tiles, w->key_rows)};
   if (item->term[KEY].ends && !item->by_row[KEY]) {
     keys[LEFT] = moved_keys(item, &keys[ACROSS], LEFT, w->vector, w->head_key_rows);
     keys[RIGHT] = moved_keys(item, &keys[ACROSS], RIGHT, w->vector, w->tail_key_rows);

@@ -42,15 +42,15 @@ static forward_scratch *take_forward(rpi_arena *arena, const bounds *n, const rp
   local.strip =
       rpi_arena_take(arena, (n->tiles ? RPI_TILED_ROWS : RPI_STRIP) * RPI_TILE, real_bytes);
   take_pairs(arena, n, s, false, &local.pairs);
+  const int64_t tiles = rpi_divide_up(n->keys, RPI_TILE);
+  local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
   if (n->tiles) {
-    const int64_t tiles = rpi_divide_up(n->keys, RPI_TILE);
     local.tile_keys = take_operands(arena, n->tiles, tiles, RPI_TILE, s->D);
     local.tile_values = take_operands(arena, n->tiles, tiles, n->value_width, RPI_TILE);
     local.queries = take_operand(arena, n->tiles, block_rows(n), s->D);
     if (n->moved) local.related = take_operand(arena, n->tiles, block_rows(n), s->D);
     local.weights = take_operand(arena, n->tiles, RPI_TILED_ROWS, RPI_TILE);
     local.bucket_parts = take_operand(arena, n->tiles, RPI_TILED_ROWS, n->value_columns);
-    local.keys_fit = rpi_arena_take(arena, tiles, sizeof(bool));
     local.values_fit = rpi_arena_take(arena, tiles, sizeof(bool));
   }
   if (n->how != RPI_NUMBERS) {
@@ -195,8 +195,8 @@ static void forward_products(const forward_item *item, const forward_scratch *w,
                              const forward_view *view, const cell *x) {
   const int64_t row = x->i / RPI_TILED_ROWS * RPI_TILED_ROWS, D = item->args->shape->D;
   const int64_t rows = rpi_min(RPI_TILED_ROWS, view->rows - row);
-  multiply_operands(operand_from(w->queries, row, 0), rows, w->tile_keys[x->j / RPI_TILE], RPI_TILE,
-                    D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
+  multiply_operands(operand_from(w->queries, row, 0), rows, w->tile_keys[x->j / RPI_TILE],
+                    x->columns, D, false, x->at - (x->i - row) * RPI_TILE, RPI_TILE);
 }
 
 /* The same once more for some of the rows, since their scores took its place. */
@@ -475,7 +475,7 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
   cell x = {.i = first,
             .j = j,
             .tile_keys = tile_keys,
-            .columns = RPI_TILE,
+            .columns = columns_of_keys(&item->n, tile_keys, item->pairs.any),
             .at = at + (first - from) * RPI_TILE,
             .multiplied = view->fits && w->keys_fit[tile]};
   if (x.multiplied) forward_products(item, w, view, &x);
@@ -487,7 +487,7 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
     forward_weights(item, w, view, x);
   }
   clear_beside(first - from, end - from, at);
-  if (w->values_fit[tile] && pack_weights_left(at, w->weights)) {
+  if (w->values_fit[tile] && pack_weights_left(at, x.columns, w->weights)) {
     multiply_operands(w->weights, end - from, w->tile_values[tile], width, tile_keys, true,
                       w->state.out + (view->block + from) * width, width);
     return;
@@ -517,7 +517,7 @@ static void forward_tile(const forward_item *item, forward_scratch *w, const for
                     .count = rpi_min(RPI_STRIP, view->rows - i),
                     .j = j,
                     .tile_keys = tile_keys,
-                    .columns = columns_of_keys(tile_keys, item->pairs.any),
+                    .columns = columns_of_keys(&item->n, tile_keys, item->pairs.any),
                     .at = w->strip};
     if (asks) ask_forward(item, i);
     const bool worded = forward_weights(item, w, view, x);
@@ -672,22 +672,22 @@ static void open_keys_of(const forward_item *item, forward_scratch *w, int64_t k
   const real factor = scale_of(item->args->shape) * (real)RPI_LOG2_E;
   const dense from = {row_of(k, seq->key_batch, item->key_head, seq->key_row + key), k->row_stride};
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    pack_tile(&item->n, &item->pairs, from, j, keys, D, factor, w->keys, w->key_words);
+    w->keys_fit[j / RPI_TILE] = pack_tile(&item->n, &item->pairs, from, j, keys, D, factor, w->keys,
+                                          w->key_words, w->tile_keys);
   }
   open_pair_keys(&item->pairs, &w->pairs, keys, w->keys, w->zeros);
 }
 
-/* The same and its values, as operands of whole blocks. */
-static void open_operands_of(const forward_item *item, forward_scratch *w, int64_t keys,
-                             dense values) {
-  const int64_t D = item->args->shape->D, width = item->n.value_width;
-  for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    const int64_t tile = j / RPI_TILE, tile_keys = rpi_min(RPI_TILE, keys - j);
-    const dense k = {w->keys + j * D, RPI_TILE}, v = rows_from(&values, j);
-    if (tile_keys < RPI_TILE) clear_operand(w->tile_keys[tile], RPI_TILE);
-    w->keys_fit[tile] = pack_operand(k, ROWS_ARE_INNER, tile_keys, D, w->tile_keys[tile]);
-    w->values_fit[tile] =
-        pack_met_operand(v, ROWS_ARE_INNER, width, tile_keys, w->tile_values[tile]);
+/* Its values as operands, or as words. */
+static void open_values_of(const forward_item *item, forward_scratch *w, int64_t keys,
+                           dense values) {
+  const int64_t width = item->n.value_width;
+  const int how = item->n.how;
+  if (how != RPI_NUMBERS) word_lines(how, values, keys, width, w->value_words, width);
+  for (int64_t j = 0; item->n.tiles && j < keys; j += RPI_TILE) {
+    w->values_fit[j / RPI_TILE] =
+        pack_met_operand(rows_from(&values, j), ROWS_ARE_INNER, width, rpi_min(RPI_TILE, keys - j),
+                         w->tile_values[j / RPI_TILE]);
   }
 }
 
@@ -757,11 +757,8 @@ static void forward_rows(const forward_item *item, forward_scratch *w) {
     const rp_rows *const v = &item->args->v;
     open_keys_of(item, w, key, keys);
     const dense values = dense_rows(row_of(v, seq->key_batch, item->key_head, seq->key_row + key),
-                                    v->row_stride, keys, s->Dv, width, w->values);
-    if (item->n.tiles) open_operands_of(item, w, keys, values);
-    if (item->n.how != RPI_NUMBERS) {
-      word_lines(item->n.how, values, keys, width, w->value_words, width);
-    }
+                                    v->row_stride, keys, s->Dv, width, item->n.tiles, w->values);
+    open_values_of(item, w, keys, values);
     for (int64_t block = 0; block < item->count; block += item->n.block) {
       forward_block(item, w, block, key, keys, values);
     }

@@ -29,6 +29,7 @@
 #include "ops/operands.h"
 #include "ops/terms.h"
 
+#define RPI_UNCUT 64 /* rows that are one chunk: of short sequences the plan of an item is felt */
 #define RPI_BLOCK 96 /* queries that share a walk over a chunk of keys: a multiple of RPI_STRIP */
 /* The same where keys meet relations: a tile meets 63 distances more than a block has queries, and
  * keeps their products for the next block (skew.h), but on the way back multiplies them twice. */
@@ -87,6 +88,7 @@ static int64_t key_head(const rp_attention *s, int64_t head) { return head / hea
  * some sixteen items exist for the threads at a time; and where heads share keys, which takes items
  * from each other, down to 64 before there are fewer than four. */
 static int64_t chunk_rows(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
+  if (rows <= RPI_UNCUT) return rpi_max(rpi_round_up(rows, step), step);
   const int64_t sharers = heads_sharing(s), heads = rpi_max(s->B * (s->H / sharers), 1);
   const int64_t least = sharers > 1 && heads * rpi_divide_up(rows, 128) < 4 ? 64 : 128;
   const int64_t wanted = rpi_min(rpi_divide_up(rows, least), rpi_divide_up(16, heads));
@@ -100,7 +102,7 @@ typedef struct chunks {
 
 static chunks chunks_of(const rp_attention *s, int64_t rows, int64_t step, int64_t most) {
   const int64_t size = chunk_rows(s, rows, step, most);
-  return (chunks){.rows = size, .count = rpi_max(rpi_divide_up(rows, size), 1)};
+  return (chunks){.rows = size, .count = rows <= size ? 1 : rpi_divide_up(rows, size)};
 }
 
 /* How a term is looked up: see lookups.h. */
@@ -143,7 +145,8 @@ static int64_t whole_rows(const rp_attention *s) {
 }
 
 static chunks query_chunks(const rp_attention *s, const rpi_sequence *seq) {
-  const int64_t fit = RPI_LOOKUP_NUMBERS / rpi_max(whole_rows(s), 1);
+  const int64_t fit =
+      seq->queries <= RPI_UNCUT ? 0 : RPI_LOOKUP_NUMBERS / rpi_max(whole_rows(s), 1);
   return chunks_of(s, seq->queries, RPI_STRIP, rpi_max(rpi_min(fit, RPI_QUERY_CHUNK), RPI_BLOCK));
 }
 static chunks key_chunks(const rp_attention *s, const rpi_sequence *seq) {

@@ -54,13 +54,13 @@ static void tiles_round_weights(const real *from, uint32_t *left, uint32_t *righ
 }
 
 RPI_INLINE bool pack_weights(const bool is_left, const bool is_right, const real *weights,
-                             operand left, operand right) {
+                             int64_t columns, operand left, operand right) {
   rpi_register odd = {0};
   const int parts = is_left ? left.parts : right.parts;
-  if (parts == 1 && !all_have_one_part((dense){weights, RPI_TILE}, TILES_SIDE, RPI_TILE)) {
+  if (parts == 1 && !all_have_one_part((dense){weights, RPI_TILE}, TILES_SIDE, columns)) {
     return false;
   }
-  for (int64_t half = 0; half < RPI_TILE / TILES_INNER; half++) {
+  for (int64_t half = 0; half < columns / TILES_INNER; half++) {
     const real *const from = weights + half * TILES_INNER;
     uint32_t *const to_left = is_left ? left.at + half * parts * TILES_PART : NULL;
     uint32_t *const to_right = is_right ? right.at + half * right.strip : NULL;
@@ -70,29 +70,31 @@ RPI_INLINE bool pack_weights(const bool is_left, const bool is_right, const real
   return rpi_total(odd) == 0;
 }
 
-/* A strip of 32 rows of weights on a tile, as the left operand, the right one, or both. */
-RPI_NOINLINE bool pack_weights_left(const real *weights, operand left) {
-  return pack_weights(true, false, weights, left, (operand){0});
+/* A strip of 32 rows of weights on a tile, so many columns, as the left operand, the right one, or
+ * both. */
+RPI_NOINLINE bool pack_weights_left(const real *weights, int64_t columns, operand left) {
+  return pack_weights(true, false, weights, columns, left, (operand){0});
 }
-RPI_NOINLINE bool pack_weights_right(const real *weights, operand right) {
-  return pack_weights(false, true, weights, (operand){0}, right);
+RPI_NOINLINE bool pack_weights_right(const real *weights, int64_t columns, operand right) {
+  return pack_weights(false, true, weights, columns, (operand){0}, right);
 }
-RPI_NOINLINE bool pack_weights_both(const real *weights, operand left, operand right) {
-  return pack_weights(true, true, weights, left, right);
+RPI_NOINLINE bool pack_weights_both(const real *weights, int64_t columns, operand left,
+                                    operand right) {
+  return pack_weights(true, true, weights, columns, left, right);
 }
 
 #else
 
-static bool pack_weights_left(const real *weights, operand left) {
-  (void)weights, (void)left;
+static bool pack_weights_left(const real *weights, int64_t columns, operand left) {
+  (void)weights, (void)columns, (void)left;
   return false;
 }
-static bool pack_weights_right(const real *weights, operand right) {
-  return pack_weights_left(weights, right);
+static bool pack_weights_right(const real *weights, int64_t columns, operand right) {
+  return pack_weights_left(weights, columns, right);
 }
-static bool pack_weights_both(const real *weights, operand left, operand right) {
+static bool pack_weights_both(const real *weights, int64_t columns, operand left, operand right) {
   (void)right;
-  return pack_weights_left(weights, left);
+  return pack_weights_left(weights, columns, left);
 }
 
 #endif

@@ -93,14 +93,36 @@ static void turn_words(int how, dense from, int64_t keys, int64_t numbers, real 
   }
 }
 
-/* x . y, x rounded. */
-RPI_NOINLINE real dot_rounded(const real *x, const real *y, int64_t width) {
-  rpi_register sum = {0};
-  for (int64_t c = 0; c < width; c += RPI_LANES) {
-    const rpi_register a = rpi_load_left(x + c, width - c);
-    sum += (rpi_register)rpi_bf16_round(a) * rpi_load_left(y + c, width - c);
+/* The dot products of rows, rounded, with rows, times the factor. */
+#define RPI_DOTS_ROUNDED(how, target)                                                              \
+  target RPI_NOINLINE void dots_rounded_##how(dense x, dense y, int64_t rows, int64_t width,       \
+                                              real factor, real *to) {                             \
+    for (int64_t r = 0; r < rows; r++, x.data += x.stride, y.data += y.stride) {                   \
+      rpi_register sum = {0};                                                                      \
+      for (int64_t c = 0; c < width; c += 2 * RPI_LANES) {                                         \
+        const int64_t left = width - c, beyond = rpi_max(left - RPI_LANES, 0);                     \
+        const rpi_register lower = rpi_load_left(x.data + c, left);                                \
+        const rpi_register upper = rpi_load_left(x.data + c + RPI_LANES, beyond);                  \
+        const rpi_register words = rpi_words_across(RPI_##how == RPI_NATIVE, lower, upper);        \
+        sum += rpi_lower(words) * rpi_load_left(y.data + c, left);                                 \
+        sum += rpi_upper(words) * rpi_load_left(y.data + c + RPI_LANES, beyond);                   \
+      }                                                                                            \
+      to[r] = factor * rpi_total(sum);                                                             \
+    }                                                                                              \
   }
-  return rpi_total(sum);
+RPI_DOTS_ROUNDED(TWIN, )
+#ifdef RPI_BF16_NATIVE
+RPI_DOTS_ROUNDED(NATIVE, RPI_BF16_TARGET)
+#endif
+
+static void dot_rounded_rows(dense x, dense y, int64_t rows, int64_t width, real factor, real *to) {
+#ifdef RPI_BF16_NATIVE
+  if (rpi_bf16_native()) {
+    dots_rounded_NATIVE(x, y, rows, width, factor, to);
+    return;
+  }
+#endif
+  dots_rounded_TWIN(x, y, rows, width, factor, to);
 }
 
 /* Rounds whole vectors of numbers. */
@@ -146,9 +168,8 @@ static void dot_words(int how, dense x, int64_t rows, const real *vector, int64_
                       real *to) {
   (void)how, (void)x, (void)rows, (void)vector, (void)numbers, (void)to;
 }
-static real dot_rounded(const real *x, const real *y, int64_t width) {
-  (void)x, (void)y, (void)width;
-  return 0;
+static void dot_rounded_rows(dense x, dense y, int64_t rows, int64_t width, real factor, real *to) {
+  (void)x, (void)y, (void)rows, (void)width, (void)factor, (void)to;
 }
 static void round_numbers(real *x, int64_t numbers) { (void)x, (void)numbers; }
 static void word_lines(int how, dense from, int64_t numbers, int64_t columns, real *to,

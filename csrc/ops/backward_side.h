@@ -29,6 +29,12 @@ enum { ACROSS, RIGHT, LEFT, PLACES };
  * up to those across it; only those to the left; the same, and others were put before. */
 enum { TILE_EMPTY, TILE_RIGHT, TILE_MIXED, TILE_LEFT, TILE_LEFT_AGAIN };
 
+/* Rows of a block as both operands, and whether they are: as inner they meet zeros, too. */
+typedef struct row_operands {
+  operand lines, inner;
+  bool lines_fit, inner_fit;
+} row_operands;
+
 typedef struct side {
   /* of a chunk of keys */
   real *packed;        /* [tiles][width][TILE]: keys (scaled) or values, transposed */
@@ -58,13 +64,12 @@ typedef struct side {
   /* operands of products of whole blocks, and whether they could be packed */
   operand *tile_parts; /* [tiles]: packed */
   bool *tile_fits;
-  operand rows, columns; /* x, its rows as lines and as inner */
-  operand content_rows, content_columns;
-  bool fits, content_fits;
+  row_operands x_parts, content_parts;
   operand weights;      /* of a block on a tile, for the gradient */
   operand bucket_parts; /* some rows of buckets, or some columns */
   real *turned;         /* [padded][32] of such columns, times x */
   real *across;         /* [tiles][padded][TILE]: more of the gradient, keys across */
+  bool *begun;          /* [tiles]: there is some */
 } side;
 
 /* Rows of buckets of a strip along inner, or those of a block across it. */
@@ -99,17 +104,21 @@ static void take_side(rpi_arena *arena, const bounds *n, const rp_relation *rela
     if (moved) x->own_lines = take_word_lines(arena, n->how, n->block, padded);
     x->bucket_words = take_bucket_words(arena, n, columns);
   }
+  x->tile_fits = rpi_arena_take(arena, tiles, sizeof(bool));
   if (!n->tiles) return;
   x->tile_parts = take_operands(arena, n->tiles, tiles, RPI_TILE, width);
-  x->tile_fits = rpi_arena_take(arena, tiles, sizeof(bool));
-  x->rows = take_operand(arena, n->tiles, rows, width);
-  x->columns = take_operand(arena, n->tiles, padded, rows);
-  x->content_rows = moved ? take_operand(arena, n->tiles, rows, width) : x->rows;
-  x->content_columns = moved ? take_operand(arena, n->tiles, padded, rows) : x->columns;
+  x->x_parts.lines = take_operand(arena, n->tiles, rows, width);
+  x->x_parts.inner = take_operand(arena, n->tiles, padded, rows);
+  x->content_parts = x->x_parts;
+  if (moved) {
+    x->content_parts.lines = take_operand(arena, n->tiles, rows, width);
+    x->content_parts.inner = take_operand(arena, n->tiles, padded, rows);
+  }
   x->weights = take_operand(arena, n->tiles, RPI_TILE, rows);
   x->bucket_parts = take_operand(arena, n->tiles, RPI_TILED_ROWS, rpi_max(columns, rows));
   x->turned = rpi_arena_take(arena, padded * RPI_TILED_ROWS, real_bytes);
   x->across = rpi_arena_take(arena, tiles * padded * RPI_TILE, real_bytes);
+  x->begun = rpi_arena_take(arena, tiles, sizeof(bool));
 }
 
 /* One pair of chunks of one head. */
@@ -199,13 +208,21 @@ static void add_turned(const real *from, int64_t from_stride, int64_t columns, i
   }
 }
 
+/* Where more of dk (dv) of a tile lies across, to be added to. */
+static real *open_across(side *x, int64_t j, int64_t width) {
+  real *const across = x->across + j * width;
+  if (!x->begun[j / RPI_TILE]) memset(across, 0, (size_t)(width * RPI_TILE) * sizeof *across);
+  x->begun[j / RPI_TILE] = true;
+  return across;
+}
+
 /* Puts what of dk (dv) of a tile lies across to the rest. */
 static void turn_gradient(const backward_item *item, side *x, int which, int64_t j) {
-  if (!item->n.tiles) return;
+  if (!item->n.tiles || !x->begun[j / RPI_TILE]) return;
   const int64_t width = item->padded[which];
-  real *const from = x->across + j * width;
-  add_turned(from, RPI_TILE, RPI_TILE, width, x->gradient + j * width);
-  memset(from, 0, (size_t)(width * RPI_TILE) * sizeof *from);
+  const real *const from = x->across + j * width;
+  add_turned(from, RPI_TILE, rpi_min(RPI_TILE, item->r.keys - j), width, x->gradient + j * width);
+  x->begun[j / RPI_TILE] = false;
 }
 
 /* Adds dk (dv) of a tile, up to now, to a line of the table's gradient. */
@@ -265,11 +282,10 @@ static int turn_tile(const backward_item *item, side *x, int which, int64_t j, c
 
 /* ---- a block of queries ------------------------------------------------- */
 
-/* Rows of a block as both operands. */
-static bool pack_rows(dense x, int64_t count, int64_t width, int64_t padded, operand rows,
-                      operand columns) {
-  return pack_operand(x, ROWS_ARE_LINES, count, width, rows) &&
-         pack_met_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, columns);
+static void pack_rows(dense x, int64_t count, int64_t width, int64_t padded, row_operands *to) {
+  to->lines_fit = pack_operand(x, ROWS_ARE_LINES, count, width, to->lines);
+  to->inner_fit =
+      to->lines_fit && pack_met_operand(x, ROWS_ARE_INNER_OF_LEFT, padded, count, to->inner);
 }
 
 /* Rows of buckets of a block. */
@@ -287,19 +303,19 @@ static void open_side(const backward_item *item, const backward_block *block, si
   const reach r = reach_of(&item->seq, &item->sees, block->row0, count, item->r.key, item->r.keys);
   x->x =
       dense_rows(row_of(from, item->seq.query_batch, item->head, item->seq.query_row + block->row0),
-                 from->row_stride, count, width, padded, x->copy);
+                 from->row_stride, count, width, padded, item->n.tiles, x->copy);
   x->content = x->x;
   const bool moved = which == KEY && item->pairs.moves;
-  x->fits = item->n.tiles && (t->vector_count || !moved) &&
-            pack_rows(x->x, count, width, padded, x->rows, x->columns);
-  x->content_fits = x->fits;
+  x->x_parts.lines_fit = x->x_parts.inner_fit = false;
+  if (item->n.tiles && (t->vector_count || !moved)) {
+    pack_rows(x->x, count, width, padded, &x->x_parts);
+  }
   if (moved) {
     x->content = moved_rows(&item->pairs.query, 0, &x->x, count, padded,
                             x->moved + item->n.block * padded, x->moved);
-    if (item->n.tiles) {
-      x->content_fits =
-          pack_rows(x->content, count, width, padded, x->content_rows, x->content_columns);
-    }
+    if (item->n.tiles) pack_rows(x->content, count, width, padded, &x->content_parts);
+  } else {
+    x->content_parts = x->x_parts;
   }
   dense own = x->x; /* of which E is */
   x->met = x->content;
@@ -329,7 +345,7 @@ static void open_side(const backward_item *item, const backward_block *block, si
   const window packed = window_to_pack(&x->table, &x->w, &whole);
   pack_window(t, &packed, item->factor[which], (real)RPI_LOG2_E, padded, &item->n, &x->table);
   begin_strip(&x->table, &x->w);
-  band_scores(t, &x->w, &x->table, own, item->n.tiles && x->fits ? &x->rows : NULL, &at,
+  band_scores(t, &x->w, &x->table, own, x->x_parts.lines_fit ? &x->x_parts.lines : NULL, &at,
               item->factor[which], zeros, &x->e);
   if (!x->collects) return;
   x->together = !sums->lines && !(which == KEY && t->vector_count);
@@ -364,7 +380,7 @@ static bool collect_tiled(const side *x, int64_t c, int64_t count, int64_t rows,
   const dense buckets = {x->buckets + RPI_LANES + c, window_stride(x->w.columns)};
   real *const lines = x->table.lines;
   if (!pack_met_operand(buckets, ROWS_ARE_INNER, count, rows, x->bucket_parts)) return false;
-  multiply_operands(x->columns, padded, x->bucket_parts, count, rows, false, x->turned,
+  multiply_operands(x->x_parts.inner, padded, x->bucket_parts, count, rows, false, x->turned,
                     RPI_TILED_ROWS);
   if (!folded) {
     add_turned(x->turned, RPI_TILED_ROWS, count, padded, sums + c * padded);
@@ -383,7 +399,7 @@ static void collect_columns(const backward_item *item, const side *x, int64_t ro
   const int how = item->n.how;
   const int64_t head = x->w.head ? 1 : 0, columns = folded ? folded->count : x->w.columns;
   const int64_t stride = window_stride(x->w.columns), filled = rpi_round_up(columns, RPI_LANES);
-  const bool tiles = item->n.tiles && x->fits, words = how != RPI_NUMBERS;
+  const bool tiles = x->x_parts.inner_fit, words = how != RPI_NUMBERS;
   const bool together = !tiles && !folded && !words;
   const int64_t step = tiles ? RPI_TILED_ROWS : columns;
   const dense buckets = {x->buckets + RPI_LANES, stride};
@@ -469,22 +485,16 @@ static void close_side(const backward_item *item, const backward_block *block, s
 static void open_keys(const backward_item *item, side *x, int which) {
   const rp_rows *const from = which == KEY ? &item->args->k : &item->args->v;
   const int64_t keys = rpi_max(item->r.keys, 0), width = item->width[which];
-  const int64_t numbers = rpi_round_up(keys, item->n.tiles ? RPI_TILE : 1) * item->padded[which];
-  memset(x->gradient, 0, (size_t)numbers * sizeof(real));
-  if (item->n.tiles) memset(x->across, 0, (size_t)numbers * sizeof(real));
+  memset(x->gradient, 0, (size_t)(keys * item->padded[which]) * sizeof(real));
   const dense rows = {
       row_of(from, item->seq.key_batch, item->key_head, item->seq.key_row + item->r.key),
       from->row_stride};
   for (int64_t j = 0; j < keys; j += RPI_TILE) {
-    const dense packed = {x->packed + j * width, RPI_TILE};
     x->tile[j / RPI_TILE] = TILE_EMPTY;
-    pack_tile(&item->n, &item->pairs, rows, j, keys, width, item->factor[which], x->packed,
-              x->packed_words);
-    if (!item->n.tiles) continue;
-    const operand parts = x->tile_parts[j / RPI_TILE];
-    if (keys - j < RPI_TILE) clear_operand(parts, RPI_TILE);
+    if (item->n.tiles) x->begun[j / RPI_TILE] = false;
     x->tile_fits[j / RPI_TILE] =
-        pack_operand(packed, ROWS_ARE_INNER, rpi_min(RPI_TILE, keys - j), width, parts);
+        pack_tile(&item->n, &item->pairs, rows, j, keys, width, item->factor[which], x->packed,
+                  x->packed_words, x->tile_parts);
   }
 }
 

@@ -103,9 +103,7 @@ static void vector_scores(const packed_term *packed, const real *vector, int64_t
   if (packed->how == RPI_NUMBERS) {
     for (int64_t c = width; c < padded; c++) packed->end[c] = 0;
     round_numbers(packed->end, padded);
-    for (int64_t r = 0; r < rows; r++) {
-      to[r] = dot_rounded(x.data + r * x.stride, packed->end, width);
-    }
+    dot_rounded_rows(x, (dense){packed->end, 0}, rows, width, 1, to);
     return;
   }
   word_rows(packed->how, scaled, 1, width, words);

@@ -85,7 +85,8 @@ static tiles_source tiles_a(const rpi_gemm_args *g, int64_t row, int64_t inner) 
                         .stride = g->a_stride,
                         .parts = tiles_parts_in(g->precision),
                         .along = !g->transpose_a,
-                        .turned = g->transpose_a};
+                        .turned = g->transpose_a,
+                        .factor = 1};
 }
 
 static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inner) {
@@ -93,7 +94,8 @@ static tiles_source tiles_b(const rpi_gemm_args *g, int64_t column, int64_t inne
                         .stride = g->b_stride,
                         .parts = tiles_parts_in(g->precision),
                         .along = g->transpose_b,
-                        .turned = g->transpose_b};
+                        .turned = g->transpose_b,
+                        .factor = 1};
 }
 
 /* Where the next call of the kernel writes: beside the one of `line` and the strip that is kept

@@ -62,21 +62,41 @@ typedef struct pair_terms {
   int64_t head, b;
 } pair_terms;
 
+/* The columns that hold so many keys of a tile, in steps of the widest vector and of a block of
+ * dropout's mask, or of an operand's strip: what is done number by number is done to no more.
+ * Sentences are short. whole: somebody reads all of the tile. */
+static int64_t columns_of_keys(const bounds *n, int64_t keys, bool whole) {
+  const int64_t step = n->tiles ? RPI_TILED_ROWS : 16;
+  return whole ? RPI_TILE : rpi_min(rpi_round_up(keys, step), RPI_TILE);
+}
+
 /* Packs the tile at key j of so many keys, turned and times a factor: as numbers, where somebody
- * reads them, and as words. Read are, with scores of pairs, the columns of a whole tile, else whole
- * vectors that have keys. */
-static void pack_tile(const bounds *n, const pair_terms *p, dense from, int64_t j, int64_t keys,
-                      int64_t width, real factor, real *numbers, real *words) {
+ * reads them, as words, and as parts; whether it has these. Read are, with scores of pairs, the
+ * columns of a whole tile, else whole vectors that have keys. What has one part, as every number
+ * has, tiles multiply: then pairs alone read numbers. */
+static bool pack_tile(const bounds *n, const pair_terms *p, dense from, int64_t j, int64_t keys,
+                      int64_t width, real factor, real *numbers, real *words,
+                      const operand *parts) {
   const int64_t present = rpi_min(RPI_TILE, keys - j);
   const int64_t columns = p->scores ? RPI_TILE : rpi_round_up(present, RPI_LANES);
+  const bool rounded = n->tiles == 1;
   from.data += j * from.stride;
-  if (n->how == RPI_NUMBERS || p->queries) {
+  if ((n->how == RPI_NUMBERS && !rounded) || p->queries) {
     rpi_pack_transposed(from.data, from.stride, present, width, factor, numbers + j * width,
                         RPI_TILE, columns);
   }
   if (n->how != RPI_NUMBERS) {
     turn_words(n->how, from, present, width, factor, words + j * inner_of(n->how, width), columns);
   }
+  if (!n->tiles) return false;
+  const operand *const to = parts + j / RPI_TILE;
+  if (present < RPI_TILE) clear_operand(*to, columns_of_keys(n, present, p->any));
+  if (!rounded) {
+    return pack_operand((dense){numbers + j * width, RPI_TILE}, ROWS_ARE_INNER, present, width,
+                        *to);
+  }
+  pack_rounded_lines(from, present, width, factor, *to);
+  return true;
 }
 
 /* Do two terms look the same things up? */

@@ -81,18 +81,34 @@ static void clear_operand(operand to, int64_t lines) {
   memset(to.at, 0, (size_t)words * sizeof *to.at);
 }
 
-/* False where a number has no parts: of three; one part every number has. */
-static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
-  const tiles_source source = {.at = from.data,
-                               .stride = from.stride,
-                               .parts = to.parts,
-                               .along = how == ROWS_ARE_LINES,
-                               .turned = how == ROWS_ARE_INNER_OF_LEFT};
+static bool pack_strips(tiles_source source, int64_t lines, int64_t inner, operand to) {
   bool whole = true;
   for (int64_t line = 0; line < lines; line += TILES_SIDE, to.at += to.strip) {
     whole &= tiles_pack_strip(source, line, rpi_min(TILES_SIDE, lines - line), inner, to.at);
   }
   return whole;
+}
+
+/* False where a number has no parts: of three; one part every number has. */
+static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
+  return pack_strips((tiles_source){.at = from.data,
+                                    .stride = from.stride,
+                                    .parts = to.parts,
+                                    .along = how == ROWS_ARE_LINES,
+                                    .turned = how == ROWS_ARE_INNER_OF_LEFT,
+                                    .factor = 1},
+                     lines, inner, to);
+}
+
+/* Rows that run along inner, times a factor, as a right operand of one part. */
+static void pack_rounded_lines(dense from, int64_t lines, int64_t inner, real factor, operand to) {
+  pack_strips((tiles_source){.at = from.data,
+                             .stride = from.stride,
+                             .parts = 1,
+                             .along = true,
+                             .turned = true,
+                             .factor = factor},
+              lines, inner, to);
 }
 
 /* The same where zeros are met that stand for what is hidden, or not there: what is not finite must
@@ -172,6 +188,10 @@ static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, oper
 
 static bool pack_met_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
   return pack_operand(from, how, lines, inner, to);
+}
+
+static void pack_rounded_lines(dense from, int64_t lines, int64_t inner, real factor, operand to) {
+  (void)from, (void)lines, (void)inner, (void)factor, (void)to;
 }
 
 static void multiply_operands(operand left, int64_t rows, operand right, int64_t columns,

@@ -138,7 +138,7 @@ static bool close_skew_tiles(skew_scratch *w, const skew_range *range, int64_t w
   memset(sums, 0, (size_t)(before * RPI_TILE) * sizeof(real));
   memset(sums + count * RPI_TILE, 0, (size_t)(more * RPI_TILE) * sizeof(real));
   for (int64_t line = 0; line < count; line += RPI_TILED_ROWS) {
-    if (!pack_weights_both(sums + line * RPI_TILE, operand_from(w->left, line, 0),
+    if (!pack_weights_both(sums + line * RPI_TILE, RPI_TILE, operand_from(w->left, line, 0),
                            operand_from(w->right, 0, line))) {
       return false;
     }

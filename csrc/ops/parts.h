@@ -96,10 +96,43 @@ RPI_INLINE void tiles_round(const bool native, const int64_t rows, const real *f
   }
 }
 
+/* A tile in one part, whose rows are lanes of memory: words are turned, half as many as numbers.
+ * Those are times a factor. */
+RPI_INLINE void tiles_round_turned(const bool native, const real *from, int64_t step,
+                                   int64_t partner, int64_t ahead, real factor, uint32_t *to) {
+  rpi_register line[RPI_TILE_WORDS / RPI_LANES];
+  RPI_UNROLL(16) for (int64_t i = 0; i < RPI_TILE_SIDE; i++, from += step) {
+    rpi_prefetch(from, ahead);
+    rpi_prefetch(from, ahead + partner);
+    RPI_UNROLL(4) for (int64_t l = 0; l < RPI_TILE_SIDE; l += RPI_LANES) {
+      const rpi_register x = rpi_load(from + l), y = rpi_load(from + partner + l);
+      line[(i * RPI_TILE_SIDE + l) / RPI_LANES] = rpi_words_across(native, factor * x, factor * y);
+    }
+  }
+#if RPI_LANES == RPI_TILE_SIDE
+  rpi_transpose(line);
+  RPI_UNROLL(16) for (int i = 0; i < RPI_LANES; i++) {
+    tiles_store(to + i * RPI_LANES, (rpi_words)line[i]);
+  }
+#else
+  _Alignas(64) uint32_t words[RPI_TILE_WORDS];
+  for (int64_t i = 0; i < RPI_TILE_WORDS / RPI_LANES; i++) {
+    tiles_store(words + i * RPI_LANES, (rpi_words)line[i]);
+  }
+  for (int64_t i = 0; i < RPI_TILE_WORDS; i++) {
+    to[i] = words[i % RPI_TILE_SIDE * RPI_TILE_SIDE + i / RPI_TILE_SIDE];
+  }
+#endif
+}
+
 #define TILES_ROUND_FN(how, target, native)                                                        \
   target RPI_NOINLINE void tiles_round_##how(int64_t rows, const real *from, int64_t step,         \
                                              int64_t partner, int64_t ahead, uint32_t *to) {       \
     tiles_round(native, rows, from, step, partner, ahead, to);                                     \
+  }                                                                                                \
+  target RPI_NOINLINE void tiles_round_turned_##how(                                               \
+      const real *from, int64_t step, int64_t partner, int64_t ahead, real factor, uint32_t *to) { \
+    tiles_round_turned(native, from, step, partner, ahead, factor, to);                            \
   }
 TILES_ROUND_FN(twin, , false)
 #ifdef RPI_BF16_NATIVE
@@ -118,6 +151,18 @@ RPI_INLINE rpi_register tiles_split_in(int parts, const int64_t rows, const real
 #endif
   tiles_round_twin(rows, from, step, partner, ahead, to);
   return (rpi_register){0};
+}
+
+/* One part, turned. */
+RPI_INLINE void tiles_turn_rounded(const real *from, int64_t step, int64_t partner, int64_t ahead,
+                                   real factor, uint32_t *to) {
+#ifdef RPI_BF16_NATIVE
+  if (rpi_bf16_native()) {
+    tiles_round_turned_native(from, step, partner, ahead, factor, to);
+    return;
+  }
+#endif
+  tiles_round_turned_twin(from, step, partner, ahead, factor, to);
 }
 
 /* 16 x 16 numbers, rows to columns. */
@@ -144,12 +189,15 @@ typedef struct tiles_source {
   int64_t stride;
   int parts;          /* that are made of it */
   bool along, turned; /* turned: lanes of memory are rows of a tile */
+  real factor;        /* that numbers turned in one part are times */
 } tiles_source;
 
 /* One tile of each part of a strip, and the memory `ahead` is asked for. */
 RPI_NOINLINE void tiles_pack_one(const real *from, int64_t step, int64_t partner, int64_t ahead,
                                  tiles_source s, uint32_t *to, rpi_register *odd) {
-  if (s.turned) {
+  if (s.turned && s.parts == 1) {
+    tiles_turn_rounded(from, step, partner, ahead, s.factor, to);
+  } else if (s.turned) {
     _Alignas(64) real stage[2 * RPI_TILE_WORDS];
     tiles_turn(from, step, ahead, stage);
     tiles_turn(from + partner, step, ahead, stage + RPI_TILE_WORDS);
