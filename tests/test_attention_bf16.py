@@ -81,6 +81,18 @@ def test_what_rounding_takes_away_is_not_seen(rounded: Core, kind: str) -> None:
             assert first.tobytes() == results[2][output].tobytes(), output
 
 
+def test_keys_are_rounded_for_the_ends_of_their_relations(rounded: Core) -> None:
+    """Scores are; what a table's first row has of gradients is not."""
+    case = replace(PLAIN, query=Band(5, 5))
+    results = []
+    for nudge in (0.0, 0.4 * 2.0**-8):
+        arrays = make_arrays(case, rounded.dtype)
+        arrays.k.raw[...] = nudged(arrays.k.raw, nudge)
+        arrays.remember()
+        results.append(capi.run_forward(rounded, case, arrays))
+    assert results[0].out.view.tobytes() == results[1].out.view.tobytes()
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "key[0]", "query[0]", "value[0]"])
 def test_what_is_not_finite_goes_no_further(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,23 @@ import relpos
 from capi import Core
 from case_arrays import make_arrays
 from cases import Case, Distances, Edges, Labels
-from cores import every_core
+from cores import every_core, get_core
 from properties import EVERY_KIND, SHARED, TABLES, forward
 from relpos import reference
-from relpos.reference import Band
+from relpos.reference import Band, Dropout
 from test_attention import compare_case
 
 core = every_core  # a fixture
+
+LONG = Case(B=1, H=1, N=75, M=75, D=32, Dv=32, value=Band(75, 75), seed=79)
+UNSEEN: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (7, 4)},
+    {"softcap": 5.0},
+    {"dropout": Dropout(0.2, (1, 2))},
+    {"bias": Band(80, 80)},
+]
 
 # ---- NaN in a table ------------------------------------------------------------------------------
 
@@ -90,6 +101,25 @@ def test_nan_in_an_input_reaches_the_results(core: Core, name: str) -> None:
     assert np.all(spoilt[1, 2, 40 : (41 if name == "q" else None)]), "NaN was lost"
     spoilt[1, 2] = False
     assert not spoilt.any()
+
+
+@pytest.mark.parametrize("changes", UNSEEN, ids=str)
+@pytest.mark.parametrize("name", [f"{p}-{isa}" for p in ("f32", "bf16") for isa in capi.ISAS])
+def test_a_query_that_is_none_reaches_no_distance_that_it_does_not_see(
+    libraries: dict[str, Path], name: str, changes: dict[str, Any]
+) -> None:
+    """Not those of the keys that its last tile would have had room for, though others see them."""
+    core = get_core(libraries, name)
+    case = replace(LONG, **changes)
+    arrays = make_arrays(case, core.dtype)
+    arrays.q.view[0, 0, 40, 0] = np.nan
+    arrays.remember()
+    gradient = capi.run_both(core, case, arrays)["value[0]"]
+    spoilt = np.flatnonzero(np.any(np.isnan(gradient), axis=-1)) - case.N
+    left, right = case.window
+    nearest = -40 if left < 0 else -left
+    farthest = 0 if case.causal else right if right >= 0 else case.M - 41
+    assert spoilt.size > 0 and nearest <= spoilt.min() and spoilt.max() <= farthest
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4])

@@ -132,7 +132,20 @@ static void differentiate_pairs(const pair_terms *p, int64_t row, int64_t key, i
 }
 
 /* Are p and ds differentiate_pairs' matter? */
-static bool is_special(const pair_terms *p) { return p->softcap != 0 || p->dropout.threshold; }
+static bool is_special(const pair_terms *p, const backward_block *block) {
+  return p->softcap != 0 || p->dropout.threshold || block->odd;
+}
+
+/* Rows whose log-sum-exp is NaN start at NaN, and so are all their weights but those of pairs that
+ * nobody sees, which are 0: so is what these would add to gradients of tables. */
+RPI_NOINLINE void clear_unseen(int64_t count, int64_t columns, const real *level, const real *p,
+                               real *ds) {
+  for (int64_t r = 0; r < count; r++, p += RPI_TILE, ds += RPI_TILE) {
+    for (int64_t c = 0; level[r] != level[r] && c < columns; c++) {
+      if (p[c] == 0) ds[c] = 0;
+    }
+  }
+}
 
 static int64_t columns_worked(const backward_item *item, int64_t keys) {
   return columns_of_keys(&item->n, keys, item->pairs.any);
@@ -148,7 +161,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   const pair_terms *const pairs = &item->pairs;
   const int64_t distance = item->r.key + j - (block->row0 + i + item->seq.start);
   const int64_t nearest = distance - (count - 1), farthest = distance + tile_keys - 1;
-  const bool special = is_special(pairs);
+  const bool special = is_special(pairs, block);
   const int64_t columns = columns_worked(item, tile_keys);
   const bool words = item->n.how != RPI_NUMBERS;
   real *sums[SIDES];
@@ -182,6 +195,7 @@ static void backward_weights(const backward_item *item, backward_scratch *w,
   if (special) {
     differentiate_pairs(pairs, block->row0 + i, item->r.key + j, count, columns, p, ds,
                         w->side[KEY].start + i, w->side[VALUE].start + i);
+    if (block->odd) clear_unseen(count, columns, w->level + i, p, ds);
     if (sums[KEY]) add_row_sums(count, columns, ds, sums[KEY]);
     if (sums[VALUE]) add_row_sums(count, columns, p, sums[VALUE]);
   } else {
@@ -275,8 +289,7 @@ static int64_t keys_of_row(const backward_item *item, int64_t i) {
  * where scores are small. From 0 they would round at the size of a relation that gives large
  * scores to all of a row. So they start where a score of the average weight, one over the
  * keys seen, ends at 0, and the rest, the log of their number, comes last. */
-static void start_rows(const backward_item *item, const backward_block *block,
-                       backward_scratch *w) {
+static void start_rows(const backward_item *item, backward_block *block, backward_scratch *w) {
   const rpi_attention_backward_args *const args = item->args;
   const rpi_sequence *const seq = &item->seq;
   const int64_t Dv = args->shape->Dv, first = seq->query_row + block->row0;
@@ -296,9 +309,12 @@ static void start_rows(const backward_item *item, const backward_block *block,
     if (keys != known) rest = log2((double)keys);
     known = keys;
     const bool whole = lse[i] == (real)-INFINITY || item->pairs.softcap != 0;
-    const real level = whole ? 0 : (real)(own + rest);
+    const bool odd = lse[i] != lse[i];
+    const real level = odd ? lse[i] : whole ? 0 : (real)(own + rest);
+    block->odd |= odd;
     w->level[i] = level;
     w->side[KEY].start[i] = lse[i] == (real)-INFINITY ? lse[i] : (real)(own - (double)level);
+    if (odd) w->side[KEY].start[i] = 0;
   }
 }
 
@@ -382,7 +398,7 @@ static void backward_strips(const backward_item *item, backward_scratch *w,
   bool fits[SIDES] = {tiles && w->side[KEY].content_parts.inner_fit,
                       tiles && w->side[VALUE].content_parts.inner_fit};
   /* p and ds of a whole tile become words as they are made; others once they are there */
-  const bool worded = !is_special(&item->pairs) && makes_words(&item->n, tile_keys);
+  const bool worded = !is_special(&item->pairs, block) && makes_words(&item->n, tile_keys);
   for (int64_t i = first, next; i < end; i = next) {
     next = rpi_min(i / step * step + step, end);
     if (tiles) {
@@ -480,8 +496,7 @@ static void backward_tile(const backward_item *item, backward_scratch *w,
 }
 
 /* A block of queries against the item's chunk of keys. */
-static void backward_rows(const backward_item *item, backward_scratch *w,
-                          const backward_block *block) {
+static void backward_rows(const backward_item *item, backward_scratch *w, backward_block *block) {
   const rp_attention *const s = item->args->shape;
   const int64_t count = block->rows, width = item->padded[KEY];
   start_rows(item, block, w);
@@ -564,7 +579,7 @@ static void backward_pair(const backward_item *item, backward_scratch *w) {
   if (item->pairs.count) open_pair_tables(&item->pairs, &w->pairs);
   open_pair_keys(&item->pairs, &w->pairs, count, w->side[KEY].packed, w->zeros);
   for (int64_t done = 0; done < r->rows; done += item->n.block) {
-    const backward_block block = {
+    backward_block block = {
         .row0 = r->query + done,
         .rows = rpi_min(item->n.block, r->rows - done),
         .keys = {[ACROSS] = keys[ACROSS], [RIGHT] = keys[RIGHT], [LEFT] = keys[LEFT]}};

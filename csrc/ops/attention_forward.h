@@ -64,7 +64,7 @@ typedef struct forward_scratch {
   operand related;                  /* the block, where its content is moved */
   operand bucket_parts;             /* rows of buckets */
   bool *keys_fit, *values_fit;      /* [tiles]: have their numbers parts? */
-  /* The same in bf16 beside tiles, as words. */
+  /* The same in bf16 where tiles do not multiply, as words. */
   real *key_words;                  /* [tiles][inner_of D][TILE] */
   real *value_words;                /* [inner_of keys][value width] */
   real *query_words, *weight_words; /* of a block's content, and of a strip, along inner */

@@ -52,7 +52,7 @@ typedef struct side {
   dense x;
   dense content; /* what keys meet: x, or for queries moved */
   real *moved;   /* [block + 1][padded]: the same where it is, and the vector */
-  /* in bf16, beside tiles: the same as words */
+  /* in bf16, where tiles do not multiply: the same as words */
   real *packed_words;           /* [tiles][inner_of width][TILE] */
   real *row_words, *line_words; /* of content: its rows along inner, and across it */
   real *own_rows, *own_lines;   /* of x, where that is not content */
@@ -144,6 +144,7 @@ typedef struct backward_item {
 /* A block of queries. */
 typedef struct backward_block {
   int64_t row0, rows; /* counted in the sequence */
+  bool odd;           /* some row's log-sum-exp is not a number */
   dense keys[PLACES]; /* of the chunk: as they are where a block lies across the band, else moved */
 } backward_block;
 
@@ -408,7 +409,7 @@ static void collect_columns(const backward_item *item, const side *x, int64_t ro
   if (together) return;
   rpi_product product =
       product_across(RPI_NUMBERS, buckets, x->x.data, x->x.stride, rows, sums, padded);
-  if (words && !tiles) {
+  if (words) {
     word_lines(how, buckets, rows, filled, x->bucket_words, filled);
     product =
         product_across(how, (dense){x->bucket_words, filled}, x->own, padded, rows, sums, padded);

@@ -329,7 +329,7 @@ static bucket_way bucket_way_of(const packed_term *table, const window *w, bool 
                                 operand parts, real *words) {
   const bool several = w->columns > 1, tiled = several && tiles && table->down_fits;
   return (bucket_way){.tiled = tiled,
-                      .worded = several && !tiled && table->how != RPI_NUMBERS && table->words_meet,
+                      .worded = several && table->how != RPI_NUMBERS && table->words_meet,
                       .parts = parts,
                       .words = words};
 }

@@ -35,8 +35,8 @@ typedef struct packed_term {
   real *strip;      /* [STRIP][columns, padded, + LANES]: of lines, where there may be runs */
   real *lines;      /* [TILE][width, padded]: the same */
   /* the same as operands, where memory was taken for them: the right one of E and of buckets times
-   * lines; as the left one (skew.h) lines, and lines as inner */
-  operand across_parts, down_parts, line_parts, turned_parts;
+   * lines; as the left one (skew.h) lines, the head, and lines as inner */
+  operand across_parts, down_parts, line_parts, head_parts, turned_parts;
   bool tiled, across_fits, down_fits; /* packed; all numbers have parts, those of down likewise */
   /* The same in bf16 as words (attention_words.h), where memory was taken: across; down, its rows
    * across inner, and along it, from row -1 on. */
@@ -122,14 +122,17 @@ static void pack_parts(packed_term *packed, int64_t width, int64_t padded_width)
     packed->across_fits = pack_met_operand(across, ROWS_ARE_INNER, rpi_round_up(lines, RPI_LANES),
                                            width, packed->across_parts);
   }
-  const dense down = {packed->down, padded_width};
-  packed->down_fits = true;
+  const dense down = {packed->down, padded_width}, head = {packed->down - padded_width, 0};
+  packed->down_fits = !packed->w.head || all_have_one_part(head, 1, width);
   if (packed->down_parts.at) {
     packed->down_fits &=
         pack_met_operand(down, ROWS_ARE_INNER, padded_width, lines, packed->down_parts);
   }
   if (packed->line_parts.at) {
     packed->down_fits &= pack_operand(down, ROWS_ARE_LINES, lines, width, packed->line_parts);
+  }
+  if (packed->head_parts.at && packed->w.head) {
+    packed->down_fits &= pack_operand(head, ROWS_ARE_LINES, 1, width, packed->head_parts);
   }
   if (packed->turned_parts.at) {
     packed->down_fits &=

@@ -117,7 +117,10 @@ static void take_skew(rpi_arena *arena, const bounds *n, bool backward, skew_scr
   const int64_t key_tiles = rpi_divide_up(n->keys, RPI_TILE);
   w->kept = rpi_arena_take(arena, key_tiles * RPI_KEPT_LINES, RPI_TILE * real_bytes);
   w->kept_of = rpi_arena_take(arena, key_tiles, sizeof *w->kept_of);
-  if (tiles) w->table.line_parts = take_operand(arena, tiles, columns, width);
+  if (tiles) {
+    w->table.line_parts = take_operand(arena, tiles, columns, width);
+    w->table.head_parts = take_operand(arena, tiles, 1, width);
+  }
   if (how != RPI_NUMBERS) {
     w->table.line_words = take_word_rows(arena, how, 1 + columns, width);
     if (backward) w->table.down_words = take_word_lines(arena, how, columns, width);
@@ -213,7 +216,8 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
   const dense own = {table.data + range.first * table.stride, table.stride};
   rpi_product product =
       product_by(how, own, packed, RPI_TILE, t->width, w->products + RPI_TILE, RPI_TILE);
-  if (parts && w->table.down_fits && lines) {
+  const bool tiled = parts && w->table.down_fits;
+  if (tiled && lines) {
     const int64_t before = skew_before(&range, RPI_TILED_ROWS);
     multiply_operands(operand_from(w->table.line_parts, range.first - before, 0), before + lines,
                       *parts, RPI_TILE, t->width, false, product.c - before * RPI_TILE, RPI_TILE);
@@ -224,7 +228,11 @@ static void skew_scores(const term *t, skew_scratch *w, int64_t distance, int64_
          (size_t)(kept * RPI_TILE) * sizeof(real));
   keep_lines(t, w, &range, tile);
   real *const beyond = w->products + (range.lines + 1) * RPI_TILE;
-  if (range.head) {
+  if (range.head && tiled) {
+    _Alignas(64) real line[RPI_TILED_ROWS * RPI_TILE]; /* a product is of whole tiles */
+    multiply_operands(w->table.head_parts, 1, *parts, RPI_TILE, t->width, false, line, RPI_TILE);
+    memcpy(w->products, line, RPI_TILE * sizeof(real));
+  } else if (range.head) {
     product.a = table.data - table.stride;
     product.c = w->products;
     rpi_block_product(RPI_START_ROW, 1, RPI_TILE / RPI_LANES, product, zeros);
