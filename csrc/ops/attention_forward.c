@@ -242,7 +242,7 @@ RPI_INLINE void forward_scores(const forward_item *item, forward_scratch *w,
   }
 }
 
-/* Scores (1) and weights (2) of a strip; true where these are words already. */
+/* Scores (1) and weights (2) of a strip; true where these are words, or parts, already. */
 RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
                                 const forward_view *view, cell x) {
   const window *const vw = &view->value_window;
@@ -273,8 +273,11 @@ RPI_INLINE bool forward_weights(const forward_item *item, forward_scratch *w,
   const int meets = window_meets(vw, nearest, farthest);
   const int whole = meets == MEETS_HEAD ? SUM_HEAD : meets == MEETS_TAIL ? SUM_TAIL : SUM_MIDDLE;
   const bool dropped = item->pairs.dropout.threshold != 0;
-  const bool worded = !dropped && makes_words(&item->n, tile_keys);
-  if (worded) {
+  bool worded = !dropped && makes_words(&item->n, tile_keys);
+  if (x.parts) {
+    worded = weigh_parts_NATIVE(i % RPI_TILED_ROWS, count, columns, at,
+                                sum_of(item, state, whole, row), w->weights);
+  } else if (worded) {
     weigh_words_NATIVE(count, at, sum_of(item, state, whole, row), w->weight_words);
   } else if (!dropped) {
     weigh_strip(count, columns, at, sum_of(item, state, whole, row));
@@ -477,17 +480,25 @@ static void forward_cell(const forward_item *item, forward_scratch *w, const for
             .tile_keys = tile_keys,
             .columns = columns_of_keys(&item->n, tile_keys, item->pairs.any),
             .at = at + (first - from) * RPI_TILE,
-            .multiplied = view->fits && w->keys_fit[tile]};
+            .multiplied = view->fits && w->keys_fit[tile],
+            .parts = weighs_parts(&item->n) && !item->pairs.dropout.threshold};
   if (x.multiplied) forward_products(item, w, view, &x);
   const bool plain = x.multiplied && lies_plainly(item, view, first, end - first, j, tile_keys);
   const int64_t most = plain ? RPI_TILED_ROWS : RPI_STRIP;
+  bool fits = true;
   for (; x.i < end; x.i += x.count, x.at += x.count * RPI_TILE) {
     x.count = rpi_min(most, end - x.i);
     for (int64_t i = x.i; asks && i < x.i + x.count; i += RPI_STRIP) ask_forward(item, i);
-    forward_weights(item, w, view, x);
+    fits &= forward_weights(item, w, view, x);
   }
-  clear_beside(first - from, end - from, at);
-  if (w->values_fit[tile] && pack_weights_left(at, x.columns, w->weights)) {
+  if (x.parts) {
+    clear_parts(0, first - from, x.columns, w->weights);
+    clear_parts(end - from, RPI_TILED_ROWS, x.columns, w->weights);
+  } else {
+    clear_beside(first - from, end - from, at);
+    fits = pack_weights_left(at, x.columns, w->weights);
+  }
+  if (w->values_fit[tile] && fits) {
     multiply_operands(w->weights, end - from, w->tile_values[tile], width, tile_keys, true,
                       w->state.out + (view->block + from) * width, width);
     return;

@@ -99,6 +99,7 @@ typedef struct cell {
   int64_t columns;      /* columns_of_keys */
   real *at;             /* [count][TILE] */
   bool multiplied;      /* the products of its scores are there */
+  bool parts;           /* its weights are made parts at once */
   const real *more;     /* scored before: what its pairs add, where that is still there; or NULL */
 } cell;
 

@@ -266,7 +266,7 @@ static bool tiles_pack_strip(tiles_source s, int64_t first, int64_t lines, int64
 
 /* A strip that is packed slice by slice while others are multiplied: some 50 vector instructions
  * for every four products of tiles are free, if they come no more at once (docs/gemm.md). A slice
- * is TILES_SLICE rows of a piece, or half a piece turned. */
+ * is TILES_SLICE rows of a piece, or half a piece turned; in one part a piece that is turned. */
 #define TILES_SLICE 4
 #define TILES_GROUPS 6 /* of four products, in one step of the kernel; of one part 1 */
 typedef struct tiles_packing {
@@ -281,6 +281,7 @@ typedef struct tiles_packing {
 } tiles_packing;
 
 static int64_t tiles_slices(const tiles_source *from) {
+  if (from->turned && from->parts == 1) return 1;
   return RPI_TILE_SIDE / TILES_SLICE + (from->turned ? 2 : 0);
 }
 
@@ -341,6 +342,8 @@ RPI_NOINLINE void tiles_pack_slice(tiles_packing *x) {
     const int64_t row = slice * TILES_SLICE;
     x->odd += tiles_split_in(x->from.parts, TILES_SLICE, p.from + row * stride, stride, p.partner,
                              ahead, p.to + row * RPI_TILE_SIDE);
+  } else if (x->from.parts == 1) {
+    tiles_turn_rounded(p.from, stride, p.partner, ahead, x->from.factor, p.to);
   } else if (slice < 2) {
     tiles_turn(p.from + slice * p.partner, stride, ahead, x->stage + slice * RPI_TILE_WORDS);
   } else {
