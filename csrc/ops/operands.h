@@ -100,6 +100,15 @@ static bool pack_operand(dense from, int how, int64_t lines, int64_t inner, oper
                      lines, inner, to);
 }
 
+/* The same where zeros are met that stand for what is hidden, or not there: what is not finite must
+ * not meet them. (Scores of keys meet none: each is a pair's own.) */
+static bool pack_met_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
+  if (!pack_operand(from, how, lines, inner, to)) return false;
+  if (to.parts != 1) return true;
+  return how == ROWS_ARE_LINES ? all_have_one_part(from, lines, inner)
+                               : all_have_one_part(from, inner, lines);
+}
+
 /* Rows that run along inner, times a factor, as a right operand of one part. */
 static void pack_rounded_lines(dense from, int64_t lines, int64_t inner, real factor, operand to) {
   pack_strips((tiles_source){.at = from.data,
@@ -109,15 +118,6 @@ static void pack_rounded_lines(dense from, int64_t lines, int64_t inner, real fa
                              .turned = true,
                              .factor = factor},
               lines, inner, to);
-}
-
-/* The same where zeros are met that stand for what is hidden, or not there: what is not finite must
- * not meet them. (Scores of keys meet none: each is a pair's own.) */
-static bool pack_met_operand(dense from, int how, int64_t lines, int64_t inner, operand to) {
-  if (!pack_operand(from, how, lines, inner, to)) return false;
-  if (to.parts != 1) return true;
-  return how == ROWS_ARE_LINES ? all_have_one_part(from, lines, inner)
-                               : all_have_one_part(from, inner, lines);
 }
 
 /* to += from, rows of one call of the kernel. */
